@@ -1,0 +1,49 @@
+"""`@case` is the only way to become a case of the suite. A case is a function of a bench; what varies is data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.result import Evidence
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.bench import Bench
+
+Body = Callable[..., Evidence]  # body(bench, variant): returns evidence, or raises Violation, Blocked or HarnessError
+
+
+@dataclass(frozen=True)
+class Case:
+    """One registered case; the plugin makes one pytest item for each of its cells and variants."""
+
+    name: str  # the function's name: "arrive"
+    rule: str  # id of the rule it checks: "KV-BYTES-001"
+    tier: str  # the folder of its module: "engine"
+    body: Body
+    applies: Callable[[str], bool]  # family id -> whether the case has a meaning for it
+    variants: Callable[[str], Iterable[Any]]  # family id -> the scenarios; str(variant) is the last word of the id
+
+
+def case(
+    rule: str,
+    *,
+    applies: Callable[[str], bool] = lambda family: True,
+    variants: Callable[[str], Iterable[Any]] = lambda family: (None,),
+) -> Callable[[Body], Body]:
+    """Register a function as a case. A variant of None adds no word to the id.
+
+    The function is called as `body(bench, variant)` and must return Evidence.
+    """
+
+    def register(body: Body) -> Body:
+        tier = body.__module__.split(".")[-2]
+        body.kv_case = Case(body.__name__, rule, tier, body, applies, variants)  # type: ignore[attr-defined]
+        return body
+
+    return register
+
+
+# The plugin hands every body a Bench: what runs the case. See pytest_kvconform/rigs/bench.py.
+__all__ = ["Bench", "Body", "Case", "case"]

@@ -1,0 +1,84 @@
+"""What one case can say: its outcome, its finding, its evidence. Every other part of the plugin speaks in these records.
+
+All records are frozen msgspec structs, so that they travel between processes and into `report.json` unchanged.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Outcome(str, Enum):
+    """How one case ended. A case that never reached its end is FAIL: that is where every case starts."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    NOT_APPLICABLE = "NOT-APPLICABLE"  # declared unsupported, and refused cleanly
+    BLOCKED = "BLOCKED"  # applies, but could not run here; the reason says what to change
+    KNOWN = "KNOWN"  # a declared known failure: strict, with issue and expiry
+    HARNESS = "HARNESS"  # our fault
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One violation of one rule, said for a person. Empty fields are left out of what is printed."""
+
+    rule: str  # id of the rule that is broken
+    happened: str  # one sentence: what the connector did
+    differs: str = ""  # how many words differ, and where
+    picture: tuple[str, ...] = ()  # rows: layer and plane; columns: blocks
+    diagnosis: str = ""  # one sentence: why it is likely so
+    check: tuple[str, ...] = ()  # what to look at; empty: the rule's own list
+    log: tuple[str, ...] = ()  # last lines that the process wrote, if it died
+    signature: str = ""  # equal for failures with one cause; empty: the diagnosis, else what happened
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Proof that a case looked at something. A case that passes without any is a failure of the suite, and is reported as FAIL."""
+
+    looked_at: int  # how many things were compared; never 0 in a PASS
+    unit: str  # of what: "bytes", "tokens", "blocks", ...
+    bytes_moved: int = 0  # bytes that stand in D's cache, equal P's, and were not computed by D
+    external_tokens: int = 0  # tokens D was told it need not compute
+    computed_tokens: int = 0  # prompt tokens D computed all the same
+    notes: dict[str, float | int | str] = {}  # further numbers worth keeping, by name
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One point of the model matrix. Cases of one cell share its engines."""
+
+    family: str  # "gemma3"
+    topology: str  # "P1D2": tensor parallel size of prefill and decode
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.topology}"
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the report."""
+
+    id: str  # "kv::engine/bytes::arrive[gemma3-P1D2-n63]"; can be pasted back
+    rule: str  # the rule the case checks
+    outcome: Outcome
+    cell: Cell | None = None
+    reason: str = ""  # one sentence for NOT-APPLICABLE, BLOCKED, KNOWN and HARNESS
+    finding: Finding | None = None  # for FAIL and KNOWN
+    evidence: Evidence | None = None  # for PASS
+    seconds: float = 0.0
+
+
+class Violation(Exception):
+    """Raised by a case: the connector broke a rule."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.happened)
+        self.finding = finding
+
+
+class Blocked(Exception):
+    """Raised by a case: it applies, but cannot run here. The message says what is missing or which case failed before it."""
+
+
+class HarnessError(Exception):
+    """Raised by a rig: this project, or the machine, is at fault, and not the connector."""

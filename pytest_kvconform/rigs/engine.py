@@ -1,0 +1,221 @@
+"""A handle on an engine in a process of its own. Every call has a deadline; a process that dies or hangs becomes a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers, Request, Snapshot, Step, Trace, Usage
+
+# The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
+# where the connector was when its process died or stood still.
+HOOK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
+LOG_LINES = 12
+
+
+class EngineFailed(Exception):
+    """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised."""
+
+    def __init__(self, role: str, how: str, sentence: str, log: tuple[str, ...] = (), stack: tuple[str, ...] = ()):
+        super().__init__(sentence)
+        self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
+
+
+class Process:
+    """A child of the zygote: a connection, a log, and an end with a deadline."""
+
+    def __init__(self, address: str, name: str, target: str, argument: Any, deadline_s: float):
+        self.address, self.name = address, name
+        self.log = Path(address).parent / f"{name}.log"
+        self.connection = connect(address, deadline_s)
+        self.connection.send(("fork", name, target, argument))
+        answer = self.receive(deadline_s)
+        if answer[0] != "pid":
+            raise EngineFailed(name, "refused", answer[-1])
+        self.pid: int = answer[1]
+
+    def receive(self, deadline_s: float) -> Any:
+        """The next message. EOFError: the process is gone; TimeoutError: it said nothing in time."""
+        if not self.connection.poll(deadline_s):
+            raise TimeoutError
+        return self.connection.recv()
+
+    def end(self) -> int | None:
+        """Kill the process and everything it started. Returns its wait status. Can be called again."""
+        self.connection.close()
+        try:
+            with connect(self.address, 5.0) as connection:
+                connection.send(("end", self.pid))
+                return connection.recv()[1] if connection.poll(10.0) else None
+        except (OSError, EOFError):
+            return None  # the zygote is gone, and has taken its children along
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of what the process wrote. Bytes that are no text are shown as escapes."""
+        try:
+            text = self.log.read_bytes()[-20000:].decode("utf-8", "backslashreplace")
+        except OSError:
+            return ()
+        lines = ["".join(c if c.isprintable() else "·" for c in line)[:160] for line in text.splitlines()]
+        return tuple(lines[-LOG_LINES:])
+
+    def stack(self) -> tuple[tuple[str, int, str], ...]:
+        """Frames (file, line, function) of the last Python stack in the log, innermost first."""
+        try:
+            text = self.log.read_bytes()[-60000:].decode("utf-8", "backslashreplace")
+        except OSError:
+            return ()
+        _, _, last = text.rpartition("(most recent call first)")
+        return tuple((m["file"], int(m["line"]), m["name"]) for m in HOOK.finditer(last))
+
+
+def connect(address: str, deadline_s: float) -> Connection:
+    """A connection to the zygote, which may still be starting."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        raw = socket.socket(socket.AF_UNIX)
+        try:
+            raw.connect(address)
+            return Connection(raw.detach())
+        except OSError:
+            raw.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A TCP port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Engine:
+    """One engine process. Methods mirror `engine_process.Engine`; every one raises EngineFailed when the process cannot answer."""
+
+    def __init__(self, address: str, name: str, spec: EngineSpec, deadline_s: float, start_s: float):
+        self.role, self.deadline_s = spec.role, deadline_s
+        self.process = Process(address, name, "pytest_kvconform.rigs.engine_process:serve", spec, start_s)
+        self.start_s = start_s
+        self.dead = False
+
+    def wait_ready(self) -> EngineFacts:
+        """Block until the engine is up."""
+        self.facts: EngineFacts = self._answer("start", self.start_s)
+        return self.facts
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Ask without waiting, so that two engines can work at once; `answer` waits."""
+        try:
+            self.process.connection.send((name, arguments))
+        except OSError:
+            self._died(name)
+
+    def answer(self, name: str) -> Any:
+        return self._answer(name, self.deadline_s)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.send(name, *arguments)
+        return self.answer(name)
+
+    def add(self, request: Request) -> None:
+        self.call("add", request)
+
+    def step(self, seconds: float = 0.0) -> Step:
+        return self.call("step", seconds)
+
+    def abort(self, request_id: str) -> None:
+        self.call("abort", request_id)
+
+    def trace(self, request_id: str) -> Trace:
+        return self.call("trace", request_id)
+
+    def snapshot(self, request_id: str, tokens: int) -> Snapshot:
+        return self.call("snapshot", request_id, tokens)
+
+    def taken(self, request_id: str) -> Snapshot | None:
+        return self.call("taken", request_id)
+
+    def poison(self) -> int:
+        return self.call("poison")
+
+    def usage(self) -> Usage:
+        return self.call("usage")
+
+    def shutdown(self) -> Leftovers:
+        return self.call("shutdown")
+
+    def end(self) -> None:
+        """Kill the process, whatever it does."""
+        self.dead = True
+        self.process.end()
+
+    def _answer(self, name: str, deadline_s: float) -> Any:
+        try:
+            kind, *rest = self.process.receive(deadline_s)
+        except TimeoutError:
+            self._hung(name, deadline_s)
+        except (EOFError, OSError):
+            self._died(name)
+        if kind == "ok":
+            return rest[0]
+        how = "refused" if name == "start" else "raised"
+        raise EngineFailed(self.role, how, f"{self.role} {'did not start' if name == 'start' else 'raised in ' + name}: {rest[0]}: {rest[1]}",
+                           self.process.last_lines())
+
+    def _died(self, name: str) -> None:
+        self.dead = True
+        status = self.process.end()
+        how = "ended" if status is None else f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
+            f"left with exit code {os.WEXITSTATUS(status)}")
+        stack = self.process.stack()
+        raise EngineFailed(self.role, "died", f"{self.role} {how}{_where(stack)}", self.process.last_lines(), _lines(stack))
+
+    def _hung(self, name: str, deadline_s: float) -> None:
+        self.dead = True
+        for pid in (self.process.pid, *_children(self.process.pid)):
+            try:
+                os.kill(pid, signal.SIGUSR1)  # write the Python stacks to the log
+            except OSError:
+                continue
+        time.sleep(0.3)
+        stack = self.process.stack()
+        self.process.end()
+        raise EngineFailed(self.role, "hung", f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack)}",
+                           self.process.last_lines(), _lines(stack))
+
+
+def _children(pid: int) -> list[int]:
+    from pytest_kvconform.rigs.process_facts import descendants_of
+
+    return descendants_of(pid)
+
+
+def _where(stack: tuple[tuple[str, int, str], ...]) -> str:
+    """" in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface."""
+    hooks = [frame for frame in stack if frame[2] in HOOKS]
+    if not hooks:
+        return ""
+    file, line, name = hooks[0]
+    return f" in {name} ({Path(file).name}:{line})"
+
+
+def _lines(stack: tuple[tuple[str, int, str], ...]) -> tuple[str, ...]:
+    return tuple(f"{Path(file).name}:{line} in {name}" for file, line, name in stack[:6])
+
+
+HOOKS = frozenset("""
+    start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished get_transfer_results get_block_ids_with_load_errors
+    register_kv_caches set_host_xfer_buffer_ops handle_preemptions bind_connector_metadata clear_connector_metadata
+    build_connector_worker_meta get_kv_connector_stats get_kv_connector_kv_cache_events get_handshake_metadata finish_forward
+    get_num_new_matched_tokens update_state_after_alloc build_connector_meta request_finished request_finished_all_groups
+    update_connector_output on_new_request bind_kv_cache_manager set_xfer_handshake_metadata_pp_aware set_xfer_handshake_metadata
+    take_events has_pending_push_work reset_cache shutdown
+    """.split())

@@ -1,0 +1,349 @@
+"""The inside of an engine's process: one real vLLM engine core, driven one call at a time over a connection.
+
+vLLM's own code runs unchanged. The harness looks at it from three places: the connector's scheduler half (what it was asked and what it
+answered), the moment before a step is executed (what is about to be computed, and what stands in the cache by then), and the KV cache
+itself (`kv_access`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from pytest_kvconform.rigs import kv_access
+from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Group, Leftovers, Output, Request, Snapshot, Step, Trace, Usage
+from pytest_kvconform.rigs.process_facts import children_of, listening_sockets, thread_names
+
+IDLE_S = 0.001  # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
+
+
+def preload() -> None:
+    """Import in the zygote what every engine needs."""
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor  # noqa: F401
+    from vllm.platforms import current_platform
+
+    import pytest_kvconform.rigs.executor  # noqa: F401
+
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_model_runner
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+        # vLLM's own fallback for ranks that share no memory: torch.distributed. Its shared memory spins, which is slow when there are
+        # more ranks than cores, and stays in /dev/shm when a worker is killed.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    else:
+        import vllm.v1.worker.gpu_model_runner
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+
+def serve(connection: Connection, spec: EngineSpec) -> None:
+    """Start the engine and answer calls (name, arguments) with ("ok", value) or ("error", type, message) until the connection ends."""
+    try:
+        engine = Engine(spec)
+        connection.send(("ok", engine.facts()))
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(("error", type(error).__name__, str(error)))
+        return
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", getattr(engine, name)(*arguments))
+        except Exception as error:
+            traceback.print_exc()
+            answer = ("error", type(error).__name__, str(error))
+        connection.send(answer)
+
+
+class Engine:
+    """One engine: it prefills, decodes, or both."""
+
+    def __init__(self, spec: EngineSpec):
+        os.environ.update(spec.environment)
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        from pytest_kvconform.rigs.executor import ForkedExecutor
+
+        config = EngineArgs(
+            model=spec.checkpoint, skip_tokenizer_init=True, dtype=spec.dtype, max_model_len=spec.max_model_len, max_num_seqs=8,
+            max_num_batched_tokens=spec.max_batched_tokens, enforce_eager=True, tensor_parallel_size=spec.tensor_parallel,
+            distributed_executor_backend="uni" if spec.tensor_parallel == 1 else ForkedExecutor,
+            num_gpu_blocks_override=spec.num_blocks, enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
+            block_size=spec.block_size or None, max_logprobs=-1, seed=0,
+            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config), **spec.engine_arguments).create_engine_config()
+        self.config = config
+        self._note_threads()
+        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self.scheduler: Any = self.core.scheduler
+        self.manager = self.scheduler.kv_cache_manager
+        self.kv_config = self.manager.kv_cache_config
+        self.traces: dict[str, Trace] = {}
+        self.watched: dict[str, np.ndarray] = {}  # request -> digest of every block when it was added
+        self.snapshots: dict[str, Snapshot] = {}
+        self.oracles: dict[str, Snapshot] = {}
+        self._watch_connector()
+        self._watch_steps()
+
+    # ---- calls ----------------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> EngineFacts:
+        """What vLLM made of the specification."""
+        layers = self._workers(kv_access.describe)[0]
+        groups = []
+        for group, manager in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True):
+            kind = layers[group.layer_names[0]]["kind"]
+            window = getattr(group.kv_cache_spec, "sliding_window", None) or 0
+            groups.append(Group(kind=kind, block_size=manager.block_size, window=window, layers=tuple(group.layer_names)))
+        return EngineFacts(
+            groups=tuple(groups), num_blocks=self.kv_config.num_blocks, block_size=self.scheduler.block_size,
+            connector=type(self.scheduler.connector).__name__, layout=str(self.config.cache_config.kv_cache_layout),
+            backend=next((d["backend"] for d in layers.values() if d["kind"] == "attention"), ""),
+            hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager, prefix_caching=self.manager.enable_caching,
+            pid=os.getpid())
+
+    def add(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens, temperature=0.0 if request.seed is None else 1.0, seed=request.seed, logprobs=-1,
+            detokenize=False, ignore_eos=True,
+            extra_args={"kv_transfer_params": request.kv_transfer_params} if request.kv_transfer_params else None)
+        self.traces[request.id] = Trace(id=request.id, prompt_tokens=len(request.tokens))
+        if request.watch:
+            self.watched[request.id] = self._digest()
+        if request.oracle is not None:
+            self.oracles[request.id] = request.oracle
+        self.core.add_request(*self.core.preprocess_add_request(EngineCoreRequest(
+            request_id=request.id, prompt_token_ids=list(request.tokens), mm_features=None, sampling_params=sampling, pooling_params=None,
+            arrival_time=time.time(), lora_request=None, cache_salt=request.salt or None, data_parallel_rank=None)))
+
+    def step(self, seconds: float) -> Step:
+        """Run steps until one says something or computes something, at most for `seconds`; at least one."""
+        deadline = time.monotonic() + seconds
+        while True:
+            outputs, executed = self.core.step_fn()
+            self.core.post_step(executed)
+            said = tuple(self._output(o) for batch in (outputs or {}).values() for o in batch.outputs)
+            if said or executed or time.monotonic() >= deadline:
+                return Step(outputs=said, computed=int(executed))
+            time.sleep(IDLE_S)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request in whatever state it is."""
+        self.core.abort_requests([request_id])
+
+    def trace(self, request_id: str) -> Trace:
+        """What was done with a request's prompt so far."""
+        trace = self.traces[request_id]
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            trace.status = request.status.name
+        return trace
+
+    def snapshot(self, request_id: str, tokens: int) -> Snapshot:
+        """The KV of the first `tokens` tokens of a request that still owns its blocks."""
+        return self._read(request_id, tokens)
+
+    def taken(self, request_id: str) -> Snapshot | None:
+        """The snapshot of a watched request, taken before the first forward that read loaded KV; None if there was no such forward."""
+        return self.snapshots.pop(request_id, None)
+
+    def poison(self) -> int:
+        """Forget the prefix cache and fill every block that nobody owns with the poison byte. Returns the number of blocks."""
+        if not self.scheduler.has_requests():
+            self.manager.reset_prefix_cache()
+        pool = self.manager.block_pool
+        blocks = [b.block_id for b in pool.blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
+        self._workers(kv_access.poison, blocks)
+        return len(blocks)
+
+    def usage(self) -> Usage:
+        """What the engine holds now."""
+        pool = self.manager.block_pool
+        return Usage(
+            free_blocks=pool.get_num_free_blocks(), total_blocks=pool.num_gpu_blocks - 1, requests=tuple(sorted(self.scheduler.requests)),
+            group_requests=tuple(tuple(sorted(r for r, blocks in m.req_to_blocks.items() if blocks))
+                                 for m in self.manager.coordinator.single_type_managers),
+            unfinished=self.scheduler.has_requests())
+
+    def shutdown(self) -> Leftovers:
+        """Shut down as vLLM's EngineCore.shutdown does, without its tour of the garbage collector; report what the process still has."""
+        error = ""
+        try:
+            self.core.structured_output_manager.clear_backend()
+            self.core.model_executor.shutdown()
+            self.scheduler.shutdown()
+        except Exception as raised:
+            traceback.print_exc()
+            error = f"{type(raised).__name__}: {raised}"
+        deadline = time.monotonic() + 2.0  # threads that were told to end may take a moment to do so
+        while time.monotonic() < deadline and (thread_names() - self.threads_before or children_of(os.getpid())):
+            time.sleep(0.02)
+        return Leftovers(threads=tuple(sorted((thread_names() - self.threads_before).elements())), listening=listening_sockets(os.getpid()),
+                         children=tuple(children_of(os.getpid())), error=error)
+
+    def _note_threads(self) -> None:
+        """Remember the threads at the moment before the connector is built; what vLLM itself keeps is not the connector's to end."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        create = KVConnectorFactory.create_connector
+
+        def create_connector(*args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, "threads_before"):
+                self.threads_before = thread_names()
+            return create(*args, **kwargs)
+
+        self.threads_before: Counter[str]
+        KVConnectorFactory.create_connector = create_connector
+
+    # ---- looking --------------------------------------------------------------------------------------------------------------
+
+    def _workers(self, function: Any, *args: Any) -> list[Any]:
+        return self.core.model_executor.collective_rpc(function, args=args)
+
+    def _digest(self) -> np.ndarray:
+        return np.stack(self._workers(kv_access.digest))
+
+    def _output(self, output: Any) -> Output:
+        logprobs, lists = None, output.new_logprobs
+        if lists is not None and len(lists.logprobs):
+            ids, values = lists.logprob_token_ids[0][1:], lists.logprobs[0][1:]  # entry 0 repeats the sampled token
+            order = np.argsort(ids)
+            logprobs = (ids[order], values[order])
+        return Output(id=output.request_id, token=output.new_token_ids[0] if output.new_token_ids else None, logprobs=logprobs,
+                      finish=str(output.finish_reason) if output.finish_reason is not None else None,
+                      kv_transfer_params=output.kv_transfer_params)
+
+    def _watch_connector(self) -> None:
+        """Note what the connector's scheduler half answers, and keep it away from requests that the harness serves itself."""
+        connector = self.scheduler.connector
+        matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+            if request.request_id in self.oracles:
+                return max(0, request.num_tokens - 1 - num_computed_tokens), False
+            answer = matched(request, num_computed_tokens)
+            if (trace := self.traces.get(request.request_id)) is not None:
+                trace.asynchronous = bool(answer[1])
+            return answer
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            trace = self.traces.get(request.request_id)
+            if trace is not None and num_external_tokens:
+                trace.external_tokens, trace.local_tokens = num_external_tokens, request.prefill_stats.num_local_cached_tokens
+            if request.request_id not in self.oracles:
+                allocated(request, blocks, num_external_tokens)
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        connector.update_state_after_alloc = update_state_after_alloc
+        for name in ("request_finished", "request_finished_all_groups"):
+            if (finished := getattr(connector, name, None)) is not None:
+                setattr(connector, name, self._watched_end(finished))
+        on_new_request = connector.on_new_request
+        connector.on_new_request = lambda request: None if request.request_id in self.oracles else on_new_request(request)
+
+    def _watched_end(self, finished: Any) -> Any:
+        def request_finished(request: Any, block_ids: Any) -> Any:
+            if request.request_id in self.oracles:
+                return False, None
+            answer = finished(request, block_ids)
+            if (trace := self.traces.get(request.request_id)) is not None:
+                trace.delayed_free, trace.handed_over = bool(answer[0]), bool(answer[1])
+                trace.status = request.status.name
+            return answer
+
+        return request_finished
+
+    def _watch_steps(self) -> None:
+        execute = self.core.model_executor.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            positions = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+            cached = scheduler_output.scheduled_cached_reqs
+            positions.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            late = [r for r, n in scheduler_output.num_scheduled_tokens.items() if self._before_step(r, positions[r], n, scheduler_output)]
+            result = execute(scheduler_output, *args, **kwargs)
+            for request_id in late:  # a synchronous load happens inside the step
+                self.snapshots[request_id] = self._read(request_id, positions[request_id])
+            return result
+
+        self.core.model_executor.execute_model = execute_model
+
+    def _before_step(self, request_id: str, position: int, scheduled: int, scheduler_output: Any) -> bool:
+        """Count what is about to be computed; look at the cache, or say that it must be looked at after the step."""
+        trace = self.traces.get(request_id)
+        if trace is None or position >= trace.prompt_tokens:
+            return False
+        first = trace.first_computed < 0
+        if first:
+            trace.first_computed = position
+            trace.local_tokens = position - trace.external_tokens
+        trace.computed_tokens += min(scheduled, trace.prompt_tokens - position)
+        trace.steps += 1
+        if first and request_id in self.oracles:
+            self._write(request_id, self.oracles[request_id], position)
+        if not first or request_id not in self.watched:
+            return False
+        if scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
+            return True
+        self.snapshots[request_id] = self._read(request_id, position)
+        return False
+
+    def _read(self, request_id: str, tokens: int) -> Snapshot:
+        tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
+        rows, present, state = {}, {}, {}
+        kinds = self._workers(kv_access.describe)[0]
+        for group, manager, table in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, tables, strict=True):
+            for name in group.layer_names:
+                if kinds[name]["kind"] == "state":
+                    state[name] = kv_access.join_state(self._workers(kv_access.read_state, name, _last(table)))
+                else:
+                    shards = self._workers(kv_access.read_rows, name, list(table))
+                    rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
+                    present[name] = np.repeat(np.array(table) != 0, manager.block_size)[:tokens]
+        changed: tuple[int, ...] = ()
+        if request_id in self.watched:
+            owned = {b for r in self.scheduler.requests for ids in self.manager.get_block_ids(r) for b in ids if b}
+            differs = (self._digest() != self.watched[request_id]).any(axis=0)
+            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in owned)
+        return Snapshot(request=request_id, tokens=tokens, tables=tables, rows=rows, present=present, state=state, changed=changed)
+
+    def _total_heads(self) -> int:
+        return self.config.model_config.get_total_num_kv_heads()
+
+    def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
+        """Put the oracle's KV of the tokens before `position` where vLLM's own block tables say it belongs."""
+        tables = self.manager.get_block_ids(request_id)
+        local = self.traces[request_id].local_tokens
+        for group, manager, table in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, tables, strict=True):
+            for name in group.layer_names:
+                if name in oracle.state:
+                    self._workers(kv_access.write_state, name, _last(table), oracle.state[name])
+                    continue
+                first = local  # tokens hit locally stand there already, in blocks that others may share
+                while first < position and not table[first // manager.block_size]:
+                    first = (first // manager.block_size + 1) * manager.block_size
+                if first < position:
+                    self._workers(kv_access.write_rows, name, list(table), first, oracle.rows[name][first:position])
+
+
+def _last(table: Any) -> int:
+    """The slot of a state group that holds the running state: its last block."""
+    return next((b for b in reversed(table) if b), 0)
