@@ -137,9 +137,6 @@ class Engine:
     def trace(self, request_id: str) -> Trace:
         return self.call("trace", request_id)
 
-    def snapshot(self, request_id: str, tokens: int) -> Snapshot:
-        return self.call("snapshot", request_id, tokens)
-
     def taken(self, request_id: str) -> Snapshot | None:
         return self.call("taken", request_id)
 

@@ -8,6 +8,7 @@ itself (`kv_access`).
 from __future__ import annotations
 
 import os
+import random
 import time
 import traceback
 from collections import Counter
@@ -86,7 +87,8 @@ class Engine:
             num_gpu_blocks_override=spec.num_blocks, enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
             block_size=spec.block_size or None, max_logprobs=-1, seed=0,
             kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config), **spec.engine_arguments).create_engine_config()
-        self.config = config
+        self.spec, self.config = spec, config
+        self.order = random.Random(spec.role)
         self._note_threads()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.scheduler: Any = self.core.scheduler
@@ -96,6 +98,7 @@ class Engine:
         self.watched: dict[str, np.ndarray] = {}  # request -> digest of every block when it was added
         self.snapshots: dict[str, Snapshot] = {}
         self.oracles: dict[str, Snapshot] = {}
+        self.groups = self._groups()
         self._watch_connector()
         self._watch_steps()
 
@@ -104,13 +107,8 @@ class Engine:
     def facts(self) -> EngineFacts:
         """What vLLM made of the specification."""
         layers = self._workers(kv_access.describe)[0]
-        groups = []
-        for group, manager in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True):
-            kind = layers[group.layer_names[0]]["kind"]
-            window = getattr(group.kv_cache_spec, "sliding_window", None) or 0
-            groups.append(Group(kind=kind, block_size=manager.block_size, window=window, layers=tuple(group.layer_names)))
         return EngineFacts(
-            groups=tuple(groups), num_blocks=self.kv_config.num_blocks, block_size=self.scheduler.block_size,
+            groups=self.groups, num_blocks=self.kv_config.num_blocks, block_size=self.scheduler.block_size,
             connector=type(self.scheduler.connector).__name__, layout=str(self.config.cache_config.kv_cache_layout),
             backend=next((d["backend"] for d in layers.values() if d["kind"] == "attention"), ""),
             hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager, prefix_caching=self.manager.enable_caching,
@@ -127,7 +125,7 @@ class Engine:
             extra_args={"kv_transfer_params": request.kv_transfer_params} if request.kv_transfer_params else None)
         self.traces[request.id] = Trace(id=request.id, prompt_tokens=len(request.tokens))
         if request.watch:
-            self.watched[request.id] = self._digest()
+            self.watched[request.id] = self._digest() if self.spec.role == "D" else np.empty(0)
         if request.oracle is not None:
             self.oracles[request.id] = request.oracle
         self.core.add_request(*self.core.preprocess_add_request(EngineCoreRequest(
@@ -157,22 +155,30 @@ class Engine:
             trace.status = request.status.name
         return trace
 
-    def snapshot(self, request_id: str, tokens: int) -> Snapshot:
-        """The KV of the first `tokens` tokens of a request that still owns its blocks."""
-        return self._read(request_id, tokens)
+    def budget(self, tokens: int) -> None:
+        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks; 0: as configured."""
+        self.scheduler.max_num_scheduled_tokens = tokens or self.spec.max_batched_tokens
 
     def taken(self, request_id: str) -> Snapshot | None:
         """The snapshot of a watched request, taken before the first forward that read loaded KV; None if there was no such forward."""
         return self.snapshots.pop(request_id, None)
 
     def poison(self) -> int:
-        """Forget the prefix cache and fill every block that nobody owns with the poison byte. Returns the number of blocks."""
+        """Fill every block that nobody owns with the poison byte, and shuffle the order in which blocks are given out.
+
+        With nothing to do, the prefix cache is emptied first. After it no block id of this engine says anything about ids of its peer,
+        and no KV of an earlier request can pass for one that was handed over. Returns the number of blocks filled.
+        """
         if not self.scheduler.has_requests():
             self.manager.reset_prefix_cache()
         pool = self.manager.block_pool
-        blocks = [b.block_id for b in pool.blocks if b.ref_cnt == 0 and b.block_hash is None and not b.is_null]
-        self._workers(kv_access.poison, blocks)
-        return len(blocks)
+        queue = pool.free_block_queue
+        free = queue.popleft_n(queue.num_free_blocks)
+        unused = [block for block in free if block.block_hash is None]
+        self.order.shuffle(unused)
+        queue.append_n(unused + [block for block in free if block.block_hash is not None])  # cached blocks are evicted last
+        self._workers(kv_access.poison, [block.block_id for block in unused])
+        return len(unused)
 
     def usage(self) -> Usage:
         """What the engine holds now."""
@@ -212,6 +218,13 @@ class Engine:
 
         self.threads_before: Counter[str]
         KVConnectorFactory.create_connector = create_connector
+
+    def _groups(self) -> tuple[Group, ...]:
+        kinds = self._workers(kv_access.describe)[0]
+        return tuple(
+            Group(kind=kinds[group.layer_names[0]]["kind"], block_size=manager.block_size, layers=tuple(group.layer_names),
+                  window=getattr(group.kv_cache_spec, "sliding_window", None) or 0)
+            for group, manager in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True))
 
     # ---- looking --------------------------------------------------------------------------------------------------------------
 
@@ -278,68 +291,75 @@ class Engine:
             positions = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
             cached = scheduler_output.scheduled_cached_reqs
             positions.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            late = [r for r, n in scheduler_output.num_scheduled_tokens.items() if self._before_step(r, positions[r], n, scheduler_output)]
+            later: dict[str, int] = {}
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+                if request_id in self.traces:
+                    self._before_step(request_id, positions[request_id], scheduled, scheduler_output.has_sync_kv_loads, later)
             result = execute(scheduler_output, *args, **kwargs)
-            for request_id in late:  # a synchronous load happens inside the step
-                self.snapshots[request_id] = self._read(request_id, positions[request_id])
+            for request_id, tokens in later.items():
+                self.snapshots[request_id] = self._read(request_id, tokens)
             return result
 
         self.core.model_executor.execute_model = execute_model
 
-    def _before_step(self, request_id: str, position: int, scheduled: int, scheduler_output: Any) -> bool:
-        """Count what is about to be computed; look at the cache, or say that it must be looked at after the step."""
-        trace = self.traces.get(request_id)
-        if trace is None or position >= trace.prompt_tokens:
-            return False
+    def _before_step(self, request_id: str, position: int, scheduled: int, sync_loads: bool, later: dict[str, int]) -> None:
+        """Count what is about to be computed. Look at the cache now, or note in `later` to look at it after the step."""
+        trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
+        if position >= prompt:
+            return
         first = trace.first_computed < 0
         if first:
             trace.first_computed = position
-            trace.local_tokens = position - trace.external_tokens
-        trace.computed_tokens += min(scheduled, trace.prompt_tokens - position)
+            if not trace.external_tokens:
+                trace.local_tokens = position
+        trace.computed_tokens += min(scheduled, prompt - position)
         trace.steps += 1
         if first and request_id in self.oracles:
             self._write(request_id, self.oracles[request_id], position)
-        if not first or request_id not in self.watched:
-            return False
-        if scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
-            return True
-        self.snapshots[request_id] = self._read(request_id, position)
-        return False
+        if request_id not in self.watched:
+            return
+        if self.spec.role == "P":
+            if position + scheduled >= prompt:
+                later[request_id] = prompt  # the whole prompt's KV, before anyone can free a block of it
+        elif first and sync_loads and request_id not in self.oracles:
+            later[request_id] = position  # a synchronous load happens inside the step
+        elif first:
+            self.snapshots[request_id] = self._read(request_id, position)
 
     def _read(self, request_id: str, tokens: int) -> Snapshot:
         tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
         rows, present, state = {}, {}, {}
-        kinds = self._workers(kv_access.describe)[0]
-        for group, manager, table in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, tables, strict=True):
-            for name in group.layer_names:
-                if kinds[name]["kind"] == "state":
+        for group, table in zip(self.groups, tables, strict=True):
+            for name in group.layers:
+                if group.kind == "state":
                     state[name] = kv_access.join_state(self._workers(kv_access.read_state, name, _last(table)))
                 else:
                     shards = self._workers(kv_access.read_rows, name, list(table))
                     rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
-                    present[name] = np.repeat(np.array(table) != 0, manager.block_size)[:tokens]
+                    present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]
         changed: tuple[int, ...] = ()
-        if request_id in self.watched:
+        if self.spec.role == "D":
             owned = {b for r in self.scheduler.requests for ids in self.manager.get_block_ids(r) for b in ids if b}
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
             changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in owned)
-        return Snapshot(request=request_id, tokens=tokens, tables=tables, rows=rows, present=present, state=state, changed=changed)
+        return Snapshot(request=request_id, tokens=tokens, groups=self.groups, tables=tables, rows=rows, present=present, state=state,
+                        changed=changed)
 
     def _total_heads(self) -> int:
         return self.config.model_config.get_total_num_kv_heads()
 
     def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
         """Put the oracle's KV of the tokens before `position` where vLLM's own block tables say it belongs."""
-        tables = self.manager.get_block_ids(request_id)
         local = self.traces[request_id].local_tokens
-        for group, manager, table in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, tables, strict=True):
-            for name in group.layer_names:
-                if name in oracle.state:
-                    self._workers(kv_access.write_state, name, _last(table), oracle.state[name])
+        for group, table in zip(self.groups, self.manager.get_block_ids(request_id), strict=True):
+            for name in group.layers:
+                if group.kind == "state":
+                    if position:
+                        self._workers(kv_access.write_state, name, _last(table), oracle.state[name])
                     continue
                 first = local  # tokens hit locally stand there already, in blocks that others may share
-                while first < position and not table[first // manager.block_size]:
-                    first = (first // manager.block_size + 1) * manager.block_size
+                while first < position and not table[first // group.block_size]:
+                    first = (first // group.block_size + 1) * group.block_size
                 if first < position:
                     self._workers(kv_access.write_rows, name, list(table), first, oracle.rows[name][first:position])
 

@@ -1,7 +1,7 @@
 """Read and write one worker's KV cache in logical coordinates. These functions run inside a worker, through `collective_rpc`.
 
-Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V; state is a flat array of bytes per segment. What a token's
-row looks like in memory is the backend's business (vLLM: v1/attention/backends/*.py), and is known here alone.
+Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V; a state is a tuple of segments [channel, ...]. Where a
+token's words lie in memory is the attention backend's business (vLLM: v1/attention/backends/*.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,40 @@ def layers(worker: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if hasattr(layer, "kv_cache")}
 
 
-def planes(layer: Any) -> Any:
-    """A layer's cache as a tensor view [block, head, token, plane, word] that aliases the cache."""
+def row_index(layer: Any) -> Any:
+    """Where the words of a token lie in the content of one (block, head): a tensor [token, plane, word] of flat positions.
+
+    The backend itself is asked: it stores keys and values that count, in a scratch block. Backends pack [K | V] per token, or all K
+    before all V, or transpose keys for their kernel (CPU_ATTN, by instruction set), and change that without telling anybody.
+    """
+    if not hasattr(layer, "kv_row_index"):
+        layer.kv_row_index = _ask_backend(layer)
+    return layer.kv_row_index
+
+
+DIGIT = 128  # whole numbers below it are exact in every float format that a KV cache can have
+
+
+def _ask_backend(layer: Any) -> Any:
+    import torch
+
     cache = layer.kv_cache
-    blocks, heads, tokens, content = cache.shape
-    width = content // 2
-    if layer.get_attn_backend().get_name().startswith("CPU_ATTN"):  # [K of all tokens; V of all tokens] within a block and head
-        return cache.view(blocks, heads, 2, tokens, width).transpose(2, 3)
-    return cache.view(blocks, heads, tokens, 2, width)  # [K | V] per token
+    heads, tokens, width = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+    count = torch.arange(tokens * 2 * width, device=cache.device).view(tokens, 2, width)
+    found = torch.zeros(tokens * 2 * width, dtype=torch.long, device=cache.device)
+    slots, scale = torch.arange(tokens, device=cache.device), 1
+    while scale <= count.numel():
+        digit = (count // scale % DIGIT).to(cache.dtype)
+        scratch = torch.full((1, *cache.shape[1:]), -1.0, dtype=cache.dtype, device=cache.device)
+        key, value = (digit[:, plane, None].expand(tokens, heads, width).contiguous() for plane in (0, 1))
+        layer.impl.do_kv_cache_update(layer, key, value, scratch, slots)
+        found += scratch.view(heads, -1)[0].long() * scale
+        scale *= DIGIT
+    index = torch.empty_like(found)
+    index[found] = torch.arange(len(found), device=cache.device)
+    if not torch.equal(found.sort().values, count.flatten()):
+        raise RuntimeError(f"backend {layer.get_attn_backend().get_name()} does not store a token's KV as a permutation of its words")
+    return index.view(tokens, 2, width)
 
 
 def is_state(layer: Any) -> bool:
@@ -35,16 +61,12 @@ def is_state(layer: Any) -> bool:
 
 
 def describe(worker: Any) -> dict[str, dict[str, Any]]:
-    """Layer name -> what its cache is like on this worker: kind, heads, kernel block size, word type, state segments."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, layer in layers(worker).items():
-        if is_state(layer):
-            found[name] = {"kind": "state", "shapes": [tuple(t.shape[1:]) for t in layer.kv_cache]}
-        else:
-            view = planes(layer)
-            found[name] = {"kind": "attention", "heads": view.shape[1], "tokens": view.shape[2], "width": view.shape[4],
-                           "itemsize": view.element_size(), "backend": layer.get_attn_backend().get_name()}
-    return found
+    """Layer name -> what its cache is: kind, backend, KV heads of this rank."""
+    return {
+        name: {"kind": "state"} if is_state(layer) else
+        {"kind": "attention", "backend": layer.get_attn_backend().get_name(), "heads": layer.kv_cache.shape[1]}
+        for name, layer in layers(worker).items()
+    }
 
 
 def _words(tensor: Any) -> np.ndarray:
@@ -57,24 +79,25 @@ def _words(tensor: Any) -> np.ndarray:
 
 
 def read_rows(worker: Any, name: str, blocks: list[int]) -> np.ndarray:
-    """Rows of the given logical blocks, in order: [token, head, plane, word], this worker's heads."""
+    """Rows of the given logical blocks, in order: [token, head, plane, word], this rank's heads."""
     import torch
 
-    view = planes(layers(worker)[name])
-    rows = view[torch.tensor(_kernel_blocks(worker, name, blocks), device=view.device)]
-    return _words(rows.permute(0, 2, 1, 3, 4).flatten(0, 1))
+    layer = layers(worker)[name]
+    content = layer.kv_cache[torch.tensor(_kernel_blocks(worker, name, blocks), device=layer.kv_cache.device)].flatten(2)
+    return _words(content[:, :, row_index(layer)].transpose(1, 2).flatten(0, 1))  # [block, head, token, ...] -> [token, head, ...]
 
 
 def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.ndarray) -> None:
     """Write rows [token, head, plane, word] of all heads of the model at token offset `first` into the given logical blocks."""
     import torch
 
-    view = planes(layers(worker)[name])
-    mine = torch.from_numpy(rows[:, my_heads(worker, view.shape[1], rows.shape[1])].copy()).view(view.dtype).to(view.device)
-    ids, size = _kernel_blocks(worker, name, blocks), view.shape[2]
-    for offset in range(len(mine)):
-        block, slot = divmod(first + offset, size)
-        view[ids[block], :, slot] = mine[offset]
+    layer = layers(worker)[name]
+    cache, index = layer.kv_cache, row_index(layer)
+    mine = torch.from_numpy(rows[:, my_heads(worker, cache.shape[1], rows.shape[1])].copy()).view(cache.dtype).to(cache.device)
+    ids = _kernel_blocks(worker, name, blocks)
+    for offset, row in enumerate(mine):
+        block, slot = divmod(first + offset, cache.shape[2])
+        cache[ids[block]].flatten(1)[:, index[slot]] = row
 
 
 def my_heads(worker: Any, local: int, total: int) -> slice:
@@ -132,7 +155,7 @@ def join_heads(shards: list[np.ndarray], total: int) -> np.ndarray:
 def _kernel_blocks(worker: Any, name: str, blocks: list[int]) -> list[int]:
     """Logical block ids -> ids of the kernel blocks that make them up."""
     spec = specs(worker)[name]
-    ratio = spec.block_size // planes(layers(worker)[name]).shape[2]
+    ratio = spec.block_size // layers(worker)[name].kv_cache.shape[2]
     return [block * ratio + part for block in blocks for part in range(ratio)]
 
 

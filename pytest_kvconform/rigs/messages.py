@@ -52,6 +52,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     request: str
     tokens: int  # the KV of tokens [0, tokens) was to be there
+    groups: tuple[Group, ...]
     tables: tuple[tuple[int, ...], ...]  # block ids per group; 0 is the null block
     rows: dict[str, np.ndarray]  # attention layer -> [token, head, plane (K, V), word]
     present: dict[str, np.ndarray]  # attention layer -> [token], whether the token lies on a block that is not the null block

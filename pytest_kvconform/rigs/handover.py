@@ -1,0 +1,284 @@
+"""Two engines and a hand-over: run a scenario through the subject, run it again through an oracle, and note everything that cases judge.
+
+The oracle uses the same two engines, in the same order of steps, without the subject: the harness reads P's KV in logical coordinates and
+writes it where D's block tables say it belongs. So a difference between the two is the subject's, whatever the kernels do: a one-shot
+prefill would be the wrong control, because D computes the last prompt token alone, with another kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pytest_kvconform.kvspace.compare import Comparison, Due, compare_rows, compare_state
+from pytest_kvconform.rigs.engine import Engine, EngineFailed
+from pytest_kvconform.rigs.kv_access import POISON
+from pytest_kvconform.rigs.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.scenario import Prompt, Scenario
+
+SUBJECT, ORACLE = "subject", "oracle"
+POLL_S = 0.02  # how long D polls before P gets a step
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
+           "remote_port": None}  # what vLLM's own proxy sends to P
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What D said for one request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[np.ndarray, ...]  # one array per token, over the whole vocabulary
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request of a scenario on its way from P to D."""
+
+    name: str
+    length: int  # prompt tokens
+    prefill: Trace
+    decode: Trace
+    rows: Comparison | None  # D's cache against P's, before D's first forward; None: D never had a first forward
+    state_bytes: int = 0  # bytes of recurrent state that were compared
+    state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.compare.compare_state
+    state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
+    changed_blocks: tuple[int, ...] = ()  # blocks of nobody that changed on D
+    got: Generated | None = None
+    want: Generated | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that one scenario showed. Cases judge it; nothing is judged here."""
+
+    scenario: Scenario
+    prefiller: EngineFacts
+    decoder: EngineFacts
+    requests: tuple[Seen, ...] = ()
+    failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
+    stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
+    usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
+    released_s: float = 0.0  # how long that took
+    noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
+    tolerance: float = 0.0
+    tolerance_source: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+FLOAT32_TOLERANCE = 1e-4  # DESIGN.md: float32 agrees to 1e-4
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. Every wait of this rig has one of these."""
+
+    request: float  # a hand-over, from the first step on P to the last token of D
+    release: float  # from the last token to the return of every block; far below any lease
+
+
+def observe(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Deadlines, ids: Callable[[], str]) -> Observation:
+    """Run one scenario: subject, then oracle. A failure of an engine while the subject is at work is part of what is seen."""
+    started = time.monotonic()
+    base = Observation(scenario, p.facts, d.facts)
+    try:
+        subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+    except EngineFailed as failed:
+        return _replace(base, failed=failed)
+    if subject.stuck:
+        return _replace(base, stuck=tuple(subject.stuck), usage=(p.usage(), d.usage()))
+    usage, released = _release(p, d, deadlines.release)
+    base = _replace(base, usage=usage, released_s=released, seconds={"subject": time.monotonic() - started})
+    if scenario.abort:
+        return base
+    wants, noise = _oracle(scenario, p, d, dtype, deadlines, ids)
+    seen = tuple(_seen(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded()))
+    tolerance, source = (FLOAT32_TOLERANCE, "float32") if dtype == "float32" else (noise, f"two oracle runs differ by {noise:.3g}")
+    return _replace(base, requests=seen, noise=noise, tolerance=tolerance, tolerance_source=source,
+                    seconds=base.seconds | {"oracle": time.monotonic() - started - base.seconds["subject"]})
+
+
+def _replace(observation: Observation, **changes: object) -> Observation:
+    from dataclasses import replace
+
+    return replace(observation, **changes)  # type: ignore[arg-type]
+
+
+def _oracle(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Deadlines,
+            ids: Callable[[], str]) -> tuple[list[Generated], float]:
+    """The oracle's answers, and how far a second run is from the first. A dtype that has a tolerance of its own needs no second run."""
+    runs = []
+    for _ in range(1 if dtype == "float32" else 2):
+        run = _run(scenario, p, d, ORACLE, deadlines, ids())
+        _release(p, d, deadlines.release)
+        runs.append([_generated(run.outputs[name]) for name in run.names])
+    noise = max((logprob_distance(a, b) for a, b in zip(runs[0], runs[-1], strict=True)), default=0.0)
+    return runs[0], noise
+
+
+@dataclass
+class _Run:
+    """State of one pass through a scenario."""
+
+    names: list[str]
+    outputs: dict[str, list[Output]]
+    prefill: dict[str, Trace] = field(default_factory=dict)
+    decode: dict[str, Trace] = field(default_factory=dict)
+    source: dict[str, Snapshot] = field(default_factory=dict)  # P's KV after the prompt
+    target: dict[str, Snapshot | None] = field(default_factory=dict)  # D's KV before its first forward
+    stuck: list[str] = field(default_factory=list)
+
+
+def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlines, salt: str) -> _Run:
+    """One pass. Prefix caches are emptied first and salted, so that passes share nothing; blocks of nobody are poisoned."""
+    p.poison()
+    d.poison()
+    prompts = scenario.expanded()
+    run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
+    deadline = time.monotonic() + deadlines.request
+    for i, prompt in enumerate(prompts):
+        if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
+            _until_finished(d, [_add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)], run, deadline)
+    if prompts[0].warm:
+        d.poison()
+    _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
+    if run.stuck or scenario.abort == "prefill":
+        return run
+    handed = {name: _params(run.outputs[name]) for name in run.names}
+    run.outputs = {name: [] for name in run.names}
+    for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
+        params = handed[name if scenario.n == 1 else run.names[0]]
+        d.add(Request(id=f"{name}-d", tokens=prompt.tokens, max_tokens=scenario.max_tokens, salt=salt, watch=True,
+                      kv_transfer_params=params if mode == SUBJECT else None, seed=i if scenario.n > 1 else None,
+                      oracle=run.source[name] if mode == ORACLE else None))
+    if scenario.abort:
+        _abort_decode(scenario, d, run)
+        return run
+    _until_finished(d, [f"{name}-d" for name in run.names], run, deadline, peer=p)
+    for name in run.names:
+        run.decode[name] = d.trace(f"{name}-d")
+        run.target[name] = d.taken(f"{name}-d")
+        run.outputs[name] = run.outputs.pop(f"{name}-d", [])
+    return run
+
+
+def _prefill(scenario: Scenario, p: Engine, d: Engine, mode: str, run: _Run, prompts: tuple[Prompt, ...], salt: str, deadline: float) -> None:
+    """Let P compute the prompts, all at once; note its KV. n children of one request have one prefill."""
+    names = run.names if scenario.n == 1 else run.names[:1]
+    has_state = any(group.kind == "state" for group in p.facts.groups)
+    p.call("budget", scenario.budget)
+    for name, prompt in zip(names, prompts, strict=False):
+        # The state after the whole prompt is of no use to D, which computes the last token itself.
+        tokens = prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
+        p.add(Request(id=f"{name}-p", tokens=tokens, max_tokens=1, salt=salt, watch=True,
+                      kv_transfer_params=PREFILL if mode == SUBJECT else None))
+        run.outputs[f"{name}-p"] = []
+    if scenario.abort == "prefill":
+        p.step(0)
+        for name in names:
+            p.abort(f"{name}-p")
+        p.call("budget", 0)
+        return
+    _until_finished(p, [f"{name}-p" for name in names], run, deadline, peer=d)
+    p.call("budget", 0)
+    for name in names:
+        run.prefill[name] = p.trace(f"{name}-p")
+        run.outputs[name] = run.outputs.pop(f"{name}-p")
+        snapshot = p.taken(f"{name}-p")
+        if snapshot is not None:
+            run.source[name] = snapshot
+    for name in run.names[len(names):]:
+        run.prefill[name], run.source[name], run.outputs[name] = run.prefill[names[0]], run.source[names[0]], []
+
+
+def _add(engine: Engine, name: str, tokens: tuple[int, ...], salt: str) -> str:
+    engine.add(Request(id=name, tokens=tokens, max_tokens=1, salt=salt))
+    return name
+
+
+def _until_finished(engine: Engine, names: list[str], run: _Run, deadline: float, peer: Engine | None = None) -> None:
+    """Step an engine, and its peer in between, until all requests have ended; note those that have not by the deadline."""
+    waiting = set(names)
+    for name in names:
+        run.outputs.setdefault(name, [])
+    while waiting:
+        for output in engine.step(POLL_S).outputs:
+            if output.id in waiting:
+                run.outputs[output.id].append(output)
+                if output.finish is not None:
+                    waiting.discard(output.id)
+        if waiting and peer is not None:
+            peer.step(0)
+        if waiting and time.monotonic() > deadline:
+            run.stuck = [f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}" for name in sorted(waiting)]
+            for name in waiting:
+                engine.abort(name)
+            return
+
+
+def _abort_decode(scenario: Scenario, d: Engine, run: _Run) -> None:
+    """Abort D's requests: while they wait, or once their load is under way."""
+    if scenario.abort == "loading":
+        d.step(0)
+    for name in run.names:
+        d.abort(f"{name}-d")
+
+
+def _release(p: Engine, d: Engine, seconds: float) -> tuple[tuple[Usage, Usage], float]:
+    """Step both engines until neither holds anything, or until time is up. Returns what they hold then, and the seconds it took."""
+    started = time.monotonic()
+    while True:
+        d.step(0)
+        p.step(0)
+        usage = p.usage(), d.usage()
+        spent = time.monotonic() - started
+        if all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage) or spent > seconds:
+            return usage, spent
+        time.sleep(0.002)
+
+
+def _params(outputs: list[Output]) -> dict | None:
+    return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
+
+
+def _generated(outputs: list[Output]) -> Generated:
+    said = [o for o in outputs if o.token is not None]
+    return Generated(tokens=tuple(o.token for o in said if o.token is not None), finish=next((o.finish for o in outputs if o.finish), None),
+                     logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None))
+
+
+def logprob_distance(a: Generated, b: Generated) -> float:
+    """Largest difference of log-probabilities at any position up to the first at which the tokens differ."""
+    worst = 0.0
+    for x, y, s, t in zip(a.logprobs, b.logprobs, a.tokens, b.tokens, strict=False):
+        worst = max(worst, float(np.abs(x - y).max()))
+        if s != t:
+            break
+    return worst
+
+
+def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
+    name = run.names[index]
+    source, target = run.source.get(name), run.target.get(name)
+    seen = Seen(name=f"request {index}", length=len(prompt.tokens), prefill=run.prefill[name], decode=run.decode[name], rows=None,
+                got=_generated(run.outputs[name]), want=want)
+    if source is None or target is None:
+        return seen
+    return _compared(seen, source, target)
+
+
+def _compared(seen: Seen, source: Snapshot, target: Snapshot) -> Seen:
+    """Compare D's cache with P's, on what D's next forward reads: tokens before its position, the window where there is one."""
+    from dataclasses import replace
+
+    position, due = target.tokens, []
+    for group in target.groups:
+        first = max(0, position - group.window + 1) if group.window else 0
+        if group.kind == "attention":
+            due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
+    compared, wrong = compare_state(source.state, target.state, POISON) if position else (0, [])
+    return replace(seen, rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON), state_bytes=compared,
+                   state_wrong=tuple(wrong), state_tokens=(source.tokens, position), changed_blocks=target.changed)

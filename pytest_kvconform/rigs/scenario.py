@@ -1,0 +1,41 @@
+"""Scenarios: what is handed over, as data. One scenario is one variant of every engine case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treats as special
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. `warm` tokens of it stand in D's own prefix cache before the hand-over."""
+
+    tokens: tuple[int, ...]
+    warm: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests that are handed over together."""
+
+    name: str  # the last word of a case's id
+    prompts: tuple[Prompt, ...]
+    max_tokens: int = 3  # tokens D generates
+    n: int = 1  # samples of one prompt
+    budget: int = 0  # tokens P may compute in a step; 0: no chunking
+    abort: str = ""  # "prefill": P's request; "waiting", "loading": D's
+    needs: frozenset[str] = field(default_factory=frozenset)  # what it looks at: "rows" if any token's KV is due
+
+    def __str__(self) -> str:
+        return self.name
+
+    def expanded(self) -> tuple[Prompt, ...]:
+        """One prompt per request on D."""
+        return self.prompts * self.n
+
+
+def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
+    """A prompt of pseudo-random tokens; prompts of different seeds agree in the first `shared` tokens and differ at the next."""
+    size = len(VOCABULARY)
+    return tuple(VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size] for i in range(length))
