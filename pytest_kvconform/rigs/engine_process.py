@@ -89,7 +89,7 @@ class Engine:
             kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config), **spec.engine_arguments).create_engine_config()
         self.spec, self.config = spec, config
         self.order = random.Random(spec.role)
-        self._note_threads()
+        self._note_surroundings()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self.scheduler: Any = self.core.scheduler
         self.manager = self.scheduler.kv_cache_manager
@@ -99,6 +99,7 @@ class Engine:
         self.snapshots: dict[str, Snapshot] = {}
         self.oracles: dict[str, Snapshot] = {}
         self.groups = self._groups()
+        self._workers(kv_access.release_cores)
         self._watch_connector()
         self._watch_steps()
 
@@ -199,24 +200,25 @@ class Engine:
         except Exception as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"
+        threads, ports = self.before or (Counter(), frozenset())
         deadline = time.monotonic() + 2.0  # threads that were told to end may take a moment to do so
-        while time.monotonic() < deadline and (thread_names() - self.threads_before or children_of(os.getpid())):
+        while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
             time.sleep(0.02)
-        return Leftovers(threads=tuple(sorted((thread_names() - self.threads_before).elements())), listening=listening_sockets(os.getpid()),
-                         children=tuple(children_of(os.getpid())), error=error)
+        return Leftovers(threads=tuple(sorted((thread_names() - threads).elements())), children=tuple(children_of(os.getpid())), error=error,
+                         listening=tuple(a for a in listening_sockets(os.getpid()) if a not in ports))
 
-    def _note_threads(self) -> None:
-        """Remember the threads at the moment before the connector is built; what vLLM itself keeps is not the connector's to end."""
+    def _note_surroundings(self) -> None:
+        """Remember threads and ports at the moment before the connector is built: what vLLM itself keeps is not the connector's to end."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         create = KVConnectorFactory.create_connector
+        self.before: tuple[Counter[str], frozenset[str]] | None = None
 
         def create_connector(*args: Any, **kwargs: Any) -> Any:
-            if not hasattr(self, "threads_before"):
-                self.threads_before = thread_names()
+            if self.before is None:
+                self.before = thread_names(), frozenset(listening_sockets(os.getpid()))
             return create(*args, **kwargs)
 
-        self.threads_before: Counter[str]
         KVConnectorFactory.create_connector = create_connector
 
     def _groups(self) -> tuple[Group, ...]:
@@ -294,7 +296,7 @@ class Engine:
             later: dict[str, int] = {}
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
-                    self._before_step(request_id, positions[request_id], scheduled, scheduler_output.has_sync_kv_loads, later)
+                    self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)
             result = execute(scheduler_output, *args, **kwargs)
             for request_id, tokens in later.items():
                 self.snapshots[request_id] = self._read(request_id, tokens)
@@ -302,7 +304,7 @@ class Engine:
 
         self.core.model_executor.execute_model = execute_model
 
-    def _before_step(self, request_id: str, position: int, scheduled: int, sync_loads: bool, later: dict[str, int]) -> None:
+    def _before_step(self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]) -> None:
         """Count what is about to be computed. Look at the cache now, or note in `later` to look at it after the step."""
         trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
         if position >= prompt:
@@ -316,15 +318,22 @@ class Engine:
         trace.steps += 1
         if first and request_id in self.oracles:
             self._write(request_id, self.oracles[request_id], position)
+            self._spare_from_zeroing(request_id, scheduler_output)
         if request_id not in self.watched:
             return
         if self.spec.role == "P":
             if position + scheduled >= prompt:
                 later[request_id] = prompt  # the whole prompt's KV, before anyone can free a block of it
-        elif first and sync_loads and request_id not in self.oracles:
+        elif first and scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
             later[request_id] = position  # a synchronous load happens inside the step
         elif first:
             self.snapshots[request_id] = self._read(request_id, position)
+
+    def _spare_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
+        """Blocks that the oracle has just filled are not to be zeroed by the step, as vLLM spares those of an asynchronous load."""
+        if scheduler_output.new_block_ids_to_zero:
+            filled = {b for ids in self.manager.get_block_ids(request_id) for b in ids}
+            scheduler_output.new_block_ids_to_zero = [b for b in scheduler_output.new_block_ids_to_zero if b not in filled] or None
 
     def _read(self, request_id: str, tokens: int) -> Snapshot:
         tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
@@ -332,7 +341,7 @@ class Engine:
         for group, table in zip(self.groups, tables, strict=True):
             for name in group.layers:
                 if group.kind == "state":
-                    state[name] = kv_access.join_state(self._workers(kv_access.read_state, name, _last(table)))
+                    state[name] = kv_access.join_state(self._workers(kv_access.read_state, name, _slot(table, tokens, group.block_size)))
                 else:
                     shards = self._workers(kv_access.read_rows, name, list(table))
                     rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
@@ -355,7 +364,7 @@ class Engine:
             for name in group.layers:
                 if group.kind == "state":
                     if position:
-                        self._workers(kv_access.write_state, name, _last(table), oracle.state[name])
+                        self._workers(kv_access.write_state, name, _slot(table, position, group.block_size), oracle.state[name])
                     continue
                 first = local  # tokens hit locally stand there already, in blocks that others may share
                 while first < position and not table[first // group.block_size]:
@@ -364,6 +373,10 @@ class Engine:
                     self._workers(kv_access.write_rows, name, list(table), first, oracle.rows[name][first:position])
 
 
-def _last(table: Any) -> int:
-    """The slot of a state group that holds the running state: its last block."""
-    return next((b for b in reversed(table) if b), 0)
+def _slot(table: Any, tokens: int, block_size: int) -> int:
+    """The block of a state group that holds the state after `tokens` tokens.
+
+    With prefix caching off there is one block per request; otherwise (vLLM's mamba_cache_mode "align") a state stays in the block in
+    which its last token lies, and the next step goes on from there, in the next block if that one is full.
+    """
+    return table[min((max(tokens, 1) - 1) // block_size, len(table) - 1)]

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.engine import Engine, EngineFailed
 from pytest_kvconform.rigs.kv_access import POISON
 from pytest_kvconform.rigs.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
+from pytest_kvconform.result import HarnessError
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
@@ -113,6 +114,8 @@ def _oracle(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Dea
     runs = []
     for _ in range(1 if dtype == "float32" else 2):
         run = _run(scenario, p, d, ORACLE, deadlines, ids())
+        if run.stuck:
+            raise HarnessError(f"the oracle's own run of {scenario} did not end within {deadlines.request:.0f} s: {'; '.join(run.stuck)}")
         _release(p, d, deadlines.release)
         runs.append([_generated(run.outputs[name]) for name in run.names])
     noise = max((logprob_distance(a, b) for a, b in zip(runs[0], runs[-1], strict=True)), default=0.0)

@@ -210,3 +210,17 @@ def digest(worker: Any) -> np.ndarray:
         weights = np.arange(1, words.shape[1] * 2, 2, dtype=np.uint64) * np.uint64(2 * index + 1)
         total = total + words @ weights + data[:, width:].astype(np.uint64).sum(axis=1, dtype=np.uint64)
     return total
+
+
+def release_cores(worker: Any) -> None:
+    """Let every thread of this worker run on any core again.
+
+    vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py), so that P and D would share
+    one core. That is a matter of speed, and this rig is about bytes.
+    """
+    import contextlib
+    import os
+
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(task), range(os.cpu_count() or 1))
