@@ -23,14 +23,14 @@ class Case:
     tier: str  # the folder of its module: "engine"
     body: Body
     applies: Callable[[str], bool]  # family id -> whether the case has a meaning for it
-    variants: Callable[[str], Iterable[Any]]  # family id -> the scenarios; str(variant) is the last word of the id
+    variants: Callable[[str, str], Iterable[Any]]  # (family id, matrix) -> the scenarios; str(variant) is the last word of the id
 
 
 def case(
     rule: str,
     *,
     applies: Callable[[str], bool] = lambda family: True,
-    variants: Callable[[str], Iterable[Any]] = lambda family: (None,),
+    variants: Callable[[str, str], Iterable[Any]] = lambda family, matrix: (None,),
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 

@@ -263,6 +263,34 @@ def logprob_distance(a: Generated, b: Generated) -> float:
     return worst
 
 
+@dataclass(frozen=True)
+class OutputDifference:
+    """How far one answer is from another."""
+
+    largest: float  # difference of log-probabilities, up to `position`
+    position: int | None  # first generated token that is wrong; None: the answers agree
+    sentence: str = ""
+
+
+def first_difference(got: Generated, want: Generated, tolerance: float) -> OutputDifference:
+    """Where `got` leaves `want` by more than the tolerance. A token may differ only where both choices are equally good within it."""
+    largest = 0.0
+    if len(got.tokens) != len(want.tokens):
+        return OutputDifference(largest, min(len(got.tokens), len(want.tokens)), f"{len(got.tokens)} tokens instead of {len(want.tokens)}")
+    for i, (x, y, s, t) in enumerate(zip(got.logprobs, want.logprobs, got.tokens, want.tokens, strict=True)):
+        distance = float(np.abs(x - y).max())
+        largest = max(largest, distance)
+        if distance > tolerance:
+            worst = int(np.abs(x - y).argmax())
+            return OutputDifference(largest, i, f"generated token {i}: log-probabilities differ by up to {distance:.3g} (token id {worst}: "
+                                    f"{x[worst]:.4f}, with the oracle {y[worst]:.4f})")
+        if s != t:
+            if abs(float(y[s] - y[t])) > 2 * tolerance:
+                return OutputDifference(largest, i, f"generated token {i} is {s}, with the oracle {t}, at equal log-probabilities")
+            break  # a tie: both are right, and what follows cannot be compared
+    return OutputDifference(largest, None)
+
+
 def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
     name = run.names[index]
     source, target = run.source.get(name), run.target.get(name)

@@ -16,7 +16,6 @@ to close, and also when the process that started it is gone, however that died: 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -184,6 +183,7 @@ def preload(architectures: list[str]) -> dict[str, str]:
 def main(run_dir: Path, architectures: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
+    sys.path.append(os.environ["KVCONFORM_WORKING_FOLDER"])  # last: a connector may lie there, but nothing of it hides a package
     zygote = Zygote(run_dir)
     try:
         try:

@@ -1,0 +1,42 @@
+# Everything happens in VENV. It is made on first use and kept; a VENV that exists (make conform VENV="$$VIRTUAL_ENV") is used as it is.
+CONNECTOR ?= NixlConnector
+ARGS ?=
+VENV ?= .venv
+PYTHON ?=
+TORCH_INDEX ?=
+SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
+
+.PHONY: help conform test lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make conform [CONNECTOR=NAME|MODULE:CLASS] [ARGS=...]   run the conformance suite on a connector (default: $(CONNECTOR))"
+	@echo "make test    [ARGS=...]                                 run this project's own tests"
+	@echo "make lint                                               ruff and mypy"
+	@echo "make format                                             let ruff rewrite the files"
+	@echo "make clean                                              remove .venv, caches and reports"
+	@echo "Variables: VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
+
+# When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness (README.md has the table).
+conform:
+	@$(SETUP) cpu
+	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(ARGS)
+
+test:
+	@$(SETUP) cpu test
+	@$(VENV)/bin/pytest $(ARGS)
+
+lint:
+	@$(SETUP) test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format:
+	@$(SETUP) test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf .venv kv-report dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find pytest_kvconform model_matrix tests ci -name __pycache__ -type d -prune -exec rm -rf {} +

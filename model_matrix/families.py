@@ -1,0 +1,101 @@
+"""The families: which tiny models there are, read from `families/*.toml`. Errors name the file and the key."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+FOLDER = Path(__file__).with_name("families")
+
+
+class FamilyError(ValueError):
+    """A family file is wrong. The message names the file and the key."""
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a checkpoint: its shape, and the normal distribution its values are drawn from (std 0: all are `mean`)."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = 0.0
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of KV cache, as a model small enough to run anywhere."""
+
+    id: str  # "gemma3"; also the name of its file
+    title: str
+    source: str  # where the architecture comes from: class of transformers; model file of vLLM
+    version: int  # raised with every change
+    changelog: str  # one line: what the last change was
+    dtype: Literal["float32", "bfloat16"]  # engines must compute in this one; the checkpoint itself is always bfloat16
+    block_size: int  # tokens a block, as engine option; 0: vLLM derives it
+    derived_block_size: int = 0  # what vLLM 0.32 derives on CPU when block_size is 0, at every topology of the matrix; else 0
+    sliding_window: int  # tokens; 0: no layer has one
+    config: dict[str, Any]  # config.json, verbatim
+    tensors: dict[str, dict[str, Tensor]]  # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens a block of the attention layers has on CPU, known before any engine is up."""
+        return self.block_size or self.derived_block_size
+
+
+@functools.cache
+def load_families() -> dict[str, Family]:
+    """All families by id, sorted. Raises FamilyError if a file is wrong."""
+    return {path.stem: read_family(path) for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def read_family(path: Path) -> Family:
+    """Read one family file. Raises FamilyError naming the file and the key; OSError if it cannot be read."""
+    try:
+        family = msgspec.toml.decode(path.read_bytes(), type=Family)
+    except msgspec.MsgspecError as error:
+        raise FamilyError(f"{path.name}: {error}") from error
+    if mistake := _mistake(family, path.stem):
+        raise FamilyError(f"{path.name}: {mistake}")
+    return family
+
+
+def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint by its full name, sorted: `{i}` is expanded over the layers its table is for."""
+    tensors = {}
+    for table, entries in family.tensors.items():
+        for i in [None] if table == "once" else _layers(family, table):
+            tensors.update({name.replace("{i}", str(i)): tensor for name, tensor in entries.items()})
+    return dict(sorted(tensors.items()))
+
+
+def _layers(family: Family, table: str) -> list[int]:
+    """Numbers of the layers that a table of tensors is for."""
+    kinds = family.config.get("layer_types", [])
+    return [i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table]
+
+
+def _mistake(family: Family, stem: str) -> str:
+    """What no type can say about a family file; empty if all is well."""
+    config = family.config
+    kinds = config.get("layer_types", [])
+    if family.id != stem:
+        return f"id is {family.id!r}, but the file is {stem}.toml"
+    if (config.get("sliding_window") or 0) != family.sliding_window:
+        return f"sliding_window is {family.sliding_window}, but config.sliding_window is {config.get('sliding_window')}"
+    if bool(family.block_size) == bool(family.derived_block_size):
+        return "exactly one of block_size and derived_block_size must be above 0"
+    if not isinstance(config.get("num_hidden_layers"), int):
+        return "config.num_hidden_layers must be a number"
+    if kinds and len(kinds) != config["num_hidden_layers"]:
+        return f"config.layer_types has {len(kinds)} words for {config['num_hidden_layers']} layers"
+    for table, entries in family.tensors.items():
+        if table not in ("once", "each_layer", *kinds):
+            return f"tensors.{table} is neither once, each_layer nor a word of config.layer_types"
+        for name, tensor in entries.items():
+            if ("{i}" in name) == (table == "once"):
+                return f"tensors.{table}: {name!r} must {'not ' if table == 'once' else ''}contain {{i}}"
+            if not tensor.shape or min(tensor.shape) < 1 or tensor.std < 0:
+                return f"tensors.{table}: {name!r} needs a shape of numbers above 0, and a std that is not negative"
+    return ""

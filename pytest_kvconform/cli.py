@@ -1,0 +1,150 @@
+"""The console script `kvconform`: what can be asked without running the suite.
+
+Exit codes: 0 yes, 1 no (the reports differ, the verdict does not follow, nothing can run here), 2 the question was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pytest_kvconform import __version__, doctor, parts, plan, rules
+from pytest_kvconform.report import document
+from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, did_you_mean
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. An error is one sentence on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (BadSetting, plan.BadSuite, rules.BadRules, document.BadReport) as error:
+        print(f"kvconform: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `kvconform list cases | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvconform", description="Conformance of vLLM KV connectors. To test one: pytest --kv-connector=..."
+    )
+    parser.add_argument("--version", action="version", version=f"pytest-kvconform {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=help, description=help)
+        one.set_defaults(run=run)
+        return one
+
+    command("doctor", lambda options: doctor.main(), "say what is installed here, what can run, and what is missing for the rest")
+    one = command("list", _list, "list cases, rules, families or settings")
+    one.add_argument("what", choices=sorted(_LISTS))
+    one.add_argument("--matrix", choices=("quick", "full"), default="quick", help="for cases and families (default: %(default)s)")
+    one = command("explain", _explain, "print everything about one rule")
+    one.add_argument("rule", metavar="RULE-ID")
+    one = command("verify", _verify, "recompute the verdict of a report from its results")
+    one.add_argument("report", metavar="REPORT", type=Path)
+    one = command("diff", _diff, "say what changed from one report to another")
+    one.add_argument("before", metavar="A", type=Path)
+    one.add_argument("after", metavar="B", type=Path)
+    return parser
+
+
+# ---- list ----------------------------------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace) -> int:
+    for row in _columns(_LISTS[options.what](options.matrix)):
+        print(row)
+    return 0
+
+
+def _cases(matrix: str) -> list[Sequence[str]]:
+    return [(planned.id, planned.case.rule) for planned in plan.make_plan(Settings(matrix=matrix), ()).asked]
+
+
+def _rules(matrix: str) -> list[Sequence[str]]:
+    return [(rule.id, rule.strength, rule.sentence) for rule in rules.load().values()]
+
+
+def _families(matrix: str) -> list[Sequence[str]]:
+    topologies: dict[str, list[str]] = {}
+    for family, topology in parts.expand(matrix):
+        topologies.setdefault(family, []).append(topology)
+    return [(family, " ".join(words)) for family, words in topologies.items()]
+
+
+def _settings(matrix: str) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("flag", "environment", "[tool.kvconform]", "values", "default", "")]
+    for option in OPTIONS:
+        default = str(option.default) if option.default not in ("", ()) else "-"
+        rows.append((option.flag or "-", option.variable or "-", option.key, option.metavar, default, option.help))
+    return rows
+
+
+_LISTS: dict[str, Callable[[str], list[Sequence[str]]]] = {
+    "cases": _cases,
+    "rules": _rules,
+    "families": _families,
+    "settings": _settings,
+}
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# ---- explain, verify, diff -----------------------------------------------------------------------------------------------------
+
+
+def _explain(options: argparse.Namespace) -> int:
+    known = rules.load()
+    rule = known.get(options.rule.upper())
+    if rule is None:
+        raise BadSetting(f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: kvconform list rules")
+    print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
+    print(f"source   {rule.source}\ndone     {rule.done}")
+    for number, line in enumerate(rule.check):
+        print(f"{'check' if number == 0 else '':<9}- {line}")
+    checking = sorted({planned.id.partition("[")[0] for planned in plan.make_plan(Settings(), ()).asked if planned.case.rule == rule.id})
+    for number, case in enumerate(checking):
+        print(f"{'cases' if number == 0 else '':<9}{case}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    report = document.read(options.report)
+    verdict = document.rejudge(report)
+    if verdict == report.verdict:
+        print(f"{verdict.word}: the verdict follows from the {len(report.results)} results of the report")
+        return 0
+    print(f"the report says {report.verdict.word} ({report.verdict.sentence}), its results give {verdict.word} ({verdict.sentence})")
+    return 1
+
+
+def _diff(options: argparse.Namespace) -> int:
+    before, after = document.read(options.before), document.read(options.after)
+    old = {result.id: result.outcome.value for result in before.results}
+    new = {result.id: result.outcome.value for result in after.results}
+    changed = [(name, old.get(name, "-"), new.get(name, "-")) for name in sorted(old | new) if old.get(name) != new.get(name)]
+    for name in sorted(before.environment | after.environment):
+        was, now = before.environment.get(name), after.environment.get(name)
+        if was != now:
+            print(f"{name}: {was or 'not installed'} -> {now or 'not installed'}")
+    for row in _columns([(name, f"{was} -> {now}") for name, was, now in changed]):
+        print(row)
+    words = (before.verdict.word, after.verdict.word)
+    print(f"{len(changed)} of {len(old | new)} cases changed; verdict {' -> '.join(dict.fromkeys(words))}")
+    return 1 if changed or words[0] != words[1] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

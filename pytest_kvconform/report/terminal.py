@@ -1,0 +1,126 @@
+"""The last lines of a run: never more than 25, whatever happened, and always the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pytest_kvconform.plan import tier_order
+from pytest_kvconform.report.document import Report
+from pytest_kvconform.result import Outcome
+from pytest_kvconform.verdict import Cause
+
+Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
+
+_MOST_ROWS = 9
+_MOST_CAUSES = 5
+_SIGNS = {Outcome.PASS: "✓", Outcome.FAIL: "✗", Outcome.BLOCKED: "B", Outcome.HARNESS: "!", Outcome.NOT_APPLICABLE: "n", Outcome.KNOWN: "k"}
+_ASCII = {"✓": " ok", "✗": " bad", "·": ".", "—": "-"}
+_COLOURS = {"CONFORMS": "green", "VIOLATES": "red", "HARNESS": "red", "INCOMPLETE": "yellow"}
+
+
+def title(report: Report) -> str:
+    """The headline: what was tested, on what."""
+    facts = report.facts or {}
+    subject = " ".join(str(word) for word in (facts.get("name") or report.subject.connector, facts.get("version")) if word)
+    vllm = facts.get("vllm") or report.environment.get("vllm") or "not installed"
+    device = facts.get("device") or report.settings["device"].value
+    return f"KV conformance · {subject} · vLLM {vllm} · suite {report.suite} · {device}"
+
+
+def summary(report: Report, report_path: str, width: int, unicode: bool) -> list[Line]:
+    """Everything under the headline. `width` in columns; without `unicode` every character is ASCII."""
+    verdict = report.verdict
+    lines: list[Line] = [(row, {}) for row in _table(report, width)]
+    selected, total = len(report.selection.selected), report.selection.total
+    if selected < total:
+        lines.append((f"selection: {selected} of {total}", {}))
+    lines += _causes(verdict.causes)
+    lines += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:3]]
+    lines.append((f"{verdict.word}: {verdict.sentence}", {_COLOURS[verdict.word]: True, "bold": True}))
+    lines.append((f"report: {report_path}", {}))
+    return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
+
+
+def to_ascii(text: str) -> str:
+    """The same text for a terminal that knows no more: a sign of ours becomes a word, any other character a question mark."""
+    for sign, word in _ASCII.items():
+        text = text.replace(sign, word)
+    return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
+
+
+def _causes(causes: Sequence[Cause]) -> list[Line]:
+    lines: list[Line] = []
+    for outcome, word in ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case")):
+        mine = [cause for cause in causes if cause.outcome is outcome]
+        if mine:
+            lines.append((f"{_count(sum(len(cause.ids) for cause in mine), word)}, {_count(len(mine), 'cause')}:", {}))
+            shown = mine[: _MOST_CAUSES if outcome is Outcome.FAIL else 2]
+            lines += [(f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})", {}) for cause in shown]
+            if len(mine) > len(shown):
+                lines.append((f"  and {_count(len(mine) - len(shown), 'more cause')}, in the report", {}))
+    return lines
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+# ---- the table: rows are modules, columns are cells grouped by family --------------------------------------------------------
+
+Place = tuple[str, str, str]  # module, family, topology
+
+
+def _place(name: str) -> Place:
+    module, _, words = name.removeprefix("kv::").partition("::")
+    family, topology, *_ = [*words.partition("[")[2].rstrip("]").split("-"), "", ""]
+    return module, family, topology
+
+
+def _table(report: Report, width: int) -> list[str]:
+    signs: dict[Place, list[str]] = {}
+    done = set()
+    for result in report.results:
+        done.add(result.id)
+        signs.setdefault(_place(result.id), []).append(_SIGNS[result.outcome])
+    for name in report.selection.selected:
+        if name not in done:
+            signs.setdefault(_place(name), []).append("?")
+    if not signs:
+        return []
+    by_module = len({module for module, _, _ in signs}) <= _MOST_ROWS
+
+    def row_of(place: Place) -> str:
+        return place[0] if by_module else place[0].split("/")[0]
+
+    columns: tuple[Callable[[Place], tuple[str, str]], ...] = (  # from fine to coarse: the first that fits
+        lambda place: (place[1], place[2]),
+        lambda place: (place[1], ""),
+        lambda place: ("all", ""),
+    )
+    for column_of in columns:
+        rows = _grid(signs, row_of, column_of)
+        if max(map(len, rows)) <= width:
+            break
+    return rows
+
+
+def _grid(signs: dict[Place, list[str]], row_of: Callable[[Place], str], column_of: Callable[[Place], tuple[str, str]]) -> list[str]:
+    found: dict[tuple[str, tuple[str, str]], list[str]] = {}
+    for place, marks in signs.items():
+        found.setdefault((row_of(place), column_of(place)), []).extend(marks)
+    rows = sorted({row_of(place) for place in signs}, key=lambda row: (tier_order(row.split("/")[0]), row))
+    columns = sorted({column_of(place) for place in signs})
+    body = [[_marks(found.get((row, column), ())) for column in columns] for row in rows]
+    families = [family if n == 0 or columns[n - 1][0] != family else "" for n, (family, _) in enumerate(columns)]
+    head = [families] + ([[topology for _, topology in columns]] if any(topology for _, topology in columns) else [])
+    first = max(map(len, rows))
+    widths = [max(len(line[n]) for line in [*head, *body]) for n in range(len(columns))]
+    return [
+        "  ".join([name.ljust(first), *(text.ljust(size) for text, size in zip(line, widths, strict=True))]).rstrip()
+        for name, line in zip([""] * len(head) + rows, head + body, strict=True)
+    ]
+
+
+def _marks(marks: Iterable[str]) -> str:
+    marks = list(marks)
+    return " ".join(f"{marks.count(sign)}{sign}" for sign in dict.fromkeys((*_SIGNS.values(), "?")) if sign in marks) or "·"

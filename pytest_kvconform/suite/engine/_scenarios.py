@@ -1,0 +1,60 @@
+"""What is handed over: one scenario is one variant of the engine cases, and its name the last word of their ids."""
+
+from __future__ import annotations
+
+from model_matrix import load_families, prompt_lengths
+from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
+
+
+def lengths(family: str, matrix: str) -> list[Scenario]:
+    """One prompt of each length that matters: around block boundaries and around the window."""
+    data = load_families()[family]
+    return [Scenario(f"n{n}", (Prompt(tokens(n)),)) for n in prompt_lengths(data, data.tokens_per_block, matrix)]
+
+
+def situations(family: str, matrix: str) -> list[Scenario]:
+    """Everything around a hand-over that is not its length. b is the block size, and no length is a multiple of it."""
+    b = load_families()[family].tokens_per_block
+    return [
+        Scenario("two_at_once", (Prompt(tokens(3 * b + 7, shared=2 * b + 5)), Prompt(tokens(4 * b + 1, seed=1, shared=2 * b + 5)))),
+        Scenario("partial_hit", (Prompt(tokens(5 * b + 3), warm=2 * b + 1),)),
+        Scenario("full_hit", (Prompt(tokens(4 * b + 1), warm=4 * b + 1),)),
+        Scenario("chunked", (Prompt(tokens(5 * b + 3)),), budget=2 * b - 5),
+        Scenario("two_samples", (Prompt(tokens(3 * b - 4)),), n=2),
+    ]
+
+
+def aborts(family: str, matrix: str) -> list[Scenario]:
+    """A request that ends before its time, on either side."""
+    b = load_families()[family].tokens_per_block
+    prompt = (Prompt(tokens(5 * b + 3)),)
+    return [
+        Scenario("abort_prefill", prompt, budget=2 * b - 5, abort="prefill"),
+        Scenario("abort_waiting", prompt, abort="waiting"),
+        Scenario("abort_loading", prompt, abort="loading"),
+    ]
+
+
+def handovers(family: str, matrix: str) -> list[Scenario]:
+    """Scenarios that end with D's answer."""
+    return lengths(family, matrix) + situations(family, matrix)
+
+
+def transfers(family: str, matrix: str) -> list[Scenario]:
+    """Hand-overs in which KV must move: not those of one token, which D computes itself."""
+    return [s for s in handovers(family, matrix) if all(len(p.tokens) > 1 for p in s.prompts)]
+
+
+def everything(family: str, matrix: str) -> list[Scenario]:
+    """Every scenario."""
+    return handovers(family, matrix) + aborts(family, matrix)
+
+
+def has_window(family: str) -> bool:
+    """Whether a layer of the family has a sliding window."""
+    return load_families()[family].sliding_window > 0
+
+
+def has_state(family: str) -> bool:
+    """Whether a layer of the family keeps a recurrent state."""
+    return "linear_attention" in load_families()[family].config.get("layer_types", [])

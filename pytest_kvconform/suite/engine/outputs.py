@@ -1,0 +1,30 @@
+"""What D says is what it would say after a perfect hand-over."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.handover import first_difference
+from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite.engine._scenarios import handovers
+from pytest_kvconform.suite.engine._settled import settled
+
+
+@case("KV-OUTPUT-001", variants=handovers)
+def agree(bench: Bench, scenario: Scenario) -> Evidence:
+    """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies the KV."""
+    seen = settled(bench, scenario)
+    worst = 0.0
+    for r in seen.requests:
+        assert r.got is not None and r.want is not None
+        difference = first_difference(r.got, r.want, seen.tolerance)
+        worst = max(worst, difference.largest)
+        if difference.position is not None:
+            raise Violation(Finding(
+                rule="KV-OUTPUT-001", happened=f"{r.name} of {r.length} tokens: {difference.sentence}",
+                differs=f"tolerance {seen.tolerance:.3g} ({seen.tolerance_source}); tokens {list(r.got.tokens)}, with the oracle {list(r.want.tokens)}",
+                diagnosis=f"D's KV or state is not P's when it computes {'the last prompt token' if difference.position == 0 else 'a later token'}",
+                signature="outputs differ from the oracle's"))
+    return Evidence(looked_at=sum(len(r.got.logprobs) for r in seen.requests if r.got), unit="tokens",
+                    notes={"largest difference": worst, "tolerance": seen.tolerance, "noise": seen.noise})

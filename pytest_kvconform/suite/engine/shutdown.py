@@ -1,0 +1,33 @@
+"""An engine that is shut down takes everything of the connector with it."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite.engine._scenarios import situations
+from pytest_kvconform.suite.engine._settled import settled
+
+
+@case("KV-SHUTDOWN-001", variants=lambda family, matrix: situations(family, matrix)[:1])
+def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
+    """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
+    settled(bench, scenario)
+    try:
+        ends = bench.leftovers()
+    except EngineFailed as failed:
+        if failed.how == "refused":
+            raise Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}") from None
+        raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
+    for role, left in zip("PD", ends, strict=True):
+        if left.error:
+            raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}"))
+        said = [f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in
+                (("threads", left.threads), ("listening ports", left.listening), ("processes", left.children)) if things]
+        if said:
+            raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=f"after shutdown {role} still has {' and '.join(said)}",
+                                    diagnosis="shutdown() does not end what the constructor or register_kv_caches began",
+                                    signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in said)}"))
+    return Evidence(looked_at=2, unit="engines")

@@ -1,0 +1,42 @@
+"""Engines come up with the connector that was asked for."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.suite.engine._scenarios import has_state, has_window
+
+
+@case("KV-START-001")
+def comes_up(bench: Bench, _: None) -> Evidence:
+    """Both engines start."""
+    try:
+        p, d = bench.facts_of_engines()
+    except EngineFailed as failed:
+        raise Violation(Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
+    return Evidence(looked_at=2, unit="engines", notes={"connector": d.connector, "backend": d.backend, "layout": d.layout,
+                                                        "block size": d.block_size, "groups": len(d.groups), "pool of P": p.num_blocks})
+
+
+@case("KV-START-002", applies=lambda family: has_window(family) or has_state(family))
+def groups_stay_apart(bench: Bench, _: None) -> Evidence:
+    """The hybrid memory allocator stays on: vLLM turns it off in silence for a class that does not inherit SupportsHMA."""
+    try:
+        facts = bench.facts_of_engines()
+    except EngineFailed as failed:
+        raise _stands_on_start(bench, failed) from None
+    for role, engine in zip("PD", facts, strict=True):
+        if not engine.hma or len(engine.groups) < 2:
+            raise Violation(Finding(
+                rule="KV-START-002", happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory allocator is "
+                f"{'on' if engine.hma else 'off'}; this family has layers of several kinds",
+                diagnosis=f"{bench.facts.name} {'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA"))
+    return Evidence(looked_at=sum(len(engine.groups) for engine in facts), unit="groups")
+
+
+def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
+    from pytest_kvconform.result import Blocked
+
+    return Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}")

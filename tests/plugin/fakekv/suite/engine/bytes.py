@@ -1,0 +1,16 @@
+from fakekv import act
+from pytest_kvconform.case import case
+
+
+@case("KV-BYTES-001", variants=lambda family: ("n16", "n63") if family == "llama" else ("n16", "n63", "n95"))
+def arrive(bench, variant):
+    return act(bench, "KV-BYTES-001", "arrive", variant, moved=1000)
+
+
+@case("KV-BYTES-002", applies=lambda family: family == "gemma3")
+def window(bench, variant):
+    return act(bench, "KV-BYTES-002", "window", variant, moved=10)
+
+
+def not_a_case(bench, variant):
+    raise AssertionError("has no @case")

@@ -1,0 +1,83 @@
+"""Two workers, or another order, and the same verdict."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("xdist")
+
+DEEDS = {"arrive(gemma3*": "violate", "hello(llama*": "blocked", "window*P1D2*": "assert"}
+
+
+def verdict_of(run):
+    return run.report["verdict"], run.outcomes
+
+
+def test_workers_and_order_change_nothing(kv):
+    plain = kv(deeds=DEEDS)
+    assert plain.word == "HARNESS"
+    for arguments in (["-n2"], ["--kv-seed=5"], ["-n2", "--kv-seed=5"]):
+        run = kv(*arguments, deeds=DEEDS)
+        assert verdict_of(run) == verdict_of(plain)
+        assert run.code == plain.code == 11
+
+
+def test_shuffled_by_a_plugin(kv):
+    pytest.importorskip("pytest_randomly")
+    run = kv("-p", "pytest_randomly", deeds=DEEDS)
+    assert verdict_of(run) == verdict_of(kv(deeds=DEEDS))
+    assert len(run.cells) == 3
+
+
+def test_a_cell_belongs_to_one_worker_and_its_progress_is_seen(kv):
+    run = kv("-n2")
+    assert (run.code, run.word) == (0, "CONFORMS")
+    assert sorted(run.cells) == ["gemma3-P1D1", "gemma3-P1D2", "llama-P1D1"]
+    assert len({line.split()[0] for line in run.log if " starts " in line}) == 2
+    for cell in run.cells:
+        assert sum(line == f"kv: {cell}: starting P (TP 1) and D (TP {cell[-1]})" for line in run.lines) == 1
+    assert run.log[-1] == "zygote closed"
+    assert sum(line.startswith("bench closed") for line in run.log) == 2
+
+
+def test_another_distribution_is_respected(kv):
+    run = kv("-n2", "--dist=each")
+    assert len(run.report["results"]) == 26
+
+
+def test_selection_settings_and_config_reach_the_workers(kv):
+    run = kv("-n2", "kv::engine/bytes::window", "--kv-device=cpu", "--kv-seed=9", "--kv-timeout-scale=3")
+    assert list(run.outcomes) == ["engine/bytes::window[gemma3-P1D1]", "engine/bytes::window[gemma3-P1D2]"]
+    assert "selection: 2 of 13" in run.lines
+    assert "bench device cpu seed 9 timeout-scale 3.0" in run.log
+
+
+@pytest.mark.parametrize(
+    ("bench", "code", "says"),
+    [
+        ("no vllm", 10, "vLLM is not installed"),
+        ("harness", 11, "the background process died"),
+        ("no start", 11, "did not start"),
+        ("no engine", 11, "the engine did not start"),
+        ("leftover", 11, "process 17 would not end"),
+        ("bench will not close", 11, "closing the engines failed"),
+        ("bad subject", 4, "module nothing_there cannot be imported"),
+    ],
+)
+def test_a_bench_that_is_not_well(kv, bench, code, says):
+    run = kv("-n2", bench=bench)
+    assert run.code == code
+    assert says in run.text
+    assert bench == "no start" or run.log[-1] == "zygote closed"
+
+
+def test_a_dead_worker_is_not_green(kv):
+    run = kv("-n2", deeds={"window(gemma3-P1D2*": "die"})
+    assert (run.code, run.word) == (10, "INCOMPLETE")
+    assert "engine/bytes::window[gemma3-P1D2]" not in run.outcomes
+    assert any("1 of 13 cases" in line and "have no result" in line or "has no result" in line for line in run.lines)
+
+
+def test_stopping_at_the_first_failure_keeps_the_verdicts_code(kv):
+    run = kv("-n2", "-x", deeds={"*": "violate"})
+    assert (run.code, run.word) == (1, "VIOLATES")
