@@ -24,7 +24,7 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
         # The last prompt token is computed by D and looks back to token N - W. Here N - W is the last token of a block that the
         # window of the token after it no longer touches: (N - W + 1) % block_size == 0. The first such N is W - 1 + block_size.
         for blocks in range(1, LAYOUTS[matrix] + 1):
-            lengths |= _around(family.sliding_window + blocks * block_size)
+            lengths |= _around(family.sliding_window - 1 + blocks * block_size)
     if kernel := family.config.get("linear_conv_kernel_dim", 0):
         lengths |= {2, kernel}  # the convolution's state, which holds kernel - 1 tokens, is nearly empty; is just full
     return tuple(sorted(length for length in lengths if length > 0))

@@ -1,4 +1,4 @@
-"""A family to spoil, for the tests of this folder."""
+"""A family file to spoil, for the tests of this folder."""
 
 from pathlib import Path
 
