@@ -62,7 +62,9 @@ class CaseModule(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         for one in self.planned:
-            item = CaseItem.from_parent(self, name=one.name, nodeid=one.id)  # whole, so that pytest knows its parameters: --lf compares them
+            item = CaseItem.from_parent(
+                self, name=one.name, nodeid=one.id
+            )  # whole, so that pytest knows its parameters: --lf compares them
             item.runner, item.planned = self.runner, one
             item.user_properties += self.runner.properties_of(one)
             yield item

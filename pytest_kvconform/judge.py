@@ -104,11 +104,7 @@ class Judge:
         """One cell, one worker: its engines are started once. Another --dist than the default is respected."""
         if config.getoption("dist") != "load":
             return None
-        from xdist.scheduler import LoadScopeScheduling
-
-        class ByCell(LoadScopeScheduling):
-            def _split_scope(self, nodeid: str) -> str:
-                return cell_word(nodeid) or str(super()._split_scope(nodeid))
+        from pytest_kvconform.scheduler import ByCell
 
         return ByCell(config, log)
 

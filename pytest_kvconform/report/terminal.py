@@ -11,8 +11,8 @@ from pytest_kvconform.verdict import Cause
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
-_MOST_ROWS = 9
-_MOST_CAUSES = 5
+_MOST_ROWS = 7
+_MOST_CAUSES = {Outcome.FAIL: 4, Outcome.HARNESS: 1, Outcome.BLOCKED: 1}  # so that a headline and all of it are at most 25 lines
 _SIGNS = {Outcome.PASS: "✓", Outcome.FAIL: "✗", Outcome.BLOCKED: "B", Outcome.HARNESS: "!", Outcome.NOT_APPLICABLE: "n", Outcome.KNOWN: "k"}
 _ASCII = {"✓": " ok", "✗": " bad", "·": ".", "—": "-"}
 _COLOURS = {"CONFORMS": "green", "VIOLATES": "red", "HARNESS": "red", "INCOMPLETE": "yellow"}
@@ -35,7 +35,7 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     if selected < total:
         lines.append((f"selection: {selected} of {total}", {}))
     lines += _causes(verdict.causes)
-    lines += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:3]]
+    lines += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:2]]
     lines.append((f"{verdict.word}: {verdict.sentence}", {_COLOURS[verdict.word]: True, "bold": True}))
     lines.append((f"report: {report_path}", {}))
     return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
@@ -54,7 +54,7 @@ def _causes(causes: Sequence[Cause]) -> list[Line]:
         mine = [cause for cause in causes if cause.outcome is outcome]
         if mine:
             lines.append((f"{_count(sum(len(cause.ids) for cause in mine), word)}, {_count(len(mine), 'cause')}:", {}))
-            shown = mine[: _MOST_CAUSES if outcome is Outcome.FAIL else 2]
+            shown = mine[: _MOST_CAUSES[outcome]]
             lines += [(f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})", {}) for cause in shown]
             if len(mine) > len(shown):
                 lines.append((f"  and {_count(len(mine) - len(shown), 'more cause')}, in the report", {}))

@@ -139,7 +139,7 @@ def transfer_config(subject: Subject, role: str, device: str) -> dict[str, Any]:
         "kv_role": "kv_producer" if role == "P" else "kv_consumer", "kv_buffer_device": device,
     }
     if subject.module is None and subject.connector.startswith("Nixl"):
-        ours["kv_connector_extra_config"] = {"num_threads": 1}  # of UCX, per agent; its default of 4 is for many cores
+        ours["kv_connector_extra_config"] = {"num_threads": 0}  # of UCX, per agent; its default of 4 is for many cores
     return ours | subject.config
 
 
@@ -208,9 +208,12 @@ class Bench:
 
     def facts_of_engines(self) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
-        self._engines()
+        if self.cell not in self._started:
+            self._refuse_dead()
+            self._engines()
         found = self._started[self.cell]
-        assert not isinstance(found, EngineFailed)
+        if isinstance(found, EngineFailed):
+            raise found
         return found
 
     def observe(self, scenario: Scenario) -> Observation:

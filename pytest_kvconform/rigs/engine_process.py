@@ -316,7 +316,7 @@ class Engine:
                 trace.local_tokens = position
         trace.computed_tokens += min(scheduled, prompt - position)
         trace.steps += 1
-        if first and request_id in self.oracles:
+        if first and request_id in self.oracles and trace.external_tokens:
             self._write(request_id, self.oracles[request_id], position)
             self._spare_from_zeroing(request_id, scheduler_output)
         if request_id not in self.watched:
@@ -328,6 +328,11 @@ class Engine:
             later[request_id] = position  # a synchronous load happens inside the step
         elif first:
             self.snapshots[request_id] = self._read(request_id, position)
+
+    def _writable(self) -> set[int]:
+        """Blocks that a load or a step may change: those that requests hold, without the ones they share through the prefix cache."""
+        return {b for r in self.scheduler.requests for group, ids in zip(self.groups, self.manager.get_block_ids(r), strict=True)
+                for b in ids[self.traces[r].local_tokens // group.block_size if group.kind == "attention" and r in self.traces else 0 :] if b}
 
     def _spare_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
         """Blocks that the oracle has just filled are not to be zeroed by the step, as vLLM spares those of an asynchronous load."""
@@ -348,9 +353,8 @@ class Engine:
                     present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]
         changed: tuple[int, ...] = ()
         if self.spec.role == "D":
-            owned = {b for r in self.scheduler.requests for ids in self.manager.get_block_ids(r) for b in ids if b}
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
-            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in owned)
+            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self._writable())
         return Snapshot(request=request_id, tokens=tokens, groups=self.groups, tables=tables, rows=rows, present=present, state=state,
                         changed=changed)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -103,8 +103,6 @@ def observe(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Dea
 
 
 def _replace(observation: Observation, **changes: object) -> Observation:
-    from dataclasses import replace
-
     return replace(observation, **changes)  # type: ignore[arg-type]
 
 
@@ -302,14 +300,16 @@ def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
 
 
 def _compared(seen: Seen, source: Snapshot, target: Snapshot) -> Seen:
-    """Compare D's cache with P's, on what D's next forward reads: tokens before its position, the window where there is one."""
-    from dataclasses import replace
+    """Compare D's cache with P's, on what D's next forward reads and D did not compute: the window where there is one, behind D's own hit.
 
+    What D hit in its own prefix cache it has computed itself, with its own tensor parallel size, and so not bit for bit as P has.
+    """
     position, due = target.tokens, []
     for group in target.groups:
-        first = max(0, position - group.window + 1) if group.window else 0
+        first = max(seen.decode.local_tokens, position - group.window + 1 if group.window else 0)
         if group.kind == "attention":
             due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
-    compared, wrong = compare_state(source.state, target.state, POISON) if position else (0, [])
+    given = seen.decode.external_tokens > 0 and position > 0
+    compared, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
     return replace(seen, rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON), state_bytes=compared,
                    state_wrong=tuple(wrong), state_tokens=(source.tokens, position), changed_blocks=target.changed)

@@ -156,6 +156,7 @@ def run(target: str, connection: Connection, argument: Any) -> NoReturn:
 def preload(architectures: list[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
     from pytest_kvconform.rigs.extras import mend_imports
+    from pytest_kvconform.rigs.nixl_progress import without_progress_threads
 
     mended = mend_imports()
     import torch
@@ -172,6 +173,8 @@ def preload(architectures: list[str]) -> dict[str, str]:
 
     pytest_kvconform.rigs.engine_process.preload()
     load_general_plugins()
+    if current_platform.is_cpu():
+        without_progress_threads()
     current_platform.register_triton_kernel_overrides()
     for architecture in architectures:
         # A class that is registered is not inspected in a subprocess, which would import vLLM once more (7 s).

@@ -54,8 +54,19 @@ def test_one_cause_is_shown_once(kv):
 
 
 def test_ids_that_differ_in_the_variant_share_a_line():
-    ids = ["kv::e/b::c[llama-P1D1-n1]", "kv::e/b::c[llama-P1D1-n2]", "kv::e/b::c[llama-P1D2-n1]", "kv::e/b::d[llama-P1D1]", "kv::e/b::c[l-P1D1-a-b]"]
-    assert compress(ids) == ["kv::e/b::c[llama-P1D1-{n1,n2}]", "kv::e/b::c[llama-P1D2-n1]", "kv::e/b::d[llama-P1D1]", "kv::e/b::c[l-P1D1-a-b]"]
+    ids = [
+        "kv::e/b::c[llama-P1D1-n1]",
+        "kv::e/b::c[llama-P1D1-n2]",
+        "kv::e/b::c[llama-P1D2-n1]",
+        "kv::e/b::d[llama-P1D1]",
+        "kv::e/b::c[l-P1D1-a-b]",
+    ]
+    assert compress(ids) == [
+        "kv::e/b::c[llama-P1D1-{n1,n2}]",
+        "kv::e/b::c[llama-P1D2-n1]",
+        "kv::e/b::d[llama-P1D1]",
+        "kv::e/b::c[l-P1D1-a-b]",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-q"], ["-qq"], ["-v"], ["-s"], ["--capture=sys"], ["--tb=no"], ["--tb=line"], ["-rA"]])
@@ -132,13 +143,15 @@ def test_the_summary_page_of_a_ci_job(kv, pytester, monkeypatch):
     text = page.read_text()
     assert text.startswith("before\n### KV conformance · C 1.2.3")
     assert "**VIOLATES**: 6 cases break the rule KV-BYTES-001" in text
-    assert "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | `kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |" in text
+    assert (
+        "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | `kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |" in text
+    )
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "no" / "page.md"))
     assert kv().code == 0
 
 
 def test_the_header_says_what_was_set_and_where(kv, pytester, monkeypatch):
-    pytester.makepyprojecttoml('[tool.kvconform]\ntimeout-scale = 2')
+    pytester.makepyprojecttoml("[tool.kvconform]\ntimeout-scale = 2")
     monkeypatch.setenv("KVCONFORM_SEED", "6")
     run = kv("--kv-tier=engine")
     [line] = [line for line in run.lines if line.startswith("kv: m:C,")]

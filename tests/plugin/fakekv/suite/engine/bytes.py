@@ -2,7 +2,7 @@ from fakekv import act
 from pytest_kvconform.case import case
 
 
-@case("KV-BYTES-001", variants=lambda family: ("n16", "n63") if family == "llama" else ("n16", "n63", "n95"))
+@case("KV-BYTES-001", variants=lambda family, matrix: ("n16", "n63") if family == "llama" else ("n16", "n63", "n95"))
 def arrive(bench, variant):
     return act(bench, "KV-BYTES-001", "arrive", variant, moved=1000)
 

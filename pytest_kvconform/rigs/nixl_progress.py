@@ -1,0 +1,27 @@
+"""Keep NIXL's progress threads from eating the cores that engines share.
+
+A NIXL agent's progress thread polls without a pause (nixl/_api.py sets pthrDelay = 0): one core per agent, all the time, half of it in the
+kernel. P at TP 1 and D at TP 2 are three agents; on two cores UCX's spin locks then wait for threads that are not running, and a hand-over
+of 10 ms takes up to 30 s (measured; docs/benchmarks.md). Without the thread an agent makes progress in every call: connectors poll in
+each step of their engine, and this rig steps both engines while a transfer is under way. On a GPU machine nothing is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def without_progress_threads() -> bool:
+    """Turn the progress thread of agents that are made from now on off. Returns whether NIXL is installed."""
+    try:
+        from nixl._api import nixl_agent_config
+    except ImportError:
+        return False
+    original = nixl_agent_config.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.enable_pthread = False
+
+    nixl_agent_config.__init__ = __init__
+    return True

@@ -1,0 +1,153 @@
+"""report.json: canonical, read back, judged again. And the command line that asks about it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from pytest_kvconform import cli
+from pytest_kvconform.report import document
+
+DEEDS = {"arrive(gemma3*": "violate", "hello(llama*": "blocked"}
+
+
+def edit(path, change):
+    report = json.loads(path.read_text())
+    change(report)
+    path.write_text(json.dumps(report))
+
+
+def test_two_runs_differ_only_in_seconds(kv):
+    first = kv(deeds=DEEDS).path.read_text()
+    second = kv("-p", "no:cacheprovider", deeds=DEEDS).path.read_text()
+
+    def timeless(text):
+        return re.sub(r'"seconds": [0-9.e-]+', "", text)
+
+    assert timeless(first) == timeless(second)
+    keys = list(json.loads(first))
+    assert keys == sorted(keys)
+    ids = [result["id"] for result in json.loads(first)["results"]]
+    assert ids == sorted(ids)
+
+
+def test_what_is_written_is_read_back_and_written_the_same(kv):
+    path = kv(deeds=DEEDS).path
+    report = document.read(path)
+    assert document.encode(report) == path.read_bytes()
+    assert document.rejudge(report) == report.verdict
+    assert document.read(path.parent) == report
+    assert report.facts == {"name": "C", "version": "1.2.3", "vllm": "0.32.0", "layout": "HND"}
+    assert [file.name for file in path.parent.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("deeds", "bench"), [({}, ""), (DEEDS, ""), ({"*": "blocked"}, ""), ({}, "leftover"), ({"window*": "assert"}, ""), ({}, "no vllm")]
+)
+def test_verify_agrees_with_the_run(kv, capsys, deeds, bench):
+    run = kv(deeds=deeds, bench=bench)
+    capsys.readouterr()
+    assert cli.main(["verify", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run.word}: the verdict follows")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda report: report["verdict"].update(word="CONFORMS", exit_code=0),
+        lambda report: report["verdict"].update(exit_code=0),
+        lambda report: report["verdict"].update(causes=[]),
+        lambda report: report["results"].pop(),
+        lambda report: next(one for one in report["results"] if one["outcome"] == "BLOCKED").update(outcome="PASS"),
+        lambda report: report["selection"]["selected"].append("kv::engine/bytes::zzz[llama-P1D1]"),
+        lambda report: report["troubles"].append("a process is left"),
+    ],
+)
+def test_verify_sees_a_report_that_was_changed(kv, capsys, change):
+    path = kv(deeds={"window*": "blocked"}).path
+    edit(path, change)
+    assert cli.main(["verify", str(path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda report: report.update(schema="kvconform/v2"), "$.schema"),
+        (lambda report: report.update(extra=1), "extra"),
+        (lambda report: report["results"][0].update(outcome="FINE"), "$.results[0].outcome"),
+        (lambda report: report.pop("verdict"), "verdict"),
+    ],
+)
+def test_a_file_that_is_no_report(kv, capsys, change, says):
+    path = kv().path
+    edit(path, change)
+    capsys.readouterr()
+    assert cli.main(["verify", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert cli.main(["verify", "no-such-file"]) == 2
+
+
+def test_diff(kv, capsys, tmp_path):
+    before = kv().path.read_bytes()
+    (tmp_path / "a.json").write_bytes(before)
+    run = kv(deeds={"window(gemma3-P1D2*": "violate"})
+    capsys.readouterr()
+    assert cli.main(["diff", str(tmp_path / "a.json"), str(run.path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["kv::engine/bytes::window[gemma3-P1D2]  PASS -> FAIL", "1 of 13 cases changed; verdict CONFORMS -> VIOLATES"]
+    assert cli.main(["diff", str(run.path), str(run.path)]) == 0
+
+
+@pytest.fixture
+def fake(kv):
+    """The small suite, for commands that run nothing."""
+
+
+def test_list_and_explain(fake, capsys):
+    assert cli.main(["list", "cases"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "kv::interface/answers::hello[llama-P1D1]   KV-ANSWER-001"
+    assert cli.main(["list", "families", "--matrix=full"]) == 0
+    assert capsys.readouterr().out == "llama   P1D1 P1D2\ngemma3  P1D1 P1D2\n"
+    assert cli.main(["list", "rules"]) == 0
+    assert "KV-ANSWER-001  SHOULD  A connector answers." in capsys.readouterr().out
+    assert cli.main(["list", "settings"]) == 0
+    assert "--kv-timeout-scale  KVCONFORM_TIMEOUT_SCALE  timeout-scale" in capsys.readouterr().out
+    assert cli.main(["explain", "kv-bytes-001"]) == 0
+    out = capsys.readouterr().out
+    for words in ("Every byte arrives.", "MUST, since vLLM 0.9", "- is the partial tail in the block list?", "kv::engine/bytes::arrive"):
+        assert words in out
+    assert cli.main(["explain", "KV-BYTE-001"]) == 2
+    assert "did you mean KV-BYTES-00" in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_missing():
+    from pytest_kvconform.doctor import Import, advice
+
+    good, bad = Import(True, "runs on cpu"), Import(False, "cannot be imported: x")
+    versions: dict[str, str | None] = {"vllm": "0.32.0", "torch": "2", "nixl": "1"}
+    nothing = {"torch": bad, "vllm": bad, "nixl": bad}
+    assert "pip install 'pytest-kvconform[cpu]'" in advice({**versions, "vllm": None}, nothing, [])[0]
+    assert "pip install 'pytest-kvconform[cuda]'" in advice({**versions, "vllm": None}, nothing, ["H200"])[0]
+    assert "cannot be imported" in advice(versions, nothing, [])[0]
+    assert advice(versions, {"torch": good, "vllm": good, "nixl": good}, [])[0].startswith("can run  every connector that works on cpu")
+    assert any("pip install nixl" in line for line in advice(versions, {"torch": good, "vllm": good, "nixl": bad}, []))
+    assert any("uses the GPU" in line for line in advice(versions, {"torch": good, "vllm": good, "nixl": good}, ["H200"]))
+
+
+def test_doctor_survives_imports_that_fail(monkeypatch, capsys):
+    from pytest_kvconform import doctor
+
+    monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 1.0)
+    codes = {"torch": "import os; os._exit(3)", "vllm": "raise ImportError('no kernels')", "nixl": "import time; time.sleep(60)"}
+    monkeypatch.setattr(doctor, "_IMPORTS", codes)
+    found = doctor.try_imports()
+    assert not any(one.works for one in found.values())
+    assert "exit status 3" in found["torch"].says
+    assert "no kernels" in found["vllm"].says
+    assert "not done after" in found["nixl"].says
+    assert doctor.main() == 1
+    assert "suite    " in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""The rules: read strictly, each with a case, each case with a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvconform import plan, rules
+
+GOOD = 'sentence = "S."\nstrength = "MUST"\nsince = "0.9"\nsource = "base.py"\ndone = "D."\n'
+
+
+def load(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.toml").write_text(text)
+    return rules.load(folder)
+
+
+def test_rules_come_sorted_from_all_files(tmp_path):
+    loaded = load(tmp_path, a=f"[KV-B-001]\n{GOOD}", b=f'[KV-A-001]\n{GOOD}check = ["c"]')
+    assert list(loaded) == ["KV-A-001", "KV-B-001"]
+    assert loaded["KV-A-001"].check == ("c",)
+    assert loaded["KV-A-001"].id == "KV-A-001"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a": f"[KV-A-001]\n{GOOD}", "b": f"[KV-A-001]\n{GOOD}"}, "b.toml: KV-A-001: another file has a rule of this id"),
+        ({"a": f"[KV-A-001]\n{GOOD}sourc = 1"}, "a.toml: KV-A-001: Object contains unknown field `sourc`"),
+        ({"a": f"[KV-A-001]\n{GOOD}".replace("MUST", "MAY")}, "a.toml: KV-A-001: Invalid enum value 'MAY' - at `$.strength`"),
+        ({"a": '[KV-A-001]\nsentence = "S."'}, "a.toml: KV-A-001: Object missing required field"),
+        ({"a": f"[KV-A-1]\n{GOOD}"}, "a.toml: KV-A-1: an id looks like KV-BYTES-001"),
+        ({"a": f'[KV-A-001]\n{GOOD}id = "KV-A-002"'}, "a.toml: KV-A-001: expected a table without the key id"),
+        ({"a": "[KV-A-001\n"}, "a.toml: "),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_key(tmp_path, files, says):
+    with pytest.raises(rules.BadRules) as caught:
+        load(tmp_path, **files)
+    assert says in str(caught.value)
+
+
+def cases():
+    return [case for name in plan.module_names() for case in plan.load_module(name)[1]]
+
+
+def test_every_case_of_the_suite_has_a_rule():
+    assert {case.rule for case in cases()} <= set(rules.load())
+
+
+def test_every_rule_has_a_case():
+    assert set(rules.load()) <= {case.rule for case in cases()}
+
+
+def test_every_rule_is_a_sentence():
+    for rule in rules.load().values():
+        assert rule.sentence.endswith("."), rule.id
+        assert rule.done.endswith("."), rule.id
+        assert all(line.strip() for line in rule.check), rule.id
+
+
+def test_cases_are_named_in_their_tiers_folder():
+    for name in plan.module_names():
+        assert {case.tier for case in plan.load_module(name)[1]} == {name.split("/")[0]}
+        assert name.split("/")[0] in plan.TIERS

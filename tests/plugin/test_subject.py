@@ -1,0 +1,91 @@
+"""The connector under test, read without importing anything of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from pytest_kvconform import subject as module
+from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.subject import registered, resolve
+
+FACTORY = """
+import torch_is_not_imported
+class KVConnectorFactory: ...
+KVConnectorFactory.register_connector("OneConnector", "vllm.one", "OneConnector")
+KVConnectorFactory.register_connector("TwoConnector", "vllm.two", "Other")
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A vLLM that registers OneConnector and TwoConnector, and that cannot be imported."""
+    path = tmp_path / "vllm" / module._FACTORY
+    path.parent.mkdir(parents=True)
+    path.write_text(FACTORY)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('vLLM was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(module, "_plugins_that_may_register", list)
+
+
+def test_a_class(vllm):
+    subject = resolve(Settings(connector="my_pkg.mod:Mine", handover="none", config='{"kv_port": 3, "kv_connector": "Mine"}'))
+    assert (subject.spec, subject.connector, subject.module) == ("my_pkg.mod:Mine", "Mine", "my_pkg.mod")
+    assert (subject.config, subject.profile, subject.handover) == ({"kv_port": 3}, "p2p", "none")
+
+
+def test_a_registered_name(vllm):
+    assert registered() == {"OneConnector": "vllm.one", "TwoConnector": "vllm.two"}
+    subject = resolve(Settings(connector="OneConnector"))
+    assert (subject.connector, subject.module) == ("OneConnector", None)
+
+
+def test_a_name_that_is_not_registered(vllm, monkeypatch):
+    with pytest.raises(BadSetting) as caught:
+        resolve(Settings(connector="OneConector"))
+    assert "vLLM registers no connector 'OneConector' (did you mean OneConnector?)" in str(caught.value)
+    assert "OneConnector, TwoConnector" in str(caught.value)
+    monkeypatch.setattr(module, "_plugins_that_may_register", lambda: ["theirs"])
+    assert resolve(Settings(connector="OneConector")).connector == "OneConector"
+
+
+def test_without_vllm_a_name_is_left_to_the_probe(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert registered() is None
+    assert resolve(Settings(connector="Whatever")).connector == "Whatever"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")
+def test_the_installed_vllm_is_readable():
+    names = registered()
+    assert names is not None
+    assert {"NixlConnector", "ExampleConnector", "MultiConnector"} <= set(names)
+
+
+@pytest.mark.parametrize("spec", ["a b:C", "a:", ":C", "a:b:C", "a/b.py:C", "1a:C", "a..b:C", "a-b"])
+def test_a_spec_that_is_none(spec, vllm):
+    with pytest.raises(BadSetting, match="neither NAME nor MODULE:CLASS"):
+        resolve(Settings(connector=spec))
+
+
+def test_config_from_a_file(vllm, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"kv_connector_extra_config": {"a": 1}, "kv_connector_module_path": "m"}))
+    assert resolve(Settings(connector="m:C", config=str(path))).config == {"kv_connector_extra_config": {"a": 1}}
+    path.write_text('{\n  "a": 1,\n}')
+    with pytest.raises(BadSetting, match=r"c\.json: line 3 column 1: "):
+        resolve(Settings(connector="m:C", config=str(path)))
+    path.write_text("3")
+    with pytest.raises(BadSetting, match=r"c\.json: expected a JSON object, got int"):
+        resolve(Settings(connector="m:C", config=str(path)))
+    with pytest.raises(BadSetting, match="cannot be read"):
+        resolve(Settings(connector="m:C", config=str(tmp_path)))
+
+
+def test_a_config_of_another_connector(vllm):
+    with pytest.raises(BadSetting, match="kv_connector_module_path is 'other', but --kv-connector=m:C makes it 'm'"):
+        resolve(Settings(connector="m:C", config='{"kv_connector_module_path": "other"}'))
