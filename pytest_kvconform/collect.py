@@ -96,7 +96,8 @@ class CaseItem(pytest.Item):
             bench.use(one.cell)
             evidence = one.case.body(bench, one.variant)
             if not isinstance(evidence, Evidence) or evidence.looked_at <= 0:
-                raise HarnessError(f"the case {one.case.name} passed without evidence: it returned {evidence!r}")
+                what = "looked at nothing" if isinstance(evidence, Evidence) else f"returned {evidence!r}"
+                raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
             result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
         except Violation as error:
             result = msgspec.structs.replace(result, finding=error.finding, reason="")

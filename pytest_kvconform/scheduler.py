@@ -23,7 +23,7 @@ class ByCell(LoadScopeScheduling):
                     unit[nodeid] = True
                     super().remove_node(node)
                     return nodeid
-        return super().remove_node(node)  # type: ignore[no-any-return]
+        return super().remove_node(node)
 
     def schedule(self) -> None:
         """A worker runs its last case only when it knows that none follows, which xdist forgets to tell one that replaces a dead one."""

@@ -1,4 +1,5 @@
 from fakekv import act
+
 from pytest_kvconform.case import case
 
 

@@ -1,5 +1,6 @@
 from fakekv import act
 from fakekv.suite.engine.bytes import arrive  # noqa: F401 - an imported case is not a case of this module
+
 from pytest_kvconform.case import case
 
 
