@@ -27,9 +27,15 @@ IDLE_S = 0.001  # pause after a step that computed nothing, so that a polling en
 def preload() -> None:
     """Import in the zygote what every engine needs."""
     import vllm.engine.arg_utils
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.core
-    import vllm.v1.executor.uniproc_executor  # noqa: F401
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.kv_connector_model_runner_mixin  # noqa: F401
+    from vllm.config import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
+
+    configure_logging_if_needed(LoggingConfig())  # touches every logger there is: 0.4 s
 
     import pytest_kvconform.rigs.executor  # noqa: F401
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treats as special
 
@@ -25,7 +25,7 @@ class Scenario:
     n: int = 1  # samples of one prompt
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     abort: str = ""  # "prefill": P's request; "waiting", "loading": D's
-    needs: frozenset[str] = field(default_factory=frozenset)  # what it looks at: "rows" if any token's KV is due
+    due: bool = True  # whether KV has to move: D computes the last token itself, and hits whole blocks in its own cache
 
     def __str__(self) -> str:
         return self.name
