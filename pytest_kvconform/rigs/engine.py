@@ -15,7 +15,9 @@ from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers, R
 
 # The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
 # where the connector was when its process died or stood still.
-HOOK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
+STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
+Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
 
 
@@ -33,6 +35,7 @@ class Process:
     def __init__(self, address: str, name: str, target: str, argument: Any, deadline_s: float):
         self.address, self.name = address, name
         self.log = Path(address).parent / f"{name}.log"
+        self.asked_at = 0  # length of the log when the last call was made: a stack that was written before says nothing about it
         self.connection = connect(address, deadline_s)
         self.connection.send(("fork", name, target, argument))
         answer = self.receive(deadline_s)
@@ -56,6 +59,13 @@ class Process:
         except (OSError, EOFError):
             return None  # the zygote is gone, and has taken its children along
 
+    def mark(self) -> None:
+        """Look for stacks from here on."""
+        try:
+            self.asked_at = self.log.stat().st_size
+        except OSError:
+            pass  # it has not written a word
+
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the process wrote. Bytes that are no text are shown as escapes."""
         try:
@@ -65,14 +75,21 @@ class Process:
         lines = ["".join(c if c.isprintable() else "·" for c in line)[:160] for line in text.splitlines()]
         return tuple(lines[-LOG_LINES:])
 
-    def stack(self) -> tuple[tuple[str, int, str], ...]:
-        """Frames (file, line, function) of the last Python stack in the log, innermost first."""
+    def stack(self) -> tuple[Frame, ...]:
+        """The Python stack since the last call that says most, innermost frame first: the last one through a hook, or the last one.
+
+        faulthandler writes one on a deadly signal and when it is asked for, and an exception that nobody catches is printed with one.
+        """
         try:
-            text = self.log.read_bytes()[-60000:].decode("utf-8", "backslashreplace")
+            text = self.log.read_bytes()[self.asked_at :][-60000:].decode("utf-8", "backslashreplace")
         except OSError:
             return ()
-        _, _, last = text.rpartition("(most recent call first)")
-        return tuple((m["file"], int(m["line"]), m["name"]) for m in HOOK.finditer(last))
+        found: list[tuple[Frame, ...]] = []
+        words = STACK.split(text)
+        for order, frames in zip(words[1::2], words[2::2], strict=True):
+            stack = tuple((m["file"], int(m["line"]), m["name"]) for m in FRAME.finditer(frames))
+            found.append(stack if order == "first" else stack[::-1])
+        return next((stack for stack in reversed(found) if any(name in HOOKS for *_, name in stack)), found[-1] if found else ())
 
 
 def connect(address: str, deadline_s: float) -> Connection:
@@ -113,6 +130,7 @@ class Engine:
 
     def send(self, name: str, *arguments: Any) -> None:
         """Ask without waiting, so that two engines can work at once; `answer` waits."""
+        self.process.mark()
         try:
             self.process.connection.send((name, arguments))
         except OSError:
@@ -163,9 +181,11 @@ class Engine:
             self._died(name)
         if kind == "ok":
             return rest[0]
-        how = "refused" if name == "start" else "raised"
-        raise EngineFailed(self.role, how, f"{self.role} {'did not start' if name == 'start' else 'raised in ' + name}: {rest[0]}: {rest[1]}",
-                           self.process.last_lines())
+        how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
+        stack, (kind, message) = self.process.stack(), rest
+        where = _where(stack, message) or ("" if name == "start" else f" in {name}")
+        raise EngineFailed(self.role, how, f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}", self.process.last_lines(),
+                           _lines(stack))
 
     def _died(self, name: str) -> None:
         self.dead = True
@@ -173,7 +193,7 @@ class Engine:
         how = "ended" if status is None else f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
             f"left with exit code {os.WEXITSTATUS(status)}")
         stack = self.process.stack()
-        raise EngineFailed(self.role, "died", f"{self.role} {how}{_where(stack)}", self.process.last_lines(), _lines(stack))
+        raise EngineFailed(self.role, "died", f"{self.role} {how}{_where(stack) or f' in {name}'}", self.process.last_lines(), _lines(stack))
 
     def _hung(self, name: str, deadline_s: float) -> None:
         self.dead = True
@@ -182,10 +202,10 @@ class Engine:
                 os.kill(pid, signal.SIGUSR1)  # write the Python stacks to the log
             except OSError:
                 continue
-        time.sleep(0.3)
+            time.sleep(0.2)  # one after the other: they share the log
         stack = self.process.stack()
         self.process.end()
-        raise EngineFailed(self.role, "hung", f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack)}",
+        raise EngineFailed(self.role, "hung", f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
                            self.process.last_lines(), _lines(stack))
 
 
@@ -195,16 +215,19 @@ def _children(pid: int) -> list[int]:
     return descendants_of(pid)
 
 
-def _where(stack: tuple[tuple[str, int, str], ...]) -> str:
-    """" in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface."""
-    hooks = [frame for frame in stack if frame[2] in HOOKS]
+def _where(stack: tuple[Frame, ...], said: str = "") -> str:
+    """" in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface.
+
+    Without such a frame, and without a message `said` that would explain the exception, where it was raised.
+    """
+    hooks = [frame for frame in stack if frame[2] in HOOKS] or ([] if said else list(stack))
     if not hooks:
         return ""
     file, line, name = hooks[0]
     return f" in {name} ({Path(file).name}:{line})"
 
 
-def _lines(stack: tuple[tuple[str, int, str], ...]) -> tuple[str, ...]:
+def _lines(stack: tuple[Frame, ...]) -> tuple[str, ...]:
     return tuple(f"{Path(file).name}:{line} in {name}" for file, line, name in stack[:6])
 
 

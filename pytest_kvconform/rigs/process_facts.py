@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def kill_session(session: int) -> None:
 
 def thread_names() -> Counter[str]:
     """Names of all threads of this process, native ones included, and how many there are of each."""
+    python = {str(thread.native_id): thread.name for thread in threading.enumerate()}  # Linux has the program's name for most of them
     names: Counter[str] = Counter()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            names[Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
+            names[python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
     return names
 
 

@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -127,13 +128,14 @@ def become(name: str, run_dir: Path) -> None:
     die_with_parent()
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log = os.open(run_dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(run_dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no file, and takes no time to write one of several GB
     faulthandler.enable()  # a segmentation fault writes the Python stack to the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a process that is asked where it hangs
 

@@ -1,0 +1,56 @@
+"""The pages that people read, cut into what tests can check."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Contents of the fenced blocks of one language; "" is a block without one."""
+    return [body for word, body in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if word == language]
+
+
+def prose(text: str) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Each line of the console blocks, as the shell would split it."""
+    return [shlex.split(line, comments=True) for block in blocks(text, "console") for line in block.splitlines() if line.strip()]
+
+
+def words(text: str) -> list[str]:
+    """Everything between single backticks outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", prose(text))
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Rows of cells of each table, the head first, without the line of dashes."""
+    found = re.findall(r"(?:^\|.*\|$\n?)+", prose(text), re.MULTILINE)
+    split = [[[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in one.splitlines()] for one in found]
+    return [[rows[0], *rows[2:]] for rows in split]
+
+
+def anchors(text: str) -> set[str]:
+    """Names of the headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ +(.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def regenerate() -> ModuleType:
+    """docs/regenerate.py, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("regenerate", DOCS / "regenerate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

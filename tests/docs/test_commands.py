@@ -1,0 +1,119 @@
+"""Every command of the pages is given to the parser that would read it, and run where it starts no engine."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pytest_kvconform import cli, doctor
+from pytest_kvconform.report import document
+from pytest_kvconform.result import CaseResult, Evidence, Outcome
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import Subject
+
+from .pages import PAGES, ROOT, commands, prose
+
+ALL = {" ".join(command): command for text in PAGES.values() for command in commands(text)}
+
+
+def starting_with(*words: str) -> list[object]:
+    return [pytest.param(command, id=line) for line, command in ALL.items() if tuple(command[: len(words)]) == words]
+
+
+def test_every_command_is_of_a_kind_that_is_checked() -> None:
+    assert {command[0] for command in ALL.values()} == {"make", "pytest", "kvconform", "pip", "python"}
+    assert {command[1] for command in ALL.values() if command[0] == "kvconform"} == {"doctor", "list", "explain", "verify", "diff"}
+
+
+def test_the_first_two_commands_of_the_readme() -> None:
+    assert commands(PAGES["README.md"])[:2] == [["make", "conform"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("command", starting_with("make"))
+def test_make(command: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [word for word in command[1:] if "=" not in word]
+    assert set(targets) <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert {word.partition("=")[0] for word in command[1:] if "=" in word} <= set(re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", starting_with("pytest"))
+def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed by pytest and collected from the real suite: an option, id, family or rule that does not exist is an error."""
+    arguments = command[1:]
+    if "-n" in arguments:  # xdist would start its workers even to collect
+        at = arguments.index("-n")
+        assert arguments[at + 1].isdigit()
+        del arguments[at : at + 2]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for name in ("PYTEST_ADDOPTS", "KVCONFORM_CONNECTOR"):
+        monkeypatch.delenv(name, raising=False)
+    (pytester.path / "kv.json").write_text("{}")
+    if "--collect-only" not in arguments:
+        arguments = [*arguments, "--collect-only", "-q"]
+    done = pytester.runpytest_inprocess("-p", "pytest_kvconform.plugin", *arguments)
+    assert done.ret == 0
+    assert [line for line in done.outlines if line.startswith("kv::engine/")]
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with every report that a page names."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("before", "after", "kv-report"):
+        document.write(report(Outcome.PASS), tmp_path / folder)
+
+
+def report(outcome: Outcome) -> document.Report:
+    name = "kv::engine/bytes::arrive[llama-P1D1-n63]"
+    evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
+    result = CaseResult(id=name, rule="KV-BYTES-001", outcome=outcome, evidence=evidence)
+    return document.make(Settings(connector="m:C"), Subject(spec="m:C", connector="C", module="m"), None, [result], [name], 1, ())
+
+
+@pytest.mark.usefixtures("reports")
+@pytest.mark.parametrize("command", starting_with("kvconform"))
+def test_kvconform(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "main", lambda: print("doctor") or 0)  # it imports vLLM: 10 s
+    assert cli.main(command[1:]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["verify", "diff"])
+@pytest.mark.usefixtures("reports")
+def test_the_exit_codes_that_operators_are_told(word: str, tmp_path: Path) -> None:
+    arguments = {"verify": ["after"], "diff": ["before", "after"]}[word]
+    assert cli.main([word, *arguments]) == 0
+    failed = report(Outcome.FAIL)
+    edited = document.encode(failed).replace(b'"word": "VIOLATES"', b'"word": "CONFORMS"') if word == "verify" else document.encode(failed)
+    (tmp_path / "after" / "report.json").write_bytes(edited)
+    assert cli.main([word, *arguments]) == 1
+    (tmp_path / "after" / "report.json").write_text("{}")
+    assert cli.main([word, *arguments]) == 2
+
+
+@pytest.mark.parametrize("command", starting_with("pip"))
+def test_pip_and_the_extras(command: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert command[1] == "install"
+    extras = re.findall(r"pytest-kvconform\[(\w+)\]", prose(PAGES["README.md"]) + " ".join(command))
+    assert set(extras) == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("command", starting_with("python"))
+def test_python(command: list[str]) -> None:
+    if command[1] == "-c":
+        compile(command[2], "page", "exec")
+    else:
+        assert (ROOT / command[1]).is_file()
+
+
+def test_the_line_that_lists_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = [command[2] for command in ALL.values() if command[:2] == ["python", "-c"] and "report.json" in command[2]]
+    monkeypatch.chdir(tmp_path)
+    document.write(report(Outcome.FAIL), tmp_path / "kv-report")
+    exec(compile(code, "page", "exec"), {})
+    assert capsys.readouterr().out == "kv::engine/bytes::arrive[llama-P1D1-n63]\n"

@@ -1,0 +1,220 @@
+"""What the pages say about files, settings, records and exit codes is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from model_matrix import load_families
+from model_matrix.cells import read_matrices
+from model_matrix.families import Family
+from pytest_kvconform import rules
+from pytest_kvconform.report.document import Report, Selection
+from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
+from pytest_kvconform.rigs import bench
+from pytest_kvconform.settings import load
+from pytest_kvconform.subject import Subject, resolve
+from pytest_kvconform.verdict import EXIT_CODES, Verdict
+
+from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
+
+LINKS = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(text))]
+
+
+# ---- links and paths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS, ids=" ".join)
+def test_a_link_leads_somewhere(page: str, link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / path if path else ROOT / page
+    assert target.is_file()
+    if anchor:
+        assert anchor in anchors(target.read_text())
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for page, link in LINKS if page == "README.md"}
+    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} <= linked
+
+
+TOPS = ("pytest_kvconform", "model_matrix", "tests", "docs", "ci", "vllm")
+
+
+def paths(text: str) -> Iterator[str]:
+    for word in words(text):
+        if re.fullmatch(r"[\w./-]+/[\w./-]*", word) and word.split("/")[0] in TOPS:
+            yield word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    spec = importlib.util.find_spec("vllm")
+    vllm = Path(spec.submodule_search_locations[0]).parent if spec and spec.submodule_search_locations else None
+    for path in paths(PAGES[page]):
+        root = vllm if path.startswith("vllm/") else ROOT
+        assert root is None or (root / path).exists(), path
+
+
+def test_sources_of_rules_name_files_of_vllm() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    for rule in rules.load().values():
+        files = re.findall(r"[\w/]+\.py", rule.source)
+        known = [file for file in files if (root / file).is_file() or list(root.rglob(file))]
+        assert known == files, rule.id
+        assert files, rule.id
+
+
+# ---- generated parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rules", "settings"])
+def test_a_table_is_up_to_date(name: str) -> None:
+    script = regenerate()
+    found = script.block(PAGES[f"docs/{script.PAGES[name]}"], name)[2]
+    assert found == script.PARTS[name]() + "\n", f"docs/{script.PAGES[name]} is out of date: python docs/regenerate.py {name}"
+
+
+@pytest.mark.skipif(not (importlib.util.find_spec("vllm") and importlib.util.find_spec("nixl")), reason="needs vLLM and NIXL")
+def test_the_failure_that_authors_read_is_what_a_run_prints() -> None:
+    script = regenerate()
+    found = script.block(PAGES["docs/authors.md"], "failure")[2]
+    assert found == script.failure() + "\n", "docs/authors.md is out of date: python docs/regenerate.py failure"
+
+
+def test_the_parts_of_a_failure_are_all_explained() -> None:
+    [table] = [table for table in tables(PAGES["docs/authors.md"]) if table[0] == ["part", "says"]]
+    [text] = [block for block in blocks(PAGES["docs/authors.md"], "text") if block.startswith("rule ")]
+    shown = re.findall(r"^([a-z]+) +\S", text, re.MULTILINE)
+    assert [row[0] for row in table[1:] if row[0] != "log"] == shown
+
+
+# ---- records -----------------------------------------------------------------------------------------------------------------
+
+
+def named(table: list[list[str]], *columns: int) -> list[str]:
+    return [word for row in table[1:] for column in columns for word in re.findall(r"`([^`]+)`", row[column])]
+
+
+def report_tables() -> tuple[list[list[str]], list[list[str]]]:
+    found = tables(PAGES["docs/operators.md"])
+    [top] = [table for table in found if table[0] == ["key", "holds"]]
+    [result] = [table for table in found if table[0] == ["key of a result", "holds"]]
+    return top, result
+
+
+def test_every_key_of_the_report_is_described_and_exists() -> None:
+    top, result = report_tables()
+    assert named(top, 0) == list(Report.__struct_fields__)
+    assert sorted(named(result, 0)) == sorted(CaseResult.__struct_fields__)
+
+
+@pytest.mark.parametrize(("key", "struct"), [("subject", Subject), ("selection", Selection), ("finding", Finding), ("evidence", Evidence)])
+def test_keys_inside_of_keys_exist(key: str, struct: type[msgspec.Struct]) -> None:
+    top, result = report_tables()
+    [row] = [row for table in (top, result) for row in table[1:] if row[0] == f"`{key}`"]
+    assert sorted(named([[], row], 1)) == sorted(struct.__struct_fields__)
+
+
+def test_the_verdict_in_the_report() -> None:
+    [row] = [row for row in report_tables()[0][1:] if row[0] == "`verdict`"]
+    assert sorted(named([[], row], 1)) == sorted(Verdict.__struct_fields__)
+
+
+def test_outcomes_and_exit_codes() -> None:
+    found = tables(PAGES["docs/authors.md"])
+    [outcomes] = [table for table in found if table[0][0] == "outcome"]
+    [verdicts] = [table for table in found if table[0][0] == "verdict"]
+    assert sorted(", ".join(row[0] for row in outcomes[1:]).split(", ")) == sorted(outcome.value for outcome in Outcome)
+    assert {row[0]: int(row[1]) for row in verdicts[1:]} == EXIT_CODES
+    [readme] = [table for table in tables(PAGES["README.md"]) if table[0][0] == "exit code"]
+    assert {int(row[0]) for row in readme[1:] if row[0].isdigit()} == set(EXIT_CODES.values())
+
+
+def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "_has_gpu", lambda: False)
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.setenv("VLLM_MINE", "mine")
+    monkeypatch.setenv("PLAINLY_MINE", "mine")
+    given = bench.environment(tmp_path)
+    assert given["VLLM_PLUGINS"] == given["PLAINLY_MINE"] == "mine"
+    assert "VLLM_MINE" not in given
+    ours = {name for name, value in given.items() if value != os.environ.get(name)}
+    [table] = [table for table in tables(PAGES["docs/authors.md"]) if table[0] == ["variables", "why"]]
+    told = {word.partition("=")[0]: word.partition("=")[2] for word in named(table, 0)}
+    assert set(told) - {"VLLM_NIXL_SIDE_CHANNEL_PORT"} >= ours
+    assert set(told) - {"VLLM_NIXL_SIDE_CHANNEL_PORT"} <= set(given)
+    assert {name: value for name, value in told.items() if value and given[name] != value} == {}
+
+
+def test_numbers_that_authors_are_told() -> None:
+    text = re.sub(r"\s+", " ", PAGES["docs/authors.md"])
+    assert f"An engine has {bench.START_S:.0f} s to start and {bench.CALL_S:.0f} s to answer a call" in text
+    assert f"a hand-over has {bench.REQUEST_S:.0f} s; blocks must be free {bench.RELEASE_S:.0f} s after the last token" in text
+    assert f"pools of {bench.BLOCKS['P']} blocks (P) and {bench.BLOCKS['D']} blocks (D)" in text
+    assert f"A prompt may be {bench.PROMPT_BLOCKS} blocks long" in PAGES["docs/families.md"]
+    for family in load_families():
+        assert f"`{family}`" in text
+
+
+def test_every_field_of_a_family_is_described() -> None:
+    [table] = [table for table in tables(PAGES["docs/families.md"]) if table[0] == ["key", "holds"]]
+    assert named(table, 0) == list(Family.__struct_fields__)
+
+
+# ---- examples in TOML and Python ---------------------------------------------------------------------------------------------
+
+
+def test_every_toml_example_is_read_by_a_test() -> None:
+    assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
+        "docs/authors.md": 1,
+        "docs/families.md": 1,
+        "docs/rules.md": 1,
+    }
+
+
+def test_the_table_for_pyproject(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(blocks(PAGES["docs/authors.md"], "toml")[0])
+    settings = load({}, {}, tmp_path)
+    assert settings.family == ("llama", "gemma3")
+    assert settings.timeout_scale == 2.0
+    assert settings.report == str(tmp_path / "build" / "kv-report")
+    assert resolve(settings).config == {"kv_connector_extra_config": {"chunk": 4}}
+
+
+def test_the_lines_for_the_matrix(tmp_path: Path) -> None:
+    (tmp_path / "matrix.toml").write_text(blocks(PAGES["docs/families.md"], "toml")[0])
+    example, real = msgspec.structs.asdict(read_matrices(tmp_path / "matrix.toml")), (ROOT / "model_matrix" / "matrix.toml")
+    for matrix, rows in example.items():
+        assert rows["llama"] == getattr(read_matrices(real), matrix)["llama"]
+
+
+def test_the_record_of_a_rule(tmp_path: Path) -> None:
+    (tmp_path / "example.toml").write_text(blocks(PAGES["docs/rules.md"], "toml")[0])
+    assert list(rules.load(tmp_path)) == ["KV-EXAMPLE-001"]
+
+
+def test_the_case_is_one() -> None:
+    [code] = blocks(PAGES["docs/rules.md"], "python")
+    namespace = {"__name__": "pytest_kvconform.suite.engine.example"}
+    exec(compile(code, "page", "exec", dont_inherit=True), namespace)
+    case = namespace["announces_no_more_than_the_prompt"].kv_case  # type: ignore[attr-defined]
+    assert (case.rule, case.tier) == ("KV-EXAMPLE-001", "engine")
+    assert list(case.variants("llama", "quick"))
+
+
+def test_other_programs_compile() -> None:
+    for page, text in PAGES.items():
+        for code in blocks(text, "python"):
+            compile(code, page, "exec")

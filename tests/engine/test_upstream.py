@@ -1,0 +1,89 @@
+"""What the suite says about vLLM's own NixlConnector: one real defect at exactly the prompt lengths where it is, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from model_matrix import load_families, prompt_lengths
+
+from .command import Command
+from .judged import Judged
+
+CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already given up"
+
+
+def lengths(family: str) -> tuple[set[int], set[int]]:
+    """Prompt lengths of the suite; those of them at which upstream loses a token.
+
+    D computes token N - 1 again, whose window begins at token N - W. That token is lost where it is the last one of a block.
+    """
+    data = load_families()[family]
+    block, window = data.tokens_per_block, data.sliding_window
+    every = set(prompt_lengths(data, block, "quick"))
+    return every, {n for n in every if (n - window + 1) % block == 0 and n >= window - 1 + block}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(judge: Callable[..., Judged], family: str) -> None:
+    judged, (every, lost) = judge("NixlConnector", family), lengths(family)
+    assert len(lost) >= 2, "the suite has no such lengths, and proves nothing"
+    assert len(every - lost) >= 10
+    assert judged.failed == {f"{case}[n{n}]" for case in ("window_is_whole", "agree") for n in lost}
+    assert set(judged.outcomes.values()) == {"PASS", "FAIL"}
+    window = load_families()[family].sliding_window
+    layers = load_families()[family].config["layer_types"].count("sliding_attention")
+    for n in lost:
+        finding = judged.findings[f"window_is_whole[n{n}]"]
+        assert finding.rule == "KV-WINDOW-001"
+        assert re.fullmatch(
+            rf"request 0 of {n} tokens: token {n - window} of model\.layers\.0\.self_attn\.attn and {layers - 1} more layers? \(window {window}\) is "
+            rf"not in D's cache when D computes token {n - 1}, which reads tokens {n - window} to {n - 1}", finding.happened)
+        assert finding.diagnosis.endswith(CAUSE)
+        assert any("?" in line for line in finding.picture)
+    assert len({finding.signature for name, finding in judged.findings.items() if name.startswith("window_is_whole")}) == 1
+
+
+def test_a_state_passes_within_measured_noise(judge: Callable[..., Judged]) -> None:
+    judged = judge("NixlConnector", "qwen3_5")
+    assert set(judged.outcomes.values()) == {"PASS"}
+    notes = [evidence.notes for name, evidence in judged.evidence.items() if name.startswith("agree")]
+    assert len(notes) >= 10
+    for note in notes:
+        assert note["largest difference"] <= note["tolerance"] == note["noise"] < 0.1
+
+
+def test_a_family_without_windows_and_states_conforms(nixl_on_llama: Command) -> None:
+    assert (nixl_on_llama.code, nixl_on_llama.word) == (0, "CONFORMS"), nixl_on_llama.text
+    assert set(nixl_on_llama.outcomes.values()) == {"PASS"}
+    assert nixl_on_llama.left() == []
+
+
+# ---- order and workers -----------------------------------------------------------------------------------------------------------
+
+TWO = ("--kv-family=llama,gemma3", "--kv-topology=P1D1")
+
+
+@pytest.fixture(scope="module")
+def plain(command_once: Callable[..., Command]) -> Command:
+    """Two families, in the suite's own order."""
+    return command_once("NixlConnector", *TWO)
+
+
+def test_two_families_by_the_command(plain: Command) -> None:
+    lost = lengths("gemma3")[1]
+    assert (plain.code, plain.word) == (1, "VIOLATES")
+    failed = {name for name, outcome in plain.outcomes.items() if outcome == "FAIL"}
+    assert failed == {f"kv::engine/{case}[gemma3-P1D1-n{n}]" for case in ("bytes::window_is_whole", "outputs::agree") for n in lost}
+    assert plain.left() == []
+
+
+@pytest.mark.parametrize("options", [("-n2",), ("--kv-seed=7",)], ids=" ".join)
+def test_workers_and_order_change_nothing(command: Callable[..., Command], plain: Command, options: tuple[str, ...]) -> None:
+    run = command("NixlConnector", *TWO, *options)
+    assert run.outcomes == plain.outcomes
+    assert run.report["verdict"] == plain.report["verdict"]
+    assert run.code == plain.code
+    assert run.left() == []
