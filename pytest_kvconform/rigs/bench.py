@@ -27,7 +27,7 @@ from pytest_kvconform.subject import Subject
 
 SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
 CALL_S, START_S, REQUEST_S, RELEASE_S, CLOSE_S = 20.0, 90.0, 30.0, 5.0, 20.0  # deadlines, times --kv-timeout-scale
-BLOCKS = {"P": 160, "D": 200}  # pools of different sizes, so that no address of one engine fits the other by accident
+BLOCKS = {"P": 96, "D": 112}  # pools of different sizes, so that no address of one engine fits the other by accident
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
 DEAD_CELLS = 3  # after this many cells whose engines died one after the other the rest is not tried: it would only take long
 

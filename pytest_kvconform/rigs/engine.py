@@ -193,7 +193,8 @@ class Engine:
         how = "ended" if status is None else f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
             f"left with exit code {os.WEXITSTATUS(status)}")
         stack = self.process.stack()
-        raise EngineFailed(self.role, "died", f"{self.role} {how}{_where(stack) or f' in {name}'}", self.process.last_lines(), _lines(stack))
+        sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
+        raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
 
     def _hung(self, name: str, deadline_s: float) -> None:
         self.dead = True

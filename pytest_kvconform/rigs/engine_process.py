@@ -7,6 +7,7 @@ itself (`kv_access`).
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -36,6 +37,7 @@ def preload() -> None:
     from vllm.platforms import current_platform
 
     configure_logging_if_needed(LoggingConfig())  # touches every logger there is: 0.4 s
+    gc.unfreeze = lambda: None  # a worker's shutdown thaws and walks the whole inherited heap (1 s); its process ends right after
 
     import pytest_kvconform.rigs.executor  # noqa: F401
 

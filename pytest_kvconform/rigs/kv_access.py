@@ -6,10 +6,13 @@ token's words lie in memory is the attention backend's business (vLLM: v1/attent
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import numpy as np
 
+CORES = os.sched_getaffinity(0)  # when this module is imported: before any connector can narrow it
 POISON = 0x4B  # every byte of an unowned block; as a number large and finite in each float format (bf16 and fp32: 1.3e7)
 
 
@@ -196,7 +199,8 @@ def poison(worker: Any, blocks: list[int]) -> int:
 
     ids = torch.tensor(blocks, dtype=torch.long)
     for page in (pages := _pages(worker)):
-        page[ids] = POISON
+        wide = page.view(torch.int64) if page.shape[1] % 8 == 0 else page  # eight times as fast
+        wide.index_fill_(0, ids.to(page.device), int.from_bytes(bytes([POISON] * wide.element_size()), "little"))
     return sum(len(blocks) * page.shape[1] for page in pages)
 
 
@@ -218,9 +222,6 @@ def release_cores(worker: Any) -> None:
     vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py), so that P and D would share
     one core. That is a matter of speed, and this rig is about bytes.
     """
-    import contextlib
-    import os
-
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(task), range(os.cpu_count() or 1))
+            os.sched_setaffinity(int(task), CORES)

@@ -25,6 +25,7 @@ class Scenario:
     n: int = 1  # samples of one prompt
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     abort: str = ""  # "prefill": P's request; "waiting", "loading": D's
+    measure_noise: bool = False  # run the oracle twice even if subject and oracle agree to the last bit
     due: bool = True  # whether KV has to move: D computes the last token itself, and hits whole blocks in its own cache
 
     def __str__(self) -> str:

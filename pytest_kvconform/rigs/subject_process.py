@@ -12,7 +12,7 @@ from typing import Any
 def probe(connection: Connection, config: dict[str, Any]) -> None:
     """Send ("ok", facts) or ("bad", sentence). `config` holds the fields of vLLM's KVTransferConfig."""
     try:
-        answer = ("ok", _look(config))
+        answer: tuple[str, Any] = ("ok", _look(config))
     except _Bad as error:
         answer = ("bad", str(error))
     except BaseException as error:  # code of the subject ran: it can raise anything, SystemExit included
@@ -28,7 +28,7 @@ class _Bad(Exception):
 def _look(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
     names = [name for name in inspect.signature(KVTransferConfig).parameters if name != "self"]
     for key in config:
@@ -41,20 +41,27 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
         raise _Bad(f"--kv-config: {' '.join(str(error).split())[:300]}") from None
     name, module = config["kv_connector"], config["kv_connector_module_path"]
     if module is not None:
-        _import(module, name)
+        _check(_import(module, name), f"{module}:{name}")  # before vLLM looks, whose complaints are about something else
     found = KVConnectorFactory.get_connector_class(transfer)
+    return {"name": found.__name__, "module": found.__module__, "file": inspect.getsourcefile(found) or "",
+            "supports_hma": supports_hma(found)}
+
+
+def _check(found: Any, spec: str) -> None:
+    """Raise _Bad unless vLLM can build an object of it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
     if not (inspect.isclass(found) and issubclass(found, KVConnectorBase_V1)):
-        raise _Bad(f"{module}:{name} is no subclass of vLLM's KVConnectorBase_V1")
+        raise _Bad(f"{spec} is no subclass of vLLM's KVConnectorBase_V1")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise _Bad(f"{found.__name__} does not implement {', '.join(missing)}")
-    if module is not None and "kv_cache_config" not in inspect.signature(found.__init__).parameters:
+    if "kv_cache_config" not in inspect.signature(found.__init__).parameters:
         raise _Bad(f"{found.__name__}.__init__ has no parameter named kv_cache_config; vLLM builds (vllm_config, role, kv_cache_config)")
-    return {"name": found.__name__, "module": found.__module__, "file": inspect.getsourcefile(found) or "", "supports_hma": supports_hma(found)}
 
 
-def _import(module: str, name: str) -> None:
-    """Import the module and find the class, with a sentence for each way in which that fails."""
+def _import(module: str, name: str) -> Any:
+    """Import the module and return the class, with a sentence for each way in which that fails."""
     import importlib
 
     try:
@@ -69,6 +76,7 @@ def _import(module: str, name: str) -> None:
     if not hasattr(imported, name):
         near = difflib.get_close_matches(name, dir(imported), 1)
         raise _Bad(f"module {module} has no class {name!r}" + (f" (did you mean {near[0]}?)" if near else ""))
+    return getattr(imported, name)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,18 +16,22 @@ to close, and also when the process that started it is gone, however that died: 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import os
 import resource
+import select
 import selectors
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,10 +159,32 @@ def run(target: str, connection: Connection, argument: Any) -> NoReturn:
         os._exit(code)
 
 
+@contextlib.contextmanager
+def watched(run_dir: Path) -> Iterator[None]:
+    """End at once when standard input ends inside this block, which takes many seconds and does not look. No thread is left after it."""
+    done, finish = os.pipe()
+
+    def watch() -> None:
+        readable, _, _ = select.select([sys.stdin.fileno(), done], [], [])
+        if done not in readable:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            os._exit(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.write(finish, b".")
+        watcher.join()
+        os.close(done)
+        os.close(finish)
+
+
 def preload(architectures: list[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
-    from pytest_kvconform.rigs.extras import mend_imports
     from pytest_kvconform.rigs import nixl
+    from pytest_kvconform.rigs.extras import mend_imports
 
     mended = mend_imports()
     import torch
@@ -192,7 +218,8 @@ def main(run_dir: Path, architectures: list[str]) -> int:
     zygote = Zygote(run_dir)
     try:
         try:
-            zygote.ready = ("ready", preload(architectures))
+            with watched(run_dir):
+                zygote.ready = ("ready", preload(architectures))
         except ModuleNotFoundError as error:
             traceback.print_exc()
             zygote.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
@@ -200,6 +227,7 @@ def main(run_dir: Path, architectures: list[str]) -> int:
             traceback.print_exc()
             zygote.ready = ("failed", "harness", f"vLLM could not be imported: {type(error).__name__}: {error}")
         gc.collect()
+        gc.enable()
         gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
         zygote.serve()
     finally:

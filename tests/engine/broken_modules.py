@@ -9,7 +9,10 @@ class C(NixlPullConnector):
 
 # name of the module -> (source, pattern of the sentence)
 BROKEN: dict[str, tuple[str, str]] = {
-    "needs_a_package": ("import nothing_like_it", r"importing needs_a_package failed: no module named 'nothing_like_it' \(needs_a_package\.py:1\)"),
+    "needs_a_package": (
+        "import nothing_like_it",
+        r"importing needs_a_package failed: no module named 'nothing_like_it' \(needs_a_package\.py:1\)",
+    ),
     "does_not_parse": ("class C(:", r"importing does_not_parse failed: SyntaxError: .*"),
     "raises": ("x = 1\nx / 0", r"importing raises failed: ZeroDivisionError: division by zero \(raises\.py:2\)"),
     "exits": ("import sys\nsys.exit('no licence')", r"importing exits failed: SystemExit: no licence \(exits\.py:2\)"),
@@ -23,7 +26,9 @@ BROKEN: dict[str, tuple[str, str]] = {
         r"C does not implement build_connector_meta, .*wait_for_save",
     ),
     "has_the_old_constructor": (
-        f"{CLASS}    def __init__(self, vllm_config, role): pass", r"C\.__init__ has no parameter named kv_cache_config.*"),
+        f"{CLASS}    def __init__(self, vllm_config, role): pass",
+        r"C\.__init__ has no parameter named kv_cache_config.*",
+    ),
     "prints_and_raises": (
         "import os\nos.write(1, bytes(range(256)))\nraise RuntimeError('first line\\nsecond line')",
         r"importing prints_and_raises failed: RuntimeError: first line \(prints_and_raises\.py:3\)",

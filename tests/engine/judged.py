@@ -74,11 +74,13 @@ class Jury:
         settings = Settings(connector=spec, config=config, family=(family,), topology=(topology,), timeout_scale=scale)
         bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
         try:
-            return Judged([
-                _result(bench, planned)
-                for planned in ordered(make_plan(settings, ()).asked, settings.seed)
-                if planned.variant is None or not variants or str(planned.variant) in variants.split()
-            ])
+            return Judged(
+                [
+                    _result(bench, planned)
+                    for planned in ordered(make_plan(settings, ()).asked, settings.seed)
+                    if planned.variant is None or not variants or str(planned.variant) in variants.split()
+                ]
+            )
         finally:
             bench.close()
 
@@ -94,4 +96,6 @@ def _result(bench: Bench, planned: Planned) -> CaseResult:
         outcome, reason = Outcome.BLOCKED, str(error)
     except HarnessError as error:
         outcome, reason = Outcome.HARNESS, str(error)
-    return CaseResult(id=planned.id, rule=planned.case.rule, outcome=outcome, cell=planned.cell, reason=reason, finding=finding, evidence=evidence)
+    return CaseResult(
+        id=planned.id, rule=planned.case.rule, outcome=outcome, cell=planned.cell, reason=reason, finding=finding, evidence=evidence
+    )

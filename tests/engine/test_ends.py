@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +12,7 @@ from pytest_kvconform.settings import Settings
 from pytest_kvconform.verdict import EXIT_CODES
 
 from .broken_modules import BROKEN
-from .command import Command
+from .command import Command, Run
 from .judged import Jury
 
 STOPPED_S = 15.0  # for Ctrl-C: the engines are ended, and the report is written
@@ -31,26 +30,37 @@ NOT_STARTED = [
 
 
 @pytest.mark.parametrize(("spec", "option", "sentence"), NOT_STARTED, ids=[f"{row[0]} {row[1]}".strip() for row in NOT_STARTED])
-def test_a_mistake_in_the_command_is_one_sentence(command: Callable[..., Command], spec: str, option: str, sentence: str) -> None:
+def test_a_mistake_in_the_command_is_one_sentence(command: Run, spec: str, option: str, sentence: str) -> None:
     run = command(spec, *filter(None, [option]))
     assert run.code == 4
     assert sum(line.startswith("ERROR: ") and sentence in line for line in run.lines) == 1, run.text
     _ends_clean(run)
 
 
+def test_a_connector_that_is_not_there_is_one_sentence(command: Run) -> None:
+    run = command("no_such_module:C")
+    assert run.code == 4
+    nowhere = "there is no module 'no_such_module' (looked in the current folder and in this Python's packages)"
+    assert run.lines.count(f"ERROR: --kv-connector=no_such_module:C: {nowhere}") == 1, run.text
+    _ends_clean(run)
+
+
 LOOKED_AT = [
-    ("no_such_module:C", "", "there is no module 'no_such_module' (looked in the current folder and in this Python's packages)"),
     ("wrong_connectors:Rigth", "", "module wrong_connectors has no class 'Rigth' (did you mean Right?)"),
-    ("NixlConnector", '--kv-config={"kv_buffer_sise": 1}', "no field 'kv_buffer_sise' (did you mean kv_buffer_size?)"),
+    ("tests_of_nobody.inner:C", "", "there is no module 'tests_of_nobody' (looked in the current folder and in this Python's packages)"),
+    (
+        "NixlConnector",
+        '{"kv_buffer_devise": "cpu"}',
+        "--kv-config: vLLM's KVTransferConfig has no field 'kv_buffer_devise' (did you mean kv_buffer_device?)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("spec", "option", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT])
-def test_a_connector_that_is_not_there_is_one_sentence(command: Callable[..., Command], spec: str, option: str, sentence: str) -> None:
-    run = command(spec, *filter(None, [option]))
-    assert run.code == 4
-    assert sum(line.startswith("ERROR: --kv-connector=") and sentence in line for line in run.lines) == 1, run.text
-    _ends_clean(run)
+@pytest.mark.parametrize(("spec", "config", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT])
+def test_what_is_found_by_looking_is_one_sentence(jury: Jury, spec: str, config: str, sentence: str) -> None:
+    with pytest.raises(BadSubject) as raised:
+        jury.probe(Settings(connector=spec, config=config))
+    assert str(raised.value) == sentence
 
 
 @pytest.mark.parametrize("module", BROKEN)
@@ -77,7 +87,12 @@ def test_a_value_that_vllm_refuses_is_one_sentence(jury: Jury, config: str, fiel
 # ---- wrong connectors, by the command -------------------------------------------------------------------------------------------
 
 ENDS = [
-    ("MovesNothing", "n200 and not all_come_back", "tokens 0-198 of all 4 layers was never written", "2 rules: KV-BYTES-001, KV-OUTPUT-001"),
+    (
+        "MovesNothing",
+        "n200 and not all_come_back",
+        "tokens 0-198 of all 4 layers was never written",
+        "2 rules: KV-BYTES-001, KV-OUTPUT-001",
+    ),
     ("RecomputesQuietly", "n200 and not all_come_back", "get_num_new_matched_tokens announced nothing", "the rule KV-HANDOVER-002"),
     ("CrashesInLoad", "n200", "D was killed by SIGSEGV in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
     ("HangsInLoad", "n200", "s in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
@@ -86,7 +101,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("connector", "cases", "diagnosis", "rules"), ENDS, ids=[end[0] for end in ENDS])
-def test_a_wrong_connector_ends_in_a_verdict(command: Callable[..., Command], connector: str, cases: str, diagnosis: str, rules: str) -> None:
+def test_a_wrong_connector_ends_in_a_verdict(command: Run, connector: str, cases: str, diagnosis: str, rules: str) -> None:
     run = command(f"wrong_connectors:{connector}", "-k", cases, "--kv-timeout-scale=0.3")
     assert (run.code, run.word) == (EXIT_CODES["VIOLATES"], "VIOLATES"), run.text
     assert diagnosis in run.text
@@ -104,7 +119,7 @@ WHEN = {
 
 
 @pytest.mark.parametrize("when", ["while engines run"])
-def test_ctrl_c_ends_in_a_verdict(begin: Callable[..., Command], when: str) -> None:
+def test_ctrl_c_ends_in_a_verdict(begin: Run, when: str) -> None:
     connector, said = WHEN[when]
     run = begin(f"wrong_connectors:{connector}")
     run.wait_for(said)
@@ -116,7 +131,7 @@ def test_ctrl_c_ends_in_a_verdict(begin: Callable[..., Command], when: str) -> N
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_killed_run_leaves_nothing(begin: Callable[..., Command], when: str) -> None:
+def test_a_killed_run_leaves_nothing(begin: Run, when: str) -> None:
     connector, said = WHEN[when]
     run = begin(f"wrong_connectors:{connector}")
     run.wait_for(said)
@@ -126,7 +141,7 @@ def test_a_killed_run_leaves_nothing(begin: Callable[..., Command], when: str) -
     assert run.left() == []
 
 
-def test_a_killed_run_with_two_workers_leaves_nothing(begin: Callable[..., Command]) -> None:
+def test_a_killed_run_with_two_workers_leaves_nothing(begin: Run) -> None:
     run = begin("NixlConnector", "-n2", "--kv-family=llama", "--kv-topology=P1D1,P1D2")
     run.wait_for("starting P")
     run.send(signal.SIGKILL)

@@ -42,7 +42,9 @@ class Reads(Right):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for meta in self.loads().values():
             if any(meta.local_block_ids):
-                chosen = [self.choose(list(ours), list(theirs)) for ours, theirs in zip(meta.local_block_ids, meta.remote.block_ids, strict=True)]
+                chosen = [
+                    self.choose(list(ours), list(theirs)) for ours, theirs in zip(meta.local_block_ids, meta.remote.block_ids, strict=True)
+                ]
                 meta.local_block_ids, meta.remote.block_ids = (tuple(groups) for groups in zip(*chosen, strict=True))
         super().start_load_kv(forward_context, **kwargs)
 
