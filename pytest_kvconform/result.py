@@ -5,12 +5,12 @@ All records are frozen msgspec structs, so that they travel between processes an
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """How one case ended. A case that never reached its end is FAIL: that is where every case starts."""
 
     PASS = "PASS"

@@ -64,8 +64,9 @@ class Comparison:
         return sum(self.count(kind) for kind in (UNWRITTEN, ZEROED, MOVED, GARBLED))
 
 
-def compare_rows(due: tuple[Due, ...], want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray],
-                 present: Mapping[str, np.ndarray], poison: int) -> Comparison:
+def compare_rows(
+    due: tuple[Due, ...], want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], present: Mapping[str, np.ndarray], poison: int
+) -> Comparison:
     """Compare `got` with `want`, both layer -> [token, head, plane, word] of unsigned words, on the rows that are due.
 
     `present` is layer -> [token]: False where the block table has the null block. `poison` is the byte that fills blocks of nobody.
@@ -91,10 +92,13 @@ def compare_rows(due: tuple[Due, ...], want: Mapping[str, np.ndarray], got: Mapp
     return Comparison(due, kinds, _find_moved(kinds, want, got), compared)
 
 
-def _find_moved(kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray],
-                got: Mapping[str, np.ndarray]) -> tuple[tuple[Address, Address], ...]:
+def _find_moved(
+    kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
+) -> tuple[tuple[Address, Address], ...]:
     """Turn GARBLED into MOVED where the row is one of `want`, bit for bit. Marks `kinds` in place; returns (stands, belongs) pairs."""
-    strays = [(name, *map(int, index)) for name, kind in kinds.items() for index in np.argwhere(kind == GARBLED)]
+    strays = [
+        (name, *at) for name, kind in kinds.items() for at in zip(*(axis.tolist() for axis in np.nonzero(kind == GARBLED)), strict=True)
+    ]
     if not strays:
         return ()
     home: dict[bytes, Address] = {}
@@ -113,8 +117,9 @@ def _find_moved(kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray],
 SEGMENTS = ("convolution Q", "convolution K", "convolution V", "recurrent state")
 
 
-def compare_state(want: Mapping[str, tuple[np.ndarray, ...]], got: Mapping[str, tuple[np.ndarray, ...]],
-                  poison: int) -> tuple[int, list[tuple[str, str, int, int, int]]]:
+def compare_state(
+    want: Mapping[str, tuple[np.ndarray, ...]], got: Mapping[str, tuple[np.ndarray, ...]], poison: int
+) -> tuple[int, list[tuple[str, str, int, int, int]]]:
     """Compare recurrent states. Returns (bytes compared, differences as (layer, segment, kind, channels that differ, channels))."""
     compared, wrong = 0, []
     for layer, segments in want.items():

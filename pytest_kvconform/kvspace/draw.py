@@ -13,7 +13,8 @@ MOST_ROWS, MOST_COLUMNS = 18, 32
 
 def draw(comparison: Comparison) -> tuple[str, ...]:
     """Lines of text, each cell the worst row of its block; rows that are all right are counted, not shown. At most 20 lines."""
-    lines, right, hidden, width = [], 0, 0, 0
+    lines: list[str] = []
+    right = hidden = width = 0
     for due in comparison.due:
         kinds = comparison.kinds[due.layer]
         blocks = -(-len(kinds) // due.block_size)
@@ -37,5 +38,5 @@ def draw(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _short(layer: str) -> str:
-    """"layers.3.self_attn" for "model.layers.3.self_attn.attn"."""
+    """ "layers.3.self_attn" for "model.layers.3.self_attn.attn"."""
     return layer.removeprefix("language_model.").removeprefix("model.").removesuffix(".attn")[:22]

@@ -33,15 +33,20 @@ def explain_moves(moves: Iterable[tuple[Address, Address]], wrong: int) -> str:
         said.append(_shift("token", shifts, share))
     if any(here.plane != origin.plane for here, origin in moves):
         both = {(here.plane, origin.plane) for here, origin in moves}
-        said.append("K and V are exchanged" if both == {(0, 1), (1, 0)} else
-                    f"rows of {' and '.join(sorted({PLANES[o.plane] for h, o in moves if h.plane != o.plane}))} stand in the other plane")
+        said.append(
+            "K and V are exchanged"
+            if both == {(0, 1), (1, 0)}
+            else f"rows of {' and '.join(sorted({PLANES[o.plane] for h, o in moves if h.plane != o.plane}))} stand in the other plane"
+        )
     heads = {(here.head, origin.head) for here, origin in moves}
     if any(a != b for a, b in heads):
         said.append(_permutation("head", heads))
     layers = {(here.layer, origin.layer) for here, origin in moves}
     if any(a != b for a, b in layers):
         pairs = sorted((a, b) for a, b in layers if a != b)
-        said.append(f"{pairs[0][0]} holds rows of {pairs[0][1]}" + (f" (and {len(pairs) - 1} more layers are mixed up)" if pairs[1:] else ""))
+        said.append(
+            f"{pairs[0][0]} holds rows of {pairs[0][1]}" + (f" (and {len(pairs) - 1} more layers are mixed up)" if pairs[1:] else "")
+        )
     return f"in {share}: " + "; ".join(said)
 
 
@@ -62,7 +67,7 @@ def _permutation(field: str, pairs: set[tuple[int, int]]) -> str:
 
 
 def _where(comparison: Comparison) -> str:
-    """"tokens 32-63 of all 4 layers" or "tokens 3, 7-9 of model.layers.1"."""
+    """ "tokens 32-63 of all 4 layers" or "tokens 3, 7-9 of model.layers.1"."""
     tokens, layers, planes, heads = set(), [], set(), set()
     total_heads = 0
     for name, kinds in comparison.kinds.items():
@@ -74,14 +79,17 @@ def _where(comparison: Comparison) -> str:
             heads |= set(at[:, 1].tolist())
             planes |= set(at[:, 2].tolist())
             total_heads = kinds.shape[1]
-    which = f"all {len(layers)} layers" if len(layers) == len(comparison.kinds) > 1 else ", ".join(layers[:3]) + (", …" if layers[3:] else "")
+    which = (
+        f"all {len(layers)} layers" if len(layers) == len(comparison.kinds) > 1 else ", ".join(layers[:3]) + (", …" if layers[3:] else "")
+    )
     detail = (f", {' and '.join(PLANES[p] for p in sorted(planes))} only" if len(planes) == 1 else "") + (
-        f", head {intervals(heads)} only" if len(heads) < total_heads else "")
+        f", head {intervals(heads)} only" if len(heads) < total_heads else ""
+    )
     return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} of {which}{detail}"
 
 
 def intervals(numbers: Iterable[int]) -> str:
-    """"3-17, 40" for {3, …, 17, 40}."""
+    """ "3-17, 40" for {3, …, 17, 40}."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -92,7 +100,7 @@ def intervals(numbers: Iterable[int]) -> str:
 
 
 def count_sentence(comparison: Comparison) -> str:
-    """"64 of 4096 rows differ: 60 never written, 4 moved"."""
+    """ "64 of 4096 rows differ: 60 never written, 4 moved"."""
     wrong = sum(comparison.count(kind) for kind in NAMES)
     said = ", ".join(f"{comparison.count(kind)} {name}" for kind, name in NAMES.items() if comparison.count(kind))
     return f"{wrong} of {comparison.rows_due} rows differ: {said}"

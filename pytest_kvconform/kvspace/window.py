@@ -36,11 +36,16 @@ def missing_window(comparison: Comparison) -> Gap | None:
         return None
     first = position - window + 1
     what = f"token{'s' if len(missing) > 1 else ''} {intervals(missing)}"
-    sentence = (f"{what} of {_names(layers)} (window {window}) {'are' if len(missing) > 1 else 'is'} not in D's cache when D computes token {position}, "
-                f"which reads tokens {max(first, 0)} to {position}")
+    sentence = (
+        f"{what} of {_names(layers)} (window {window}) {'are' if len(missing) > 1 else 'is'} not in D's cache "
+        f"when D computes token {position}, which reads tokens {max(first, 0)} to {position}"
+    )
     if missing == {first} and (first + 1) % block_size == 0:
-        return Gap(sentence, "the block table is laid out for the token after the last one, and D computes the last prompt token again: its window "
-                   "begins one token earlier, with the last token of a block that was already given up")
+        return Gap(
+            sentence,
+            "the block table is laid out for the token after the last one, and D computes the last prompt token again: its window "
+            "begins one token earlier, with the last token of a block that was already given up",
+        )
     return Gap(sentence, "the block table of a sliding window group does not reach back to the beginning of the window")
 
 

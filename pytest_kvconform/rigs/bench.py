@@ -1,4 +1,4 @@
-"""What a case runs on. One zygote per run, one bench per pytest process; a bench keeps the engines of one cell and remembers what it saw."""
+"""What a case runs on. One zygote a run, one bench a pytest process; a bench keeps the engines of one cell and remembers what it saw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,8 +22,10 @@ from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.rigs.zygote import SOCKET
-from pytest_kvconform.settings import Settings
-from pytest_kvconform.subject import Subject
+
+if TYPE_CHECKING:
+    from pytest_kvconform.settings import Settings
+    from pytest_kvconform.subject import Subject
 
 SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
 CALL_S, START_S, REQUEST_S, RELEASE_S, CLOSE_S = 20.0, 90.0, 30.0, 5.0, 20.0  # deadlines, times --kv-timeout-scale
@@ -45,6 +47,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_hma: bool
     vllm: str  # version
     device: str  # "cpu" or "cuda": what this vLLM runs on
+    mended: str = ""  # packages of this environment that do not load beside its torch, and what was done about it
 
 
 # ---- the zygote --------------------------------------------------------------------------------------------------------------
@@ -87,8 +90,13 @@ def start_zygote(settings: Settings, subject: Subject) -> Zygote:
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
     with (run_dir / "zygote.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *architectures], env=environment(run_dir),
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)  # a session of its own: Ctrl-C is for pytest alone
+            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *architectures],
+            env=environment(run_dir),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )  # a session of its own: Ctrl-C is for pytest alone
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
 
@@ -111,18 +119,31 @@ def remove_stale_run_dirs() -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine. What the user has set for UCX stays; all else that vLLM reads is ours, so that runs are alike."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_") or key == "VLLM_PLUGINS"}
+    """The environment of every engine: the user's, with ours over it."""
     defaults = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"} if not _has_gpu() else {}
-    return defaults | kept | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the process that we forked
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",  # more engines than cores
-        "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
-        "VLLM_HOST_IP": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",  # loopback only
-        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "NIXL_LOG_LEVEL": "WARN",
-        "VLLM_CACHE_ROOT": str(run_dir / "vllm"), "VLLM_CONFIG_ROOT": str(run_dir / "vllm"), "TMPDIR": str(run_dir),
-        "KVCONFORM_WORKING_FOLDER": os.getcwd(),
-    }
+    return (
+        defaults
+        | os.environ
+        | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the process that we forked
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",  # more engines than cores
+            "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",  # loopback only
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "NIXL_LOG_LEVEL": "WARN",
+            "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
+            "VLLM_CONFIG_ROOT": str(run_dir / "vllm"),
+            "TMPDIR": str(run_dir),
+            "KVCONFORM_WORKING_FOLDER": os.getcwd(),
+        }
+    )
 
 
 def _has_gpu() -> bool:
@@ -135,12 +156,15 @@ def _has_gpu() -> bool:
 def transfer_config(subject: Subject, role: str, device: str) -> dict[str, Any]:
     """The fields of vLLM's KVTransferConfig for one side. What the user gave wins."""
     ours: dict[str, Any] = {
-        "kv_connector": subject.connector, "kv_connector_module_path": subject.module,
-        "kv_role": "kv_producer" if role == "P" else "kv_consumer", "kv_buffer_device": device,
+        "kv_connector": subject.connector,
+        "kv_connector_module_path": subject.module,
+        "kv_role": "kv_producer" if role == "P" else "kv_consumer",
+        "kv_buffer_device": device,
     }
     if subject.module is None and subject.connector.startswith("Nixl"):
         ours["kv_connector_extra_config"] = {"num_threads": 0}  # of UCX, per agent; its default of 4 is for many cores
-    return ours | subject.config
+    extra = ours.get("kv_connector_extra_config", {}) | subject.config.get("kv_connector_extra_config", {})
+    return ours | subject.config | ({"kv_connector_extra_config": extra} if extra else {})
 
 
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
@@ -166,7 +190,7 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
         process.end()
     if kind != "ok":
         raise BadSubject(answer)
-    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"])
+    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
 
 
 def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[Any, ...]:
@@ -227,8 +251,14 @@ class Bench:
                 raise Blocked(f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}") from None
             scale = self.settings.timeout_scale
             try:
-                seen = observe(scenario, p, d, load_families()[self.cell.family].dtype,
-                               Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale), lambda: next(self._names))
+                seen = observe(
+                    scenario,
+                    p,
+                    d,
+                    load_families()[self.cell.family].dtype,
+                    Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale),
+                    lambda: next(self._names),
+                )
             except EngineFailed as failed:
                 self._bury(failed.sentence)
                 raise HarnessError(f"an engine failed in the oracle's own run, without the connector: {failed.sentence}") from None
@@ -304,8 +334,14 @@ class Bench:
         except CheckpointError as error:
             raise HarnessError(str(error)) from None
         return EngineSpec(
-            role=role, checkpoint=str(checkpoint), tensor_parallel=tensor_parallel, dtype=family.dtype, block_size=family.block_size,
-            num_blocks=BLOCKS[role], max_model_len=PROMPT_BLOCKS * family.tokens_per_block,
+            role=role,
+            checkpoint=str(checkpoint),
+            tensor_parallel=tensor_parallel,
+            dtype=family.dtype,
+            block_size=family.block_size,
+            num_blocks=BLOCKS[role],
+            max_model_len=PROMPT_BLOCKS * family.tokens_per_block,
             max_batched_tokens=2 * PROMPT_BLOCKS * family.tokens_per_block,
             kv_transfer_config={"kv_port": free_port()} | transfer_config(self.subject, role, self.facts.device),
-            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+        )

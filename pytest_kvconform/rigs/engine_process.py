@@ -31,7 +31,7 @@ def preload() -> None:
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.kv_connector_model_runner_mixin  # noqa: F401
+    import vllm.v1.worker.kv_connector_model_runner_mixin
     from vllm.config import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
@@ -43,7 +43,7 @@ def preload() -> None:
 
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_model_runner
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         # vLLM's own fallback for ranks that share no memory: torch.distributed. Its shared memory spins, which is slow when there are
@@ -69,7 +69,7 @@ def serve(connection: Connection, spec: EngineSpec) -> None:
         except EOFError:
             return
         try:
-            answer = ("ok", getattr(engine, name)(*arguments))
+            answer: tuple[Any, ...] = ("ok", getattr(engine, name)(*arguments))
         except Exception as error:
             traceback.print_exc()
             answer = ("error", type(error).__name__, str(error))
@@ -89,12 +89,25 @@ class Engine:
         from pytest_kvconform.rigs.executor import ForkedExecutor
 
         config = EngineArgs(
-            model=spec.checkpoint, skip_tokenizer_init=True, dtype=spec.dtype, max_model_len=spec.max_model_len, max_num_seqs=8,
-            max_num_batched_tokens=spec.max_batched_tokens, enforce_eager=True, tensor_parallel_size=spec.tensor_parallel,
+            model=spec.checkpoint,
+            skip_tokenizer_init=True,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=8,
+            max_num_batched_tokens=spec.max_batched_tokens,
+            enforce_eager=True,
+            tensor_parallel_size=spec.tensor_parallel,
             distributed_executor_backend="uni" if spec.tensor_parallel == 1 else ForkedExecutor,
-            num_gpu_blocks_override=spec.num_blocks, enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
-            block_size=spec.block_size or None, max_logprobs=-1, seed=0,
-            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config), **spec.engine_arguments).create_engine_config()
+            num_gpu_blocks_override=spec.num_blocks,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+            block_size=spec.block_size or None,
+            max_logprobs=-1,
+            seed=0,
+            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config),
+            **spec.engine_arguments,
+        ).create_engine_config()
         self.spec, self.config = spec, config
         self.order = random.Random(spec.role)
         self._note_surroundings()
@@ -117,11 +130,16 @@ class Engine:
         """What vLLM made of the specification."""
         layers = self._workers(kv_access.describe)[0]
         return EngineFacts(
-            groups=self.groups, num_blocks=self.kv_config.num_blocks, block_size=self.scheduler.block_size,
-            connector=type(self.scheduler.connector).__name__, layout=str(self.config.cache_config.kv_cache_layout),
+            groups=self.groups,
+            num_blocks=self.kv_config.num_blocks,
+            block_size=self.scheduler.block_size,
+            connector=type(self.scheduler.connector).__name__,
+            layout=str(self.config.cache_config.kv_cache_layout),
             backend=next((d["backend"] for d in layers.values() if d["kind"] == "attention"), ""),
-            hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager, prefix_caching=self.manager.enable_caching,
-            pid=os.getpid())
+            hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager,
+            prefix_caching=self.manager.enable_caching,
+            pid=os.getpid(),
+        )
 
     def add(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -129,17 +147,34 @@ class Engine:
         from vllm.v1.engine import EngineCoreRequest
 
         sampling = SamplingParams(
-            max_tokens=request.max_tokens, temperature=0.0 if request.seed is None else 1.0, seed=request.seed, logprobs=-1,
-            detokenize=False, ignore_eos=True,
-            extra_args={"kv_transfer_params": request.kv_transfer_params} if request.kv_transfer_params else None)
+            max_tokens=request.max_tokens,
+            temperature=0.0 if request.seed is None else 1.0,
+            seed=request.seed,
+            logprobs=-1,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": request.kv_transfer_params} if request.kv_transfer_params else None,
+        )
         self.traces[request.id] = Trace(id=request.id, prompt_tokens=len(request.tokens))
         if request.watch:
             self.watched[request.id] = self._digest() if self.spec.role == "D" else np.empty(0)
         if request.oracle is not None:
             self.oracles[request.id] = request.oracle
-        self.core.add_request(*self.core.preprocess_add_request(EngineCoreRequest(
-            request_id=request.id, prompt_token_ids=list(request.tokens), mm_features=None, sampling_params=sampling, pooling_params=None,
-            arrival_time=time.time(), lora_request=None, cache_salt=request.salt or None, data_parallel_rank=None)))
+        self.core.add_request(
+            *self.core.preprocess_add_request(
+                EngineCoreRequest(
+                    request_id=request.id,
+                    prompt_token_ids=list(request.tokens),
+                    mm_features=None,
+                    sampling_params=sampling,
+                    pooling_params=None,
+                    arrival_time=time.time(),
+                    lora_request=None,
+                    cache_salt=request.salt or None,
+                    data_parallel_rank=None,
+                )
+            )
+        )
 
     def step(self, seconds: float) -> Step:
         """Run steps until one says something or computes something, at most for `seconds`; at least one."""
@@ -193,10 +228,14 @@ class Engine:
         """What the engine holds now."""
         pool = self.manager.block_pool
         return Usage(
-            free_blocks=pool.get_num_free_blocks(), total_blocks=pool.num_gpu_blocks - 1, requests=tuple(sorted(self.scheduler.requests)),
-            group_requests=tuple(tuple(sorted(r for r, blocks in m.req_to_blocks.items() if blocks))
-                                 for m in self.manager.coordinator.single_type_managers),
-            unfinished=self.scheduler.has_requests())
+            free_blocks=pool.get_num_free_blocks(),
+            total_blocks=pool.num_gpu_blocks - 1,
+            requests=tuple(sorted(self.scheduler.requests)),
+            group_requests=tuple(
+                tuple(sorted(r for r, blocks in m.req_to_blocks.items() if blocks)) for m in self.manager.coordinator.single_type_managers
+            ),
+            unfinished=self.scheduler.has_requests(),
+        )
 
     def shutdown(self) -> Leftovers:
         """Shut down as vLLM's EngineCore.shutdown does, without its tour of the garbage collector; report what the process still has."""
@@ -212,8 +251,12 @@ class Engine:
         deadline = time.monotonic() + 2.0  # threads that were told to end may take a moment to do so
         while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
             time.sleep(0.02)
-        return Leftovers(threads=tuple(sorted((thread_names() - threads).elements())), children=tuple(children_of(os.getpid())), error=error,
-                         listening=tuple(a for a in listening_sockets(os.getpid()) if a not in ports))
+        return Leftovers(
+            threads=tuple(sorted((thread_names() - threads).elements())),
+            children=tuple(children_of(os.getpid())),
+            error=error,
+            listening=tuple(a for a in listening_sockets(os.getpid()) if a not in ports),
+        )
 
     def _note_surroundings(self) -> None:
         """Remember threads and ports at the moment before the connector is built: what vLLM itself keeps is not the connector's to end."""
@@ -232,9 +275,14 @@ class Engine:
     def _groups(self) -> tuple[Group, ...]:
         kinds = self._workers(kv_access.describe)[0]
         return tuple(
-            Group(kind=kinds[group.layer_names[0]]["kind"], block_size=manager.block_size, layers=tuple(group.layer_names),
-                  window=getattr(group.kv_cache_spec, "sliding_window", None) or 0)
-            for group, manager in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True))
+            Group(
+                kind=kinds[group.layer_names[0]]["kind"],
+                block_size=manager.block_size,
+                layers=tuple(group.layer_names),
+                window=getattr(group.kv_cache_spec, "sliding_window", None) or 0,
+            )
+            for group, manager in zip(self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True)
+        )
 
     # ---- looking --------------------------------------------------------------------------------------------------------------
 
@@ -250,9 +298,13 @@ class Engine:
             ids, values = lists.logprob_token_ids[0][1:], lists.logprobs[0][1:]  # entry 0 repeats the sampled token
             order = np.argsort(ids)
             logprobs = (ids[order], values[order])
-        return Output(id=output.request_id, token=output.new_token_ids[0] if output.new_token_ids else None, logprobs=logprobs,
-                      finish=str(output.finish_reason) if output.finish_reason is not None else None,
-                      kv_transfer_params=output.kv_transfer_params)
+        return Output(
+            id=output.request_id,
+            token=output.new_token_ids[0] if output.new_token_ids else None,
+            logprobs=logprobs,
+            finish=str(output.finish_reason) if output.finish_reason is not None else None,
+            kv_transfer_params=output.kv_transfer_params,
+        )
 
     def _watch_connector(self) -> None:
         """Note what the connector's scheduler half answers, and keep it away from requests that the harness serves itself."""
@@ -339,8 +391,13 @@ class Engine:
 
     def _writable(self) -> set[int]:
         """Blocks that a load or a step may change: those that requests hold, without the ones they share through the prefix cache."""
-        return {b for r in self.scheduler.requests for group, ids in zip(self.groups, self.manager.get_block_ids(r), strict=True)
-                for b in ids[self.traces[r].local_tokens // group.block_size if group.kind == "attention" and r in self.traces else 0 :] if b}
+        return {
+            b
+            for r in self.scheduler.requests
+            for group, ids in zip(self.groups, self.manager.get_block_ids(r), strict=True)
+            for b in ids[self.traces[r].local_tokens // group.block_size if group.kind == "attention" and r in self.traces else 0 :]
+            if b
+        }
 
     def _spare_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
         """Blocks that the oracle has just filled are not to be zeroed by the step, as vLLM spares those of an asynchronous load."""
@@ -363,8 +420,9 @@ class Engine:
         if self.spec.role == "D":
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
             changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self._writable())
-        return Snapshot(request=request_id, tokens=tokens, groups=self.groups, tables=tables, rows=rows, present=present, state=state,
-                        changed=changed)
+        return Snapshot(
+            request=request_id, tokens=tokens, groups=self.groups, tables=tables, rows=rows, present=present, state=state, changed=changed
+        )
 
     def _total_heads(self) -> int:
         return self.config.model_config.get_total_num_kv_heads()

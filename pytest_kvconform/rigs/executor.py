@@ -58,8 +58,13 @@ class ForkedExecutor(Executor):
 
         current_platform.update_block_size_for_backend(self.vllm_config)
 
-    def collective_rpc(  # type: ignore[override]
-        self, method: str | Callable, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None, non_block: bool = False
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
     ) -> Any:
         """Call a method of every worker, or a function of the worker. Returns the list of results, or a done future of it."""
         message = cloudpickle.dumps((method, args, kwargs or {}))
@@ -69,9 +74,9 @@ class ForkedExecutor(Executor):
             except OSError as error:
                 raise WorkerDied(rank, pid) from error
         results = [self._receive(rank) for rank in range(len(self.workers))]
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         if not non_block:
             return results
         future: Future[list[Any]] = Future()
@@ -121,10 +126,15 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
     """Serve calls until the connection ends or `shutdown` has been called. Never returns."""
     os.environ["LOCAL_RANK"] = str(rank)
     wrapper = WorkerWrapperBase(rpc_rank=rank)
-    kwargs = {"vllm_config": vllm_config, "local_rank": rank, "rank": rank, "distributed_init_method": init_method,
-              "is_driver_worker": rank == 0}
+    kwargs = {
+        "vllm_config": vllm_config,
+        "local_rank": rank,
+        "rank": rank,
+        "distributed_init_method": init_method,
+        "is_driver_worker": rank == 0,
+    }
     all_kwargs: list[dict[str, Any]] = [{} for _ in range(rank)] + [kwargs]
-    method: str | Callable = "init_worker"
+    method: str | Callable[..., Any] = "init_worker"
     try:
         wrapper.init_worker(all_kwargs)
         while method != "shutdown":

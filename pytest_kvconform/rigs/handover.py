@@ -10,20 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from pytest_kvconform.kvspace.compare import Comparison, Due, compare_rows, compare_state
+from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.engine import Engine, EngineFailed
 from pytest_kvconform.rigs.kv_access import POISON
 from pytest_kvconform.rigs.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
-from pytest_kvconform.result import HarnessError
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
-PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None,
-           "remote_port": None}  # what vLLM's own proxy sends to P
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}  # what vLLM's own proxy sends to P
 
 
 @dataclass(frozen=True)
@@ -149,9 +156,18 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         params = handed[name if scenario.n == 1 else run.names[0]]
-        d.add(Request(id=f"{name}-d", tokens=prompt.tokens, max_tokens=scenario.max_tokens, salt=salt, watch=True,
-                      kv_transfer_params=params if mode == SUBJECT else None, seed=i if scenario.n > 1 else None,
-                      oracle=run.source[name] if mode == ORACLE else None))
+        d.add(
+            Request(
+                id=f"{name}-d",
+                tokens=prompt.tokens,
+                max_tokens=scenario.max_tokens,
+                salt=salt,
+                watch=True,
+                kv_transfer_params=params if mode == SUBJECT else None,
+                seed=i if scenario.n > 1 else None,
+                oracle=run.source[name] if mode == ORACLE else None,
+            )
+        )
     if scenario.abort:
         _abort_decode(scenario, d, run)
         return run
@@ -163,7 +179,9 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
     return run
 
 
-def _prefill(scenario: Scenario, p: Engine, d: Engine, mode: str, run: _Run, prompts: tuple[Prompt, ...], salt: str, deadline: float) -> None:
+def _prefill(
+    scenario: Scenario, p: Engine, d: Engine, mode: str, run: _Run, prompts: tuple[Prompt, ...], salt: str, deadline: float
+) -> None:
     """Let P compute the prompts, all at once; note its KV. n children of one request have one prefill."""
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
@@ -171,8 +189,11 @@ def _prefill(scenario: Scenario, p: Engine, d: Engine, mode: str, run: _Run, pro
     for name, prompt in zip(names, prompts, strict=False):
         # The state after the whole prompt is of no use to D, which computes the last token itself.
         tokens = prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
-        p.add(Request(id=f"{name}-p", tokens=tokens, max_tokens=1, salt=salt, watch=True,
-                      kv_transfer_params=PREFILL if mode == SUBJECT else None))
+        p.add(
+            Request(
+                id=f"{name}-p", tokens=tokens, max_tokens=1, salt=salt, watch=True, kv_transfer_params=PREFILL if mode == SUBJECT else None
+            )
+        )
         run.outputs[f"{name}-p"] = []
     if scenario.abort == "prefill":
         p.step(0)
@@ -188,7 +209,7 @@ def _prefill(scenario: Scenario, p: Engine, d: Engine, mode: str, run: _Run, pro
         snapshot = p.taken(f"{name}-p")
         if snapshot is not None:
             run.source[name] = snapshot
-    for name in run.names[len(names):]:
+    for name in run.names[len(names) :]:
         run.prefill[name], run.source[name], run.outputs[name] = run.prefill[names[0]], run.source[names[0]], []
 
 
@@ -238,14 +259,17 @@ def _release(p: Engine, d: Engine, seconds: float) -> tuple[tuple[Usage, Usage],
         time.sleep(0.002)
 
 
-def _params(outputs: list[Output]) -> dict | None:
+def _params(outputs: list[Output]) -> dict[str, Any] | None:
     return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
 
 
 def _generated(outputs: list[Output]) -> Generated:
     said = [o for o in outputs if o.token is not None]
-    return Generated(tokens=tuple(o.token for o in said if o.token is not None), finish=next((o.finish for o in outputs if o.finish), None),
-                     logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None))
+    return Generated(
+        tokens=tuple(o.token for o in said if o.token is not None),
+        finish=next((o.finish for o in outputs if o.finish), None),
+        logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None),
+    )
 
 
 def logprob_distance(a: Generated, b: Generated) -> float:
@@ -277,8 +301,12 @@ def first_difference(got: Generated, want: Generated, tolerance: float) -> Outpu
         largest = max(largest, distance)
         if distance > tolerance:
             worst = int(np.abs(x - y).argmax())
-            return OutputDifference(largest, i, f"generated token {i}: log-probabilities differ by up to {distance:.3g} (token id {worst}: "
-                                    f"{x[worst]:.4f}, with the oracle {y[worst]:.4f})")
+            return OutputDifference(
+                largest,
+                i,
+                f"generated token {i}: log-probabilities differ by up to {distance:.3g} (token id {worst}: "
+                f"{x[worst]:.4f}, with the oracle {y[worst]:.4f})",
+            )
         if s != t:
             if abs(float(y[s] - y[t])) > 2 * tolerance:
                 return OutputDifference(largest, i, f"generated token {i} is {s}, with the oracle {t}, at equal log-probabilities")
@@ -289,8 +317,15 @@ def first_difference(got: Generated, want: Generated, tolerance: float) -> Outpu
 def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
     name = run.names[index]
     source, target = run.source.get(name), run.target.get(name)
-    seen = Seen(name=f"request {index}", length=len(prompt.tokens), prefill=run.prefill[name], decode=run.decode[name], rows=None,
-                got=_generated(run.outputs[name]), want=want)
+    seen = Seen(
+        name=f"request {index}",
+        length=len(prompt.tokens),
+        prefill=run.prefill[name],
+        decode=run.decode[name],
+        rows=None,
+        got=_generated(run.outputs[name]),
+        want=want,
+    )
     if source is None or target is None:
         return seen
     return _compared(seen, source, target)
@@ -308,5 +343,11 @@ def _compared(seen: Seen, source: Snapshot, target: Snapshot) -> Seen:
             due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
     given = seen.decode.external_tokens > 0 and position > 0
     compared, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
-    return replace(seen, rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON), state_bytes=compared,
-                   state_wrong=tuple(wrong), state_tokens=(source.tokens, position), changed_blocks=target.changed)
+    return replace(
+        seen,
+        rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON),
+        state_bytes=compared,
+        state_wrong=tuple(wrong),
+        state_tokens=(source.tokens, position),
+        changed_blocks=target.changed,
+    )

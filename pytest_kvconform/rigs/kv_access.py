@@ -66,8 +66,9 @@ def is_state(layer: Any) -> bool:
 def describe(worker: Any) -> dict[str, dict[str, Any]]:
     """Layer name -> what its cache is: kind, backend, KV heads of this rank."""
     return {
-        name: {"kind": "state"} if is_state(layer) else
-        {"kind": "attention", "backend": layer.get_attn_backend().get_name(), "heads": layer.kv_cache.shape[1]}
+        name: {"kind": "state"}
+        if is_state(layer)
+        else {"kind": "attention", "backend": layer.get_attn_backend().get_name(), "heads": layer.kv_cache.shape[1]}
         for name, layer in layers(worker).items()
     }
 

@@ -2,7 +2,7 @@
 
 A NIXL agent's progress thread polls without a pause (nixl/_api.py sets pthrDelay = 0): one core per agent, all the time, half of it in the
 kernel. P at TP 1 and D at TP 2 are three agents; on two cores UCX's spin locks then wait for threads that are not running, and a hand-over
-of 10 ms takes up to 30 s (measured; docs/benchmarks.md). Without the thread an agent makes progress in every call: connectors poll in
+of 0.2 s takes up to 28 s (docs/findings.md). Without the thread an agent makes progress in every call: connectors poll in
 each step of their engine, and this rig steps both engines while a transfer is under way. On a GPU machine nothing is changed.
 """
 

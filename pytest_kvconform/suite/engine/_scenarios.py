@@ -16,8 +16,11 @@ def situations(family: str, matrix: str) -> list[Scenario]:
     """Everything around a hand-over that is not its length; b is the block size."""
     b, s = _block(family), _short(family)
     return [
-        Scenario("two_at_once", (Prompt(tokens((s + 1) * b + 7, shared=s * b + 5)), Prompt(tokens((s + 2) * b + 1, seed=1, shared=s * b + 5))),
-                 measure_noise=True),
+        Scenario(
+            "two_at_once",
+            (Prompt(tokens((s + 1) * b + 7, shared=s * b + 5)), Prompt(tokens((s + 2) * b + 1, seed=1, shared=s * b + 5))),
+            measure_noise=True,
+        ),
         Scenario("partial_hit", (Prompt(tokens(2 * s * b + 3), warm=s * b + 1),)),
         Scenario("full_hit", (Prompt(tokens(2 * s * b + 1), warm=2 * s * b + 1),), due=False),
         Scenario("chunked", (Prompt(tokens(2 * s * b + b + 3)),), budget=2 * b - 5),

@@ -19,13 +19,24 @@ def all_come_back(bench: Bench, scenario: Scenario) -> Evidence:
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
         if held or usage.requests or groups:
-            raise Violation(Finding(
-                rule="KV-BLOCKS-001", happened=f"{RELEASE_S * bench.settings.timeout_scale:.0f} s after the last token {role} still holds {held} of "
-                f"{usage.total_blocks} blocks and {len(usage.requests)} requests", differs="; ".join(groups),
-                diagnosis="D never told P that it has read, or that it will not read, so P waits for the lease" if role == "P" else
-                "the connector never reported the end of a load, so the scheduler keeps its blocks",
-                signature=f"{role} keeps blocks"))
+            raise Violation(
+                Finding(
+                    rule="KV-BLOCKS-001",
+                    happened=f"{RELEASE_S * bench.settings.timeout_scale:.0f} s after the last token {role} still holds {held} of "
+                    f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
+                    differs="; ".join(groups),
+                    diagnosis="D never told P that it has read, or that it will not read, so P waits for the lease"
+                    if role == "P"
+                    else "the connector never reported the end of a load, so the scheduler keeps its blocks",
+                    signature=f"{role} keeps blocks",
+                )
+            )
         if usage.unfinished:
-            raise Violation(Finding(rule="KV-BLOCKS-001", happened=f"{role} holds nothing, and its scheduler still says that it has work",
-                                    diagnosis="has_pending_push_work or a finished request that is never reported keeps the engine stepping"))
+            raise Violation(
+                Finding(
+                    rule="KV-BLOCKS-001",
+                    happened=f"{role} holds nothing, and its scheduler still says that it has work",
+                    diagnosis="has_pending_push_work or a finished request that is never reported keeps the engine stepping",
+                )
+            )
     return Evidence(looked_at=sum(usage.total_blocks for usage in seen.usage), unit="blocks", notes={"seconds": round(seen.released_s, 3)})

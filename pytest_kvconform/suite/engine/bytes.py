@@ -9,7 +9,7 @@ from pytest_kvconform.kvspace.explain import count_sentence, explain, intervals
 from pytest_kvconform.kvspace.window import missing_window
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.handover import Observation, Seen
+from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
 from pytest_kvconform.suite.engine._settled import settled
@@ -31,13 +31,23 @@ def arrive(bench: Bench, scenario: Scenario) -> Evidence:
     for r in seen.requests:
         assert r.rows is not None
         if r.rows.wrong:
-            raise Violation(Finding(
-                rule="KV-BYTES-001", happened=f"{r.name}: D was to find the KV of {r.decode.first_computed} tokens in its cache; the connector "
-                f"had announced {r.decode.external_tokens} of them", differs=count_sentence(r.rows), picture=draw(r.rows), diagnosis=explain(r.rows),
-                signature=", ".join(name for kind, name in NAMES.items() if r.rows.count(kind))))
-    return Evidence(looked_at=sum(r.rows.compared_bytes for r in seen.requests if r.rows), unit="bytes",
-                    bytes_moved=sum(r.rows.compared_bytes for r in seen.requests if r.rows),
-                    external_tokens=sum(r.decode.external_tokens for r in seen.requests))
+            raise Violation(
+                Finding(
+                    rule="KV-BYTES-001",
+                    happened=f"{r.name}: D was to find the KV of {r.decode.first_computed} tokens in its cache; the connector "
+                    f"had announced {r.decode.external_tokens} of them",
+                    differs=count_sentence(r.rows),
+                    picture=draw(r.rows),
+                    diagnosis=explain(r.rows),
+                    signature=", ".join(name for kind, name in NAMES.items() if r.rows.count(kind)),
+                )
+            )
+    return Evidence(
+        looked_at=sum(r.rows.compared_bytes for r in seen.requests if r.rows),
+        unit="bytes",
+        bytes_moved=sum(r.rows.compared_bytes for r in seen.requests if r.rows),
+        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
+    )
 
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
@@ -49,9 +59,16 @@ def window_is_whole(bench: Bench, scenario: Scenario) -> Evidence:
         assert r.rows is not None
         looked_at += sum(due.end - due.first for due in r.rows.due if due.window)
         if gap := missing_window(r.rows):
-            raise Violation(Finding(
-                rule="KV-WINDOW-001", happened=f"{r.name} of {r.length} tokens: {gap.sentence}", differs=count_sentence(r.rows), picture=draw(r.rows),
-                diagnosis=gap.cause, signature=gap.cause))
+            raise Violation(
+                Finding(
+                    rule="KV-WINDOW-001",
+                    happened=f"{r.name} of {r.length} tokens: {gap.sentence}",
+                    differs=count_sentence(r.rows),
+                    picture=draw(r.rows),
+                    diagnosis=gap.cause,
+                    signature=gap.cause,
+                )
+            )
     return Evidence(looked_at=looked_at, unit="tokens", external_tokens=sum(r.decode.external_tokens for r in seen.requests))
 
 
@@ -62,18 +79,31 @@ def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     for r in seen.requests:
         stands, goes_on = r.state_tokens
         if stands != goes_on:
-            raise Violation(Finding(
-                rule="KV-STATE-001", happened=f"{r.name}: P's state stands after {stands} tokens, and D goes on at token {goes_on}",
-                diagnosis=f"D runs {stands - goes_on:+d} tokens through a state that has seen them already" if stands > goes_on else
-                "D skips tokens that the state has not seen"))
+            raise Violation(
+                Finding(
+                    rule="KV-STATE-001",
+                    happened=f"{r.name}: P's state stands after {stands} tokens, and D goes on at token {goes_on}",
+                    diagnosis=f"D runs {stands - goes_on:+d} tokens through a state that has seen them already"
+                    if stands > goes_on
+                    else "D skips tokens that the state has not seen",
+                )
+            )
         if r.state_wrong:
             layers = sorted({layer for layer, *_ in r.state_wrong})
             parts = sorted({f"{segment} {NAMES[kind]}" for _, segment, kind, _, _ in r.state_wrong})
-            raise Violation(Finding(
-                rule="KV-STATE-001", happened=f"{r.name}: the state of {len(layers)} layers differs from P's, first in {layers[0]}",
-                differs="; ".join(f"{segment}: {wrong} of {total} channels" for layer, segment, _, wrong, total in r.state_wrong if layer == layers[0]),
-                diagnosis=f"{', '.join(parts)}"))
-    return Evidence(looked_at=sum(r.state_bytes for r in seen.requests), unit="bytes", bytes_moved=sum(r.state_bytes for r in seen.requests))
+            raise Violation(
+                Finding(
+                    rule="KV-STATE-001",
+                    happened=f"{r.name}: the state of {len(layers)} layers differs from P's, first in {layers[0]}",
+                    differs="; ".join(
+                        f"{segment}: {wrong} of {total} channels" for layer, segment, _, wrong, total in r.state_wrong if layer == layers[0]
+                    ),
+                    diagnosis=f"{', '.join(parts)}",
+                )
+            )
+    return Evidence(
+        looked_at=sum(r.state_bytes for r in seen.requests), unit="bytes", bytes_moved=sum(r.state_bytes for r in seen.requests)
+    )
 
 
 @case("KV-BYTES-002", variants=transfers)
@@ -83,6 +113,12 @@ def others_untouched(bench: Bench, scenario: Scenario) -> Evidence:
     for r in seen.requests:
         if r.changed_blocks:
             null = "; block 0 is the null block, which every window reads as empty" if 0 in r.changed_blocks else ""
-            raise Violation(Finding(rule="KV-BYTES-002", happened=f"while {r.name} was loaded, blocks {intervals(r.changed_blocks)} of D changed, "
-                                    f"which belong to no request{null}", diagnosis="the connector wrote outside the blocks it was given"))
+            raise Violation(
+                Finding(
+                    rule="KV-BYTES-002",
+                    happened=f"while {r.name} was loaded, blocks {intervals(r.changed_blocks)} of D changed, "
+                    f"which belong to no request{null}",
+                    diagnosis="the connector wrote outside the blocks it was given",
+                )
+            )
     return Evidence(looked_at=seen.decoder.num_blocks, unit="blocks")

@@ -16,14 +16,29 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
     seen = bench.observe(scenario)
     if seen.failed:
-        raise Violation(Finding(rule="KV-HANDOVER-001", happened=seen.failed.sentence, differs="; ".join(seen.failed.stack),
-                                diagnosis=seen.failed.sentence, log=seen.failed.log))
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-001",
+                happened=seen.failed.sentence,
+                differs="; ".join(seen.failed.stack),
+                diagnosis=seen.failed.sentence,
+                log=seen.failed.log,
+            )
+        )
     if seen.stuck:
-        raise Violation(Finding(rule="KV-HANDOVER-001", happened=f"{'; '.join(seen.stuck)} after {_waited(bench)}",
-                                diagnosis="the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""))
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-001",
+                happened=f"{'; '.join(seen.stuck)} after {_waited(bench)}",
+                diagnosis="the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else "",
+            )
+        )
     ends = [r.got.finish for r in seen.requests if r.got]
-    wrong = [f"{r.name} ended with {r.got.finish} after {len(r.got.tokens)} tokens" for r in seen.requests
-             if r.got and (r.got.finish != "length" or len(r.got.tokens) != scenario.max_tokens)]
+    wrong = [
+        f"{r.name} ended with {r.got.finish} after {len(r.got.tokens)} tokens"
+        for r in seen.requests
+        if r.got and (r.got.finish != "length" or len(r.got.tokens) != scenario.max_tokens)
+    ]
     if wrong:
         raise Violation(Finding(rule="KV-HANDOVER-001", happened=f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"))
     return Evidence(looked_at=max(1, len(ends)), unit="requests")
@@ -42,22 +57,42 @@ def spares_computing(bench: Bench, scenario: Scenario) -> Evidence:
     for r in seen.requests:
         due = _whole_blocks(seen, r.length)
         if not r.prefill.handed_over:
-            raise Violation(Finding(rule="KV-HANDOVER-002", happened=f"P finished {r.name} and returned no kv_transfer_params",
-                                    diagnosis="request_finished returned None for its params, so D was never told where the KV is"))
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"P finished {r.name} and returned no kv_transfer_params",
+                    diagnosis="request_finished returned None for its params, so D was never told where the KV is",
+                )
+            )
         if r.decode.first_computed < due:
-            raise Violation(Finding(
-                rule="KV-HANDOVER-002",
-                happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of {r.name}, from token {r.decode.first_computed} "
-                f"on: {r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from D's own cache",
-                differs=f"it had to compute none before token {due}",
-                diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing" if not r.decode.external_tokens else
-                "get_num_new_matched_tokens announced less than P had", signature="D recomputed what P had"))
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of {r.name}, "
+                    f"from token {r.decode.first_computed} on: "
+                    f"{r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from D's own cache",
+                    differs=f"it had to compute none before token {due}",
+                    diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing"
+                    if not r.decode.external_tokens
+                    else "get_num_new_matched_tokens announced less than P had",
+                    signature="D recomputed what P had",
+                )
+            )
         if r.decode.computed_tokens != r.length - r.decode.first_computed:
-            raise Violation(Finding(rule="KV-HANDOVER-002", happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
-                                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice"))
-    return Evidence(looked_at=sum(r.length for r in seen.requests), unit="tokens", bytes_moved=0,
-                    external_tokens=sum(r.decode.external_tokens for r in seen.requests),
-                    computed_tokens=sum(r.decode.computed_tokens for r in seen.requests))
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
+                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
+                )
+            )
+    return Evidence(
+        looked_at=sum(r.length for r in seen.requests),
+        unit="tokens",
+        bytes_moved=0,
+        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
+        computed_tokens=sum(r.decode.computed_tokens for r in seen.requests),
+    )
 
 
 def _whole_blocks(seen: Observation, length: int) -> int:

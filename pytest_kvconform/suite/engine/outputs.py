@@ -17,14 +17,24 @@ def agree(bench: Bench, scenario: Scenario) -> Evidence:
     seen = settled(bench, scenario)
     worst = 0.0
     for r in seen.requests:
-        assert r.got is not None and r.want is not None
+        assert r.got is not None
+        assert r.want is not None
         difference = first_difference(r.got, r.want, seen.tolerance)
         worst = max(worst, difference.largest)
         if difference.position is not None:
-            raise Violation(Finding(
-                rule="KV-OUTPUT-001", happened=f"{r.name} of {r.length} tokens: {difference.sentence}",
-                differs=f"tolerance {seen.tolerance:.3g} ({seen.tolerance_source}); tokens {list(r.got.tokens)}, with the oracle {list(r.want.tokens)}",
-                diagnosis=f"D's KV or state is not P's when it computes {'the last prompt token' if difference.position == 0 else 'a later token'}",
-                signature="outputs differ from the oracle's"))
-    return Evidence(looked_at=sum(len(r.got.logprobs) for r in seen.requests if r.got), unit="tokens",
-                    notes={"largest difference": worst, "tolerance": seen.tolerance, "noise": seen.noise})
+            raise Violation(
+                Finding(
+                    rule="KV-OUTPUT-001",
+                    happened=f"{r.name} of {r.length} tokens: {difference.sentence}",
+                    differs=f"tolerance {seen.tolerance:.3g} ({seen.tolerance_source}); "
+                    f"tokens {list(r.got.tokens)}, with the oracle {list(r.want.tokens)}",
+                    diagnosis="D's KV or state is not P's when it computes "
+                    f"{'the last prompt token' if difference.position == 0 else 'a later token'}",
+                    signature="outputs differ from the oracle's",
+                )
+            )
+    return Evidence(
+        looked_at=sum(len(r.got.logprobs) for r in seen.requests if r.got),
+        unit="tokens",
+        notes={"largest difference": worst, "tolerance": seen.tolerance, "noise": seen.noise},
+    )

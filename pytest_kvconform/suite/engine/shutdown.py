@@ -24,10 +24,18 @@ def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
     for role, left in zip("PD", ends, strict=True):
         if left.error:
             raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}"))
-        said = [f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in
-                (("threads", left.threads), ("listening ports", left.listening), ("processes", left.children)) if things]
+        said = [
+            f"{len(things)} {what} ({', '.join(map(str, things[:4]))})"
+            for what, things in (("threads", left.threads), ("listening ports", left.listening), ("processes", left.children))
+            if things
+        ]
         if said:
-            raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=f"after shutdown {role} still has {' and '.join(said)}",
-                                    diagnosis="shutdown() does not end what the constructor or register_kv_caches began",
-                                    signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in said)}"))
+            raise Violation(
+                Finding(
+                    rule="KV-SHUTDOWN-001",
+                    happened=f"after shutdown {role} still has {' and '.join(said)}",
+                    diagnosis="shutdown() does not end what the constructor or register_kv_caches began",
+                    signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in said)}",
+                )
+            )
     return Evidence(looked_at=2, unit="engines")

@@ -16,8 +16,18 @@ def comes_up(bench: Bench, _: None) -> Evidence:
         p, d = bench.facts_of_engines()
     except EngineFailed as failed:
         raise Violation(Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
-    return Evidence(looked_at=2, unit="engines", notes={"connector": d.connector, "backend": d.backend, "layout": d.layout,
-                                                        "block size": d.block_size, "groups": len(d.groups), "pool of P": p.num_blocks})
+    return Evidence(
+        looked_at=2,
+        unit="engines",
+        notes={
+            "connector": d.connector,
+            "backend": d.backend,
+            "layout": d.layout,
+            "block size": d.block_size,
+            "groups": len(d.groups),
+            "pool of P": p.num_blocks,
+        },
+    )
 
 
 @case("KV-START-002", applies=lambda family: has_window(family) or has_state(family))
@@ -29,10 +39,14 @@ def groups_stay_apart(bench: Bench, _: None) -> Evidence:
         raise _stands_on_start(bench, failed) from None
     for role, engine in zip("PD", facts, strict=True):
         if not engine.hma or len(engine.groups) < 2:
-            raise Violation(Finding(
-                rule="KV-START-002", happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory allocator is "
-                f"{'on' if engine.hma else 'off'}; this family has layers of several kinds",
-                diagnosis=f"{bench.facts.name} {'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA"))
+            raise Violation(
+                Finding(
+                    rule="KV-START-002",
+                    happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory allocator is "
+                    f"{'on' if engine.hma else 'off'}; this family has layers of several kinds",
+                    diagnosis=f"{bench.facts.name} {'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA",
+                )
+            )
     return Evidence(looked_at=sum(len(engine.groups) for engine in facts), unit="groups")
 
 
