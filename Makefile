@@ -6,7 +6,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
 
-.PHONY: help conform test lint format clean
+.PHONY: help conform test lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test    [ARGS=...]                                 run this project's own tests"
 	@echo "make lint                                               ruff and mypy"
 	@echo "make format                                             let ruff rewrite the files"
+	@echo "make bench                                              measure what docs/benchmarks.md quotes (minutes)"
 	@echo "make clean                                              remove .venv, caches and reports"
 	@echo "Variables: VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
 
@@ -36,6 +37,10 @@ format:
 	@$(SETUP) test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+bench:
+	@$(SETUP) cpu
+	@$(VENV)/bin/python ci/bench.py $(ARGS)
 
 clean:
 	rm -rf .venv kv-report dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

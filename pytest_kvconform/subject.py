@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +37,6 @@ def resolve(settings: Settings) -> Subject:
     module, name = _parse(settings.connector)
     if module is None:
         _check_registered(name)
-    else:
-        _check_findable(module)
     config = _read_config(settings.config)
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
@@ -86,13 +81,6 @@ def registered() -> dict[str, str] | None:
             if len(words) >= 2:
                 names[words[0]] = words[1]
     return names or None
-
-
-def _check_findable(module: str) -> None:
-    """Look for the top package without importing anything: a wrong name is said at once, and not after vLLM has been loaded."""
-    top = module.partition(".")[0]
-    if importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
-        raise BadSetting(f"--kv-connector: there is no module {top!r} (looked in the current folder and in this Python's packages)")
 
 
 def _check_registered(name: str) -> None:

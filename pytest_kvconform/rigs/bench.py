@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import itertools
 import os
 import shutil
@@ -169,6 +170,9 @@ def transfer_config(subject: Subject, role: str, device: str) -> dict[str, Any]:
 
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
     """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or HarnessError."""
+    top = (subject.module or "").partition(".")[0]
+    if top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:  # said at once, not after vLLM is loaded
+        raise BadSubject(f"there is no module {top!r} (looked in the current folder and in this Python's packages)")
     ready = _ask(address, ("ping",), deadline_s)
     if ready[0] != "ready":
         kind, sentence = ready[1:]

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers, Request, Snapshot, Step, Trace, Usage
 
 # The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
@@ -19,6 +20,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w
 STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
 Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
+GONE = "the background process, from which engines are forked, is gone; did somebody kill it, or the machine for want of memory?"
 
 
 class EngineFailed(Exception):
@@ -36,9 +38,12 @@ class Process:
         self.address, self.name = address, name
         self.log = Path(address).parent / f"{name}.log"
         self.asked_at = 0  # length of the log when the last call was made: a stack that was written before says nothing about it
-        self.connection = connect(address, deadline_s)
-        self.connection.send(("fork", name, target, argument))
-        answer = self.receive(deadline_s)
+        try:
+            self.connection = connect(address, 0.0)  # it is known to be up
+            self.connection.send(("fork", name, target, argument))
+            answer = self.receive(deadline_s)
+        except (OSError, EOFError):
+            raise HarnessError(GONE) from None
         if answer[0] != "pid":
             raise EngineFailed(name, "refused", answer[-1])
         self.pid: int = answer[1]
@@ -53,7 +58,7 @@ class Process:
         """Kill the process and everything it started. Returns its wait status. Can be called again."""
         self.connection.close()
         try:
-            with connect(self.address, 5.0) as connection:
+            with connect(self.address, 0.0) as connection:
                 connection.send(("end", self.pid))
                 return connection.recv()[1] if connection.poll(10.0) else None
         except (OSError, EOFError):
@@ -190,7 +195,9 @@ class Engine:
     def _died(self, name: str) -> None:
         self.dead = True
         status = self.process.end()
-        how = "ended" if status is None else f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
+        if status is None:
+            raise HarnessError(GONE)
+        how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
             f"left with exit code {os.WEXITSTATUS(status)}")
         stack = self.process.stack()
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"

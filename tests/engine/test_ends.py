@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 
@@ -111,23 +112,18 @@ def test_a_wrong_connector_ends_in_a_verdict(command: Run, connector: str, cases
 
 # ---- stopped from outside --------------------------------------------------------------------------------------------------------
 
-WHEN = {
-    "while vLLM is imported": ("Right", "loading vLLM"),
-    "while engines run": ("Right", "starting P"),
-    "while the connector hangs": ("HangsInLoad", "starting P"),
-}
 
-
-@pytest.mark.parametrize("when", ["while engines run"])
-def test_ctrl_c_ends_in_a_verdict(begin: Run, when: str) -> None:
-    connector, said = WHEN[when]
-    run = begin(f"wrong_connectors:{connector}")
-    run.wait_for(said)
+def test_ctrl_c_ends_in_a_verdict(begin: Run) -> None:
+    run = begin("wrong_connectors:Right")
+    run.wait_for("starting P")
     run.send(signal.SIGINT)
     run.process.wait(STOPPED_S)
     assert (run.code, run.word) == (2, "INCOMPLETE"), run.text
     assert any(line.startswith("INCOMPLETE: ") and "that were selected have no result" in line for line in run.lines), run.text
     assert run.left() == []
+
+
+WHEN = {"while vLLM is imported": ("Right", "loading vLLM"), "while the connector hangs": ("HangsInLoad", "still in start_load_kv")}
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -146,6 +142,18 @@ def test_a_killed_run_with_two_workers_leaves_nothing(begin: Run) -> None:
     run.wait_for("starting P")
     run.send(signal.SIGKILL)
     run.process.wait(5)
+    assert run.left() == []
+
+
+def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(begin: Run) -> None:
+    run = begin("wrong_connectors:HangsInLoad")
+    run.wait_for("still in start_load_kv")
+    [pid] = run.temporary.glob("kvconform-*/pid")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    run.process.wait(STOPPED_S)
+    assert (run.code, run.word) == (EXIT_CODES["HARNESS"], "HARNESS"), run.text
+    assert set(run.outcomes.values()) == {"HARNESS", "PASS"}  # the engines had started
+    assert "the background process, from which engines are forked, is gone" in run.text
     assert run.left() == []
 
 

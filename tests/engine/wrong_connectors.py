@@ -313,6 +313,7 @@ class HangsInLoad(Right):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         while self.loads():
+            print("still in start_load_kv", flush=True)
             time.sleep(1)
         super().start_load_kv(forward_context, **kwargs)
 

@@ -1,0 +1,132 @@
+"""Benchmarks of the harness itself, as ratios within one run. No test: numbers are for docs/benchmarks.md, judgement is for people.
+
+    python ci/bench.py [start] [cell] [quick]        default: all of them
+
+start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
+cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
+quick   a whole quick run on NixlConnector: first verdict, end, and the largest sum of memory over all its processes
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from model_matrix import ensure_checkpoint, load_families
+
+FAMILY = "llama"
+PLAIN = """
+import sys
+from vllm import LLM
+if __name__ == "__main__":
+    LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), skip_tokenizer_init=True, max_model_len=256, dtype="float32",
+        enforce_eager=True, block_size=32, num_gpu_blocks_override=96)
+"""
+MEND = "from pytest_kvconform.rigs.extras import mend_imports\nmend_imports()\n"  # in every process, as sitecustomize
+
+
+def start(tensor_parallel: int) -> float:
+    """Seconds for two plain engine starts as a user would make them. The environment is only made to work, not made fast."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(MEND)
+        (Path(folder) / "plain.py").write_text(PLAIN)
+        environment = os.environ | {
+            "PYTHONPATH": folder,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or vLLM refuses TP 2 on a machine with one NUMA node
+        }
+        command = [sys.executable, str(Path(folder) / "plain.py"), str(ensure_checkpoint(load_families()[FAMILY])), str(tensor_parallel)]
+        began = time.monotonic()
+        for _ in range(2):
+            subprocess.run(command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return time.monotonic() - began
+
+
+def cell(topology: str) -> float:
+    """Seconds from asking for a cell to the end of its first hand-over, with the zygote up."""
+    from pytest_kvconform.result import Cell
+    from pytest_kvconform.rigs import bench
+    from pytest_kvconform.rigs.handover import SUBJECT, Deadlines, _run
+    from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
+    from pytest_kvconform.settings import Settings
+    from pytest_kvconform.subject import Subject
+
+    settings, subject = Settings(connector="NixlConnector", family=(FAMILY,)), Subject(spec="NixlConnector", connector="NixlConnector")
+    zygote = bench.start_zygote(settings, subject)
+    try:
+        facts = bench.probe_subject(zygote.address, subject, 300)
+        table = bench.Bench(zygote.address, subject, settings, facts, lambda sentence: None)
+        table.use(Cell(FAMILY, topology))
+        began = time.monotonic()
+        p, d = table._engines()
+        run = _run(Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5), "first")
+        took = time.monotonic() - began
+        assert not run.stuck, run.stuck
+        table.close()
+        return took
+    finally:
+        zygote.close()
+
+
+def quick() -> tuple[float, float, float, str]:
+    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes, last line)."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-v", "--kv-connector=NixlConnector", f"--kv-report={folder}", "-p", "no:cacheprovider"]
+        began, first, peak, last = time.monotonic(), 0.0, 0.0, ""
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        while process.poll() is None:
+            time.sleep(0.25)
+            for line in process.stdout.readlines():
+                if not first and any(word in line for word in (" PASSED", " FAILED", " BLOCKED", " ERROR")):
+                    first = time.monotonic() - began
+                last = line.strip() or last
+            peak = max(peak, memory(process.pid))
+        return first, time.monotonic() - began, peak, last
+
+
+def memory(pid: int) -> float:
+    """GB of a process and of all that descend from it or were started for it, shared pages counted once."""
+    total = 0.0
+    me = psutil.Process(pid)
+    zygotes = [p for p in psutil.process_iter() if p.ppid() == pid]
+    for one in {me, *zygotes, *(c for z in zygotes for c in z.children(recursive=True))}:
+        try:
+            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        except (OSError, StopIteration):
+            continue  # it ended just now
+    return total / 1e6
+
+
+def main(wanted: list[str]) -> int:
+    seconds: dict[str, float] = {}
+    jobs: dict[str, list[tuple[str, Callable[[], float]]]] = {
+        "start": [(f"two LLM(...) starts, TP {tp}", lambda tp=tp: start(tp)) for tp in (1, 2)],  # type: ignore[misc]
+        "cell": [(f"one more cell, {t}", lambda t=t: cell(t)) for t in ("P1D1", "P2D2")],  # type: ignore[misc]
+    }
+    for name in wanted or ["start", "cell", "quick"]:
+        for title, job in jobs.get(name, []):
+            seconds[title] = job()
+            print(f"{title:<32} {seconds[title]:7.2f} s", flush=True)
+        if name == "quick":
+            first, whole, peak, last = quick()
+            print(f"quick run: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
+    for tp in (1, 2):
+        plain, ours = seconds.get(f"two LLM(...) starts, TP {tp}"), seconds.get(f"one more cell, P{tp}D{tp}")
+        if plain and ours:
+            print(f"ratio at TP {tp}: 1/{plain / ours:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
