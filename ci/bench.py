@@ -95,11 +95,10 @@ def quick() -> tuple[float, float, float, str]:
 
 
 def memory(pid: int) -> float:
-    """GB of a process and of all that descend from it or were started for it, shared pages counted once."""
+    """GB of a process and of all that descend from it, shared pages counted once."""
     total = 0.0
     me = psutil.Process(pid)
-    zygotes = [p for p in psutil.process_iter() if p.ppid() == pid]
-    for one in {me, *zygotes, *(c for z in zygotes for c in z.children(recursive=True))}:
+    for one in (me, *me.children(recursive=True)):
         try:
             lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
             total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

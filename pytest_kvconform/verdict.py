@@ -102,8 +102,8 @@ def _decide(results: Sequence[CaseResult], expected: Sequence[str] | None, troub
     moving = [result for result in passed if result.id.removeprefix("kv::").split("/")[0] in _MOVING_TIERS]
     if moving and not moved:
         return "INCOMPLETE", (
-            f"{_cases(len(moving))} that hand KV over passed, but not one byte was moved; "
-            "does the connector transfer anything with this --kv-config?"
+            f"{_cases(len(moving))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
+            "or does the connector transfer nothing with this --kv-config?"
         )
     tail = f", {moved:,} bytes moved and compared" if moved else ""
     return "CONFORMS", f"{_cases(len(passed))} passed{tail}"

@@ -21,7 +21,7 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect, free_port
 from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
-from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 from pytest_kvconform.rigs.zygote import SOCKET
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
 CALL_S, START_S, REQUEST_S, RELEASE_S, CLOSE_S = 20.0, 90.0, 30.0, 5.0, 20.0  # deadlines, times --kv-timeout-scale
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes, so that no address of one engine fits the other by accident
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
+# Handed over before a scenario in which little or nothing moves, if it is the first on its engines: peers that have met answer at once,
+# and what a case says must not depend on the cases before it.
+INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 DEAD_CELLS = 3  # after this many cells whose engines died one after the other the rest is not tried: it would only take long
 
 
@@ -220,6 +223,7 @@ class Bench:
         self.cell = Cell("", "")
         self._pair: tuple[Engine, Engine] | None = None
         self._pair_cell: Cell | None = None
+        self._introduced = False  # whether this pair has handed anything over
         self._seen: dict[tuple[Cell, str], Observation] = {}
         self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
@@ -254,19 +258,23 @@ class Bench:
             except EngineFailed as failed:
                 raise Blocked(f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}") from None
             scale = self.settings.timeout_scale
+            limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale)
+            dtype = load_families()[self.cell.family].dtype
             try:
+                if not self._introduced and (scenario.abort or not scenario.due):
+                    observe(INTRODUCTION, p, d, dtype, limits, lambda: next(self._names))
                 seen = observe(
                     scenario,
                     p,
                     d,
-                    load_families()[self.cell.family].dtype,
-                    Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale),
+                    dtype,
+                    limits,
                     lambda: next(self._names),
                 )
             except EngineFailed as failed:
                 self._bury(failed.sentence)
-                raise HarnessError(f"an engine failed in the oracle's own run, without the connector: {failed.sentence}") from None
-            self._seen[key] = seen
+                raise HarnessError(f"an engine failed in the oracle's run, which the connector only looks on: {failed.sentence}") from None
+            self._seen[key], self._introduced = seen, True
             if seen.failed or seen.stuck:
                 self._bury(seen.failed.sentence if seen.failed else seen.stuck[0])
         return self._seen[key]
@@ -328,7 +336,7 @@ class Bench:
                 engine.end()
             self._started[self.cell] = failed
             raise
-        self._pair, self._pair_cell = (pair[0], pair[1]), self.cell
+        self._pair, self._pair_cell, self._introduced = (pair[0], pair[1]), self.cell, False
         return self._pair
 
     def _spec(self, role: str, tensor_parallel: int) -> EngineSpec:

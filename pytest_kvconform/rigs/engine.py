@@ -56,13 +56,14 @@ class Process:
 
     def end(self) -> int | None:
         """Kill the process and everything it started. Returns its wait status. Can be called again."""
-        self.connection.close()
         try:
             with connect(self.address, 0.0) as connection:
                 connection.send(("end", self.pid))
                 return connection.recv()[1] if connection.poll(10.0) else None
         except (OSError, EOFError):
             return None  # the zygote is gone, and has taken its children along
+        finally:
+            self.connection.close()  # last, or the process would end by itself, and nobody see what it leaves
 
     def mark(self) -> None:
         """Look for stacks from here on."""
@@ -189,16 +190,20 @@ class Engine:
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
         stack, (kind, message) = self.process.stack(), rest
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
-        raise EngineFailed(self.role, how, f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}", self.process.last_lines(),
-                           _lines(stack))
+        raise EngineFailed(
+            self.role, how, f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}", self.process.last_lines(), _lines(stack)
+        )
 
     def _died(self, name: str) -> None:
         self.dead = True
         status = self.process.end()
         if status is None:
             raise HarnessError(GONE)
-        how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else (
-            f"left with exit code {os.WEXITSTATUS(status)}")
+        how = (
+            f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            if os.WIFSIGNALED(status)
+            else (f"left with exit code {os.WEXITSTATUS(status)}")
+        )
         stack = self.process.stack()
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
         raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
@@ -213,8 +218,13 @@ class Engine:
             time.sleep(0.2)  # one after the other: they share the log
         stack = self.process.stack()
         self.process.end()
-        raise EngineFailed(self.role, "hung", f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
-                           self.process.last_lines(), _lines(stack))
+        raise EngineFailed(
+            self.role,
+            "hung",
+            f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
+            self.process.last_lines(),
+            _lines(stack),
+        )
 
 
 def _children(pid: int) -> list[int]:
@@ -224,7 +234,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _where(stack: tuple[Frame, ...], said: str = "") -> str:
-    """" in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface.
+    """ " in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface.
 
     Without such a frame, and without a message `said` that would explain the exception, where it was raised.
     """
@@ -239,11 +249,13 @@ def _lines(stack: tuple[Frame, ...]) -> tuple[str, ...]:
     return tuple(f"{Path(file).name}:{line} in {name}" for file, line, name in stack[:6])
 
 
-HOOKS = frozenset("""
+HOOKS = frozenset(
+    """
     start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished get_transfer_results get_block_ids_with_load_errors
     register_kv_caches set_host_xfer_buffer_ops handle_preemptions bind_connector_metadata clear_connector_metadata
     build_connector_worker_meta get_kv_connector_stats get_kv_connector_kv_cache_events get_handshake_metadata finish_forward
     get_num_new_matched_tokens update_state_after_alloc build_connector_meta request_finished request_finished_all_groups
     update_connector_output on_new_request bind_kv_cache_manager set_xfer_handshake_metadata_pp_aware set_xfer_handshake_metadata
     take_events has_pending_push_work reset_cache shutdown
-    """.split())
+    """.split()
+)

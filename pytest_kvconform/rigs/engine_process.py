@@ -117,6 +117,7 @@ class Engine:
         self.kv_config = self.manager.kv_cache_config
         self.traces: dict[str, Trace] = {}
         self.watched: dict[str, np.ndarray] = {}  # request -> digest of every block when it was added
+        self.held: dict[str, set[int]] = {}  # watched request -> blocks that any request held since it was added
         self.snapshots: dict[str, Snapshot] = {}
         self.oracles: dict[str, Snapshot] = {}
         self.groups = self._groups()
@@ -207,13 +208,13 @@ class Engine:
         """The snapshot of a watched request, taken before the first forward that read loaded KV; None if there was no such forward."""
         return self.snapshots.pop(request_id, None)
 
-    def poison(self) -> int:
+    def poison(self, keep_cache: bool = False) -> int:
         """Fill every block that nobody owns with the poison byte, and shuffle the order in which blocks are given out.
 
-        With nothing to do, the prefix cache is emptied first. After it no block id of this engine says anything about ids of its peer,
+        Unless it is to be kept, the prefix cache is emptied first. After it no block id of this engine says anything about ids of its peer,
         and no KV of an earlier request can pass for one that was handed over. Returns the number of blocks filled.
         """
-        if not self.scheduler.has_requests():
+        if not keep_cache:
             self.manager.reset_prefix_cache()
         pool = self.manager.block_pool
         queue = pool.free_block_queue
@@ -354,6 +355,9 @@ class Engine:
             cached = scheduler_output.scheduled_cached_reqs
             positions.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             later: dict[str, int] = {}
+            writable = self._writable()
+            for request_id in self.watched:
+                self.held.setdefault(request_id, set()).update(writable)  # blocks of a neighbour that has ended by then, too
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
                     self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)
@@ -419,7 +423,7 @@ class Engine:
         changed: tuple[int, ...] = ()
         if self.spec.role == "D":
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
-            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self._writable())
+            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self.held[request_id])
         return Snapshot(
             request=request_id, tokens=tokens, groups=self.groups, tables=tables, rows=rows, present=present, state=state, changed=changed
         )

@@ -94,11 +94,11 @@ def observe(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Dea
     base = Observation(scenario, p.facts, d.facts)
     try:
         subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+        if subject.stuck:
+            return replace(base, stuck=tuple(subject.stuck))
+        usage, released = _release(p, d, deadlines.release)
     except EngineFailed as failed:
         return replace(base, failed=failed)
-    if subject.stuck:
-        return replace(base, stuck=tuple(subject.stuck), usage=(p.usage(), d.usage()))
-    usage, released = _release(p, d, deadlines.release)
     base = replace(base, usage=usage, released_s=released, seconds={"subject": time.monotonic() - started})
     if scenario.abort:
         return base
@@ -147,8 +147,10 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
             _until_finished(d, [_add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)], run, deadline)
+    if run.stuck:
+        raise HarnessError(f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: {'; '.join(run.stuck)}")
     if prompts[0].warm:
-        d.poison()
+        d.call("poison", True)
     _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
     if run.stuck or scenario.abort == "prefill":
         return run
@@ -172,8 +174,10 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
         _abort_decode(scenario, d, run)
         return run
     _until_finished(d, [f"{name}-d" for name in run.names], run, deadline, peer=p)
-    for name in run.names:
+    for name, prompt in zip(run.names, prompts, strict=True):
         run.decode[name] = d.trace(f"{name}-d")
+        if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
+            raise HarnessError(f"{scenario}: D computed a prefix by itself and found nothing of it in its own prefix cache")
         run.target[name] = d.taken(f"{name}-d")
         run.outputs[name] = run.outputs.pop(f"{name}-d", [])
     return run

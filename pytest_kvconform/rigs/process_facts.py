@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+SHARED_MEMORY = "/dev/shm/"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -64,6 +65,21 @@ def kill_session(session: int) -> None:
         if _stat(pid)[1] == session:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def shared_memory_of(session: int) -> set[str]:
+    """Files in /dev/shm that the processes of a session have mapped."""
+    return mapped_shared_memory([pid for pid in _pids() if _stat(pid)[1] == session])
+
+
+def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
+    """Files in /dev/shm that these processes, or any, have mapped; files that are removed already are left out."""
+    found: set[str] = set()
+    for pid in _pids() if pids is None else pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            found |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+    return {file for file in found if os.path.exists(file)}
 
 
 def thread_names() -> Counter[str]:

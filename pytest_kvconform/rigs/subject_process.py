@@ -43,8 +43,12 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
     if module is not None:
         _check(_import(module, name), f"{module}:{name}")  # before vLLM looks, whose complaints are about something else
     found = KVConnectorFactory.get_connector_class(transfer)
-    return {"name": found.__name__, "module": found.__module__, "file": inspect.getsourcefile(found) or "",
-            "supports_hma": supports_hma(found)}
+    return {
+        "name": found.__name__,
+        "module": found.__module__,
+        "file": inspect.getsourcefile(found) or "",
+        "supports_hma": supports_hma(found),
+    }
 
 
 def _check(found: Any, spec: str) -> None:
@@ -84,7 +88,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """" (connector.py:12)": the innermost frame that is neither Python's import machinery nor ours."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<") and f.filename != __file__
-              and not f.filename.endswith("importlib/__init__.py")]
+    """ " (connector.py:12)": the innermost frame that is neither Python's import machinery nor ours."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith("<") and f.filename != __file__ and not f.filename.endswith("importlib/__init__.py")
+    ]
     return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""

@@ -36,7 +36,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pytest_kvconform.rigs.process_facts import become_subreaper, children_of, die_with_parent, kill_session
+from pytest_kvconform.rigs.process_facts import (
+    become_subreaper,
+    children_of,
+    die_with_parent,
+    kill_session,
+    mapped_shared_memory,
+    shared_memory_of,
+)
 
 SOCKET = "zygote.sock"
 REQUEST_S = 5.0  # a connected client has this long to say what it wants
@@ -51,6 +58,8 @@ class Zygote:
         self.listener.bind(str(run_dir / SOCKET))
         self.listener.listen(64)
         self.ready: tuple[Any, ...] = ("failed", "harness", "the zygote has not finished its imports")
+        self.started = time.time()
+        self.shared_memory: set[str] = set()  # files in /dev/shm that children had mapped when they were killed
         self.ended: dict[int, int] = {}  # pid -> wait status, of children already reaped
 
     def serve(self) -> None:
@@ -96,6 +105,7 @@ class Zygote:
     def _end(self, pid: int) -> int | None:
         """Kill the session of one child. Returns its wait status, or None for a process that is not ours."""
         if pid not in self.ended:
+            self._note_shared_memory([pid])
             kill_session(pid)
             try:
                 self.ended[pid] = os.waitpid(pid, 0)[1]
@@ -103,7 +113,20 @@ class Zygote:
                 return None
         kill_session(pid)  # what the child itself forked, and what it left to its own children
         self._reap()
+        self._remove_shared_memory()
         return self.ended[pid]
+
+    def _note_shared_memory(self, sessions: list[int]) -> None:
+        """Remember what these processes have mapped, before they are killed."""
+        self.shared_memory |= {file for session in sessions for file in shared_memory_of(session) if os.stat(file).st_ctime >= self.started}
+
+    def _remove_shared_memory(self) -> None:
+        """Remove what a killed process could not remove itself, unless somebody else uses it."""
+        if self.shared_memory:
+            for file in self.shared_memory - mapped_shared_memory():
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
+            self.shared_memory &= mapped_shared_memory()
 
     def _reap(self) -> None:
         while True:
@@ -119,11 +142,13 @@ class Zygote:
         """Kill every process that descends from this one. Orphans come to us, since this process is their subreaper."""
         deadline = time.monotonic() + 5
         while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
+            self._note_shared_memory(pids)
             for pid in pids:
                 kill_session(pid)
                 os.kill(pid, signal.SIGKILL)
             self._reap()
             time.sleep(0.005)
+        self._remove_shared_memory()
         return [f"process {pid} would not end" for pid in children_of(os.getpid())]
 
 
@@ -181,6 +206,18 @@ def watched(run_dir: Path) -> Iterator[None]:
         os.close(finish)
 
 
+def without_shared_memory_broadcaster() -> None:
+    """Let groups of ranks broadcast through torch.distributed, which is vLLM's own fallback.
+
+    The broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and the executor of this rig never uses it.
+    """
+    from vllm.distributed import parallel_state
+
+    make_group = parallel_state.init_model_parallel_group
+    without = {"use_message_queue_broadcaster": False}
+    parallel_state.init_model_parallel_group = lambda *args, **kwargs: make_group(*args, **kwargs | without)
+
+
 def preload(architectures: list[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
     from pytest_kvconform.rigs import nixl
@@ -205,10 +242,15 @@ def preload(architectures: list[str]) -> dict[str, str]:
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     if nixl.preload() and current_platform.is_cpu():
         nixl.without_progress_threads()
+    without_shared_memory_broadcaster()
     current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
     type(current_platform).register_triton_kernel_overrides = lambda self: None
-    return {"vllm": vllm.__version__, "device": current_platform.device_type, "mended": "; ".join(mended),
-            "connectors": " ".join(sorted(KVConnectorFactory._registry))}
+    return {
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "mended": "; ".join(mended),
+        "connectors": " ".join(sorted(KVConnectorFactory._registry)),
+    }
 
 
 def main(run_dir: Path, architectures: list[str]) -> int:

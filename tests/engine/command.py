@@ -111,7 +111,7 @@ class Command:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')}" for pid in self.processes()]
-        shared = _of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
+        shared = of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
         files = [
             str(path)
             for path in sorted(self.temporary.rglob("*"))
@@ -121,7 +121,7 @@ class Command:
         return [*processes, *shared, *files, *cores]  # a port ends with its process
 
 
-def _of_nobody(files: list[str]) -> list[str]:
+def of_nobody(files: list[str]) -> list[str]:
     """Those of the files that no living process has mapped: other programs may use shared memory meanwhile."""
     maps = ""
     for name in filter(str.isdigit, os.listdir("/proc")) if files else ():

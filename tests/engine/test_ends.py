@@ -13,7 +13,7 @@ from pytest_kvconform.settings import Settings
 from pytest_kvconform.verdict import EXIT_CODES
 
 from .broken_modules import BROKEN
-from .command import Command, Run
+from .command import Command, Run, of_nobody
 from .judged import Jury
 
 STOPPED_S = 15.0  # for Ctrl-C: the engines are ended, and the report is written
@@ -155,6 +155,13 @@ def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(b
     assert set(run.outcomes.values()) == {"HARNESS", "PASS"}  # the engines had started
     assert "the background process, from which engines are forked, is gone" in run.text
     assert run.left() == []
+
+
+@pytest.mark.parametrize(("connector", "topology"), [("LeavesSharedMemory", "P1D1"), ("RaisesInLoad", "P1D2")])
+def test_shared_memory_goes_with_the_engine(jury: Jury, connector: str, topology: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    jury.judge(connector, "llama", topology, variants="n64")
+    assert of_nobody([f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before]) == []
 
 
 def _ends_clean(run: Command) -> None:

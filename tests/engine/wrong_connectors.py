@@ -7,10 +7,12 @@ name; nothing here is imported by the tests themselves.
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -387,6 +389,15 @@ class LeavesProcess(Keeps):
 
     def begin(self) -> Any:
         return subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+
+class LeavesSharedMemory(Keeps):
+    """Leaves a file in /dev/shm."""
+
+    def begin(self) -> Any:
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="left-by-a-wrong-connector-", delete=False) as file:
+            file.truncate(mmap.PAGESIZE)
+            return mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
 
 class RaisesInShutdown(Right):

@@ -8,6 +8,11 @@ from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 
 
+def moved(seen: Observation) -> int:
+    """Bytes that stand in D's cache, equal P's, and were not computed by D."""
+    return sum(r.rows.compared_bytes for r in seen.requests if r.rows and not r.rows.wrong and r.decode.external_tokens)
+
+
 def settled(bench: Bench, scenario: Scenario) -> Observation:
     """The observation, if every request of the scenario came to its end; otherwise Blocked, in one line."""
     seen = bench.observe(scenario)

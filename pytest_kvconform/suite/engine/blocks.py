@@ -7,7 +7,7 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import everything
-from pytest_kvconform.suite.engine._settled import settled
+from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-BLOCKS-001", variants=everything)
@@ -39,4 +39,9 @@ def all_come_back(bench: Bench, scenario: Scenario) -> Evidence:
                     diagnosis="has_pending_push_work or a finished request that is never reported keeps the engine stepping",
                 )
             )
-    return Evidence(looked_at=sum(usage.total_blocks for usage in seen.usage), unit="blocks", notes={"seconds": round(seen.released_s, 3)})
+    return Evidence(
+        looked_at=sum(usage.total_blocks for usage in seen.usage),
+        unit="blocks",
+        bytes_moved=moved(seen),
+        notes={"seconds": round(seen.released_s, 3)},
+    )

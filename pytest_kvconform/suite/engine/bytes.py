@@ -12,14 +12,14 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
-from pytest_kvconform.suite.engine._settled import settled
+from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 def _given(bench: Bench, scenario: Scenario) -> Observation:
     """An observation in which D was given KV for every request. Bytes that D computed itself prove nothing about the connector."""
     seen = settled(bench, scenario)
     for r in seen.requests:
-        if r.rows is None or r.decode.first_computed <= 0 or not (r.decode.external_tokens or r.decode.local_tokens):
+        if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
             raise Blocked(f"stands on kv::engine/handover::spares_computing[{bench.cell}-{scenario}]: D was given nothing for {r.name}")
     return seen
 
@@ -69,7 +69,9 @@ def window_is_whole(bench: Bench, scenario: Scenario) -> Evidence:
                     signature=gap.cause,
                 )
             )
-    return Evidence(looked_at=looked_at, unit="tokens", external_tokens=sum(r.decode.external_tokens for r in seen.requests))
+    return Evidence(
+        looked_at=looked_at, unit="tokens", bytes_moved=moved(seen), external_tokens=sum(r.decode.external_tokens for r in seen.requests)
+    )
 
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
@@ -77,6 +79,8 @@ def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """The recurrent state from which D goes on is P's, after exactly the tokens that D does not compute."""
     seen = _given(bench, scenario)
     for r in seen.requests:
+        if not r.decode.asynchronous:
+            raise Blocked("a synchronous load puts the state in place inside the step that uses it, where this suite cannot look yet")
         stands, goes_on = r.state_tokens
         if stands != goes_on:
             raise Violation(
@@ -121,4 +125,4 @@ def others_untouched(bench: Bench, scenario: Scenario) -> Evidence:
                     diagnosis="the connector wrote outside the blocks it was given",
                 )
             )
-    return Evidence(looked_at=seen.decoder.num_blocks, unit="blocks")
+    return Evidence(looked_at=seen.decoder.num_blocks, unit="blocks", bytes_moved=moved(seen))

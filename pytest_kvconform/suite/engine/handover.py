@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
-from pytest_kvconform.suite.engine._settled import settled
+from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-HANDOVER-001", variants=everything)
@@ -41,7 +41,7 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
     ]
     if wrong:
         raise Violation(Finding(rule="KV-HANDOVER-001", happened=f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"))
-    return Evidence(looked_at=max(1, len(ends)), unit="requests")
+    return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(seen))
 
 
 def _waited(bench: Bench) -> str:
@@ -74,6 +74,8 @@ def spares_computing(bench: Bench, scenario: Scenario) -> Evidence:
                     differs=f"it had to compute none before token {due}",
                     diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing"
                     if not r.decode.external_tokens
+                    else "the load failed and D recomputed the prompt"
+                    if r.decode.external_tokens + r.decode.local_tokens >= due
                     else "get_num_new_matched_tokens announced less than P had",
                     signature="D recomputed what P had",
                 )
@@ -89,7 +91,7 @@ def spares_computing(bench: Bench, scenario: Scenario) -> Evidence:
     return Evidence(
         looked_at=sum(r.length for r in seen.requests),
         unit="tokens",
-        bytes_moved=0,
+        bytes_moved=moved(seen),
         external_tokens=sum(r.decode.external_tokens for r in seen.requests),
         computed_tokens=sum(r.decode.computed_tokens for r in seen.requests),
     )

@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.handover import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import handovers
-from pytest_kvconform.suite.engine._settled import settled
+from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-OUTPUT-001", variants=handovers)
@@ -36,5 +36,6 @@ def agree(bench: Bench, scenario: Scenario) -> Evidence:
     return Evidence(
         looked_at=sum(len(r.got.logprobs) for r in seen.requests if r.got),
         unit="tokens",
+        bytes_moved=moved(seen),
         notes={"largest difference": worst, "tolerance": seen.tolerance, "noise": seen.noise},
     )
