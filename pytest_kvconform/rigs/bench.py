@@ -285,7 +285,9 @@ class Bench:
             self._refuse_dead()
             p, d = self._engines()
             try:
-                self._ends[self.cell] = p.shutdown(), d.shutdown()
+                p.send("shutdown")  # both at once: each waits for threads of its own
+                d.send("shutdown")
+                self._ends[self.cell] = p.answer("shutdown"), d.answer("shutdown")
             except EngineFailed as failed:
                 self._ends[self.cell] = failed
             self._drop()

@@ -8,13 +8,13 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import situations
-from pytest_kvconform.suite.engine._settled import settled
+from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-SHUTDOWN-001", variants=lambda family, matrix: situations(family, matrix)[:1])
 def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
     """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
-    settled(bench, scenario)
+    seen = settled(bench, scenario)
     try:
         ends = bench.leftovers()
     except EngineFailed as failed:
@@ -38,4 +38,4 @@ def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
                     signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in said)}",
                 )
             )
-    return Evidence(looked_at=2, unit="engines")
+    return Evidence(looked_at=2, unit="engines", bytes_moved=moved(seen))
