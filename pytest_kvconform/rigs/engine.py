@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers, Request, Snapshot, Step, Trace, Usage
+from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Request, Snapshot, Step, Trace, Usage
 
 # The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
 # where the connector was when its process died or stood still.
@@ -169,9 +169,6 @@ class Engine:
 
     def usage(self) -> Usage:
         return self.call("usage")
-
-    def shutdown(self) -> Leftovers:
-        return self.call("shutdown")
 
     def end(self) -> None:
         """Kill the process, whatever it does."""
