@@ -51,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from pytest_kvconform.session import CHANNEL, Link, Runner, WorkerInput
     from pytest_kvconform.subject import resolve
 
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        # xdist gives the case in which a worker died to worker after worker, and can wait forever for the last. The run ends INCOMPLETE.
+        config.option.maxworkerrestart = "0"
     typed = config.args_source is config.ArgsSource.ARGS
     others = [argument for argument in config.args if not _as_case_argument(argument)] if typed else []
     cases = ours if ours or not others else None
