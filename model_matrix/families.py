@@ -32,16 +32,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     version: int  # raised with every change
     changelog: str  # one line: what the last change was
     dtype: Literal["float32", "bfloat16"]  # engines must compute in this one; the checkpoint itself is always bfloat16
-    block_size: int  # tokens a block, as engine option; 0: vLLM derives it
-    derived_block_size: int = 0  # what vLLM 0.32 derives on CPU when block_size is 0, at every topology of the matrix; else 0
+    block_size: int  # tokens a block, as engine option; large enough that vLLM does not raise it, at any topology of the matrix
     sliding_window: int  # tokens; 0: no layer has one
     config: dict[str, Any]  # config.json, verbatim
     tensors: dict[str, dict[str, Tensor]]  # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
 
     @property
-    def tokens_per_block(self) -> int:
-        """Tokens a block of the attention layers has on CPU, known before any engine is up."""
-        return self.block_size or self.derived_block_size
+    def has_state(self) -> bool:
+        """Whether a layer keeps a recurrent state. Such a model is slow to prefill on a CPU."""
+        return "linear_attention" in self.config.get("layer_types", [])
 
 
 @functools.cache
@@ -84,8 +83,8 @@ def _mistake(family: Family, stem: str) -> str:
         return f"id is {family.id!r}, but the file is {stem}.toml"
     if (config.get("sliding_window") or 0) != family.sliding_window:
         return f"sliding_window is {family.sliding_window}, but config.sliding_window is {config.get('sliding_window')}"
-    if bool(family.block_size) == bool(family.derived_block_size):
-        return "exactly one of block_size and derived_block_size must be above 0"
+    if family.block_size < 1:
+        return "block_size must be above 0"
     if not isinstance(config.get("num_hidden_layers"), int):
         return "config.num_hidden_layers must be a number"
     if kinds and len(kinds) != config["num_hidden_layers"]:

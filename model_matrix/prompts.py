@@ -16,7 +16,7 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
     """
     if block_size < 2:
         raise ValueError(f"a block of {block_size} tokens has no inside")
-    many = 6 if block_size <= 64 else 2  # blocks that also hold a state are large, and such a model is slow to prefill on a CPU
+    many = 2 if family.has_state else 6
     lengths = {1, many * block_size + max(1, block_size // 4)}  # nothing to hand over; many blocks, the last one partly filled
     for blocks in range(1, BLOCKS[matrix] + 1):
         lengths |= _around(blocks * block_size)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ import msgspec
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect, free_port
+from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect
 from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
+from pytest_kvconform.rigs.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 from pytest_kvconform.rigs.zygote import SOCKET
 
@@ -88,13 +89,17 @@ class Zygote:
 
 def start_zygote(settings: Settings, subject: Subject) -> Zygote:
     """Start the background process; its imports go on while pytest collects."""
-    remove_stale_run_dirs()
     families = load_families()
-    architectures = sorted({a for f in settings.family or families if f in families for a in families[f].config["architectures"]})
+    return launch_zygote({a for f in settings.family or families if f in families for a in families[f].config["architectures"]})
+
+
+def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
+    """Start a background process that can fork engines of models with these architectures, and pattern engines of those of `geometries`."""
+    remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
     with (run_dir / "zygote.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *architectures],
+            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *sorted(architectures), "--", *sorted(geometries)],
             env=environment(run_dir),
             stdin=subprocess.PIPE,
             stdout=log,
@@ -354,8 +359,8 @@ class Bench:
             dtype=family.dtype,
             block_size=family.block_size,
             num_blocks=BLOCKS[role],
-            max_model_len=PROMPT_BLOCKS * family.tokens_per_block,
-            max_batched_tokens=2 * PROMPT_BLOCKS * family.tokens_per_block,
+            max_model_len=PROMPT_BLOCKS * family.block_size,
+            max_batched_tokens=2 * PROMPT_BLOCKS * family.block_size,
             kv_transfer_config={"kv_port": free_port()} | transfer_config(self.subject, role, self.facts.device),
             environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
         )

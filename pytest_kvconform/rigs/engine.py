@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Request, Snapshot, Step, Trace, Usage
+from pytest_kvconform.rigs.messages import EngineFacts, Request, Snapshot, Step, Trace, Usage
 
 # The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
 # where the connector was when its process died or stood still.
@@ -113,19 +113,14 @@ def connect(address: str, deadline_s: float) -> Connection:
             time.sleep(0.02)
 
 
-def free_port() -> int:
-    """A TCP port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Engine:
     """One engine process. Methods mirror `engine_process.Engine`; every one raises EngineFailed when the process cannot answer."""
 
-    def __init__(self, address: str, name: str, spec: EngineSpec, deadline_s: float, start_s: float):
+    target = "pytest_kvconform.rigs.engine_process:serve"
+
+    def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
         self.role, self.deadline_s = spec.role, deadline_s
-        self.process = Process(address, name, "pytest_kvconform.rigs.engine_process:serve", spec, start_s)
+        self.process = Process(address, name, self.target, spec, start_s)
         self.start_s = start_s
         self.dead = False
 

@@ -13,13 +13,14 @@ import random
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from pytest_kvconform.rigs import kv_access
-from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Group, Leftovers, Output, Request, Snapshot, Step, Trace, Usage
+from pytest_kvconform.rigs.messages import EngineFacts, Group, Leftovers, Output, Request, Snapshot, Step, Trace, Usage
 from pytest_kvconform.rigs.process_facts import children_of, listening_sockets, thread_names
 
 IDLE_S = 0.001  # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -54,10 +55,10 @@ def preload() -> None:
         import vllm.v1.worker.gpu_worker  # noqa: F401
 
 
-def serve(connection: Connection, spec: EngineSpec) -> None:
+def serve(connection: Connection, spec: Any, kind: Callable[[Any], Any] | None = None) -> None:
     """Start the engine and answer calls (name, arguments) with ("ok", value) or ("error", type, message) until the connection ends."""
     try:
-        engine = Engine(spec)
+        engine = (kind or Engine)(spec)
         connection.send(("ok", engine.facts()))
     except Exception as error:
         traceback.print_exc()
@@ -79,16 +80,36 @@ def serve(connection: Connection, spec: EngineSpec) -> None:
 class Engine:
     """One engine: it prefills, decodes, or both."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: Any):
         os.environ.update(spec.environment)
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
+        self.spec, self.config = spec, self._configure(spec)
+        self.order = random.Random(spec.role)
+        self._note_surroundings()
+        self.core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
+        self.scheduler: Any = self.core.scheduler
+        self.manager = self.scheduler.kv_cache_manager
+        self.kv_config = self.manager.kv_cache_config
+        self.traces: dict[str, Trace] = {}
+        self.watched: dict[str, np.ndarray] = {}  # request -> digest of every block when it was added
+        self.held: dict[str, set[int]] = {}  # watched request -> blocks that any request held since it was added
+        self.snapshots: dict[str, Snapshot] = {}
+        self.oracles: dict[str, Snapshot] = {}
+        self.groups = self._groups()
+        self._workers(kv_access.release_cores)
+        self._watch_connector()
+        self._watch_steps()
+
+    def _configure(self, spec: Any) -> Any:
+        """The vLLM configuration of a specification."""
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+
         from pytest_kvconform.rigs.executor import ForkedExecutor
 
-        config = EngineArgs(
+        return EngineArgs(
             model=spec.checkpoint,
             skip_tokenizer_init=True,
             dtype=spec.dtype,
@@ -102,28 +123,12 @@ class Engine:
             enable_prefix_caching=True,
             async_scheduling=False,
             disable_log_stats=True,
-            block_size=spec.block_size or None,
+            block_size=spec.block_size,
             max_logprobs=-1,
             seed=0,
             kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config),
             **spec.engine_arguments,
         ).create_engine_config()
-        self.spec, self.config = spec, config
-        self.order = random.Random(spec.role)
-        self._note_surroundings()
-        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        self.scheduler: Any = self.core.scheduler
-        self.manager = self.scheduler.kv_cache_manager
-        self.kv_config = self.manager.kv_cache_config
-        self.traces: dict[str, Trace] = {}
-        self.watched: dict[str, np.ndarray] = {}  # request -> digest of every block when it was added
-        self.held: dict[str, set[int]] = {}  # watched request -> blocks that any request held since it was added
-        self.snapshots: dict[str, Snapshot] = {}
-        self.oracles: dict[str, Snapshot] = {}
-        self.groups = self._groups()
-        self._workers(kv_access.release_cores)
-        self._watch_connector()
-        self._watch_steps()
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
 
@@ -222,8 +227,11 @@ class Engine:
         unused = [block for block in free if block.block_hash is None]
         self.order.shuffle(unused)
         queue.append_n(unused + [block for block in free if block.block_hash is not None])  # cached blocks are evicted last
-        self._workers(kv_access.poison, [block.block_id for block in unused])
+        self._poison_blocks([block.block_id for block in unused])
         return len(unused)
+
+    def _poison_blocks(self, blocks: list[int]) -> None:
+        self._workers(kv_access.poison, blocks)
 
     def usage(self) -> Usage:
         """What the engine holds now."""
@@ -351,9 +359,7 @@ class Engine:
         execute = self.core.model_executor.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            positions = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
-            cached = scheduler_output.scheduled_cached_reqs
-            positions.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            positions = positions_of(scheduler_output)
             later: dict[str, int] = {}
             writable = self._writable()
             for request_id in self.watched:
@@ -373,13 +379,7 @@ class Engine:
         trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
         if position >= prompt:
             return
-        first = trace.first_computed < 0
-        if first:
-            trace.first_computed = position
-            if not trace.external_tokens:
-                trace.local_tokens = position
-        trace.computed_tokens += min(scheduled, prompt - position)
-        trace.steps += 1
+        first = self._count(trace, prompt, position, scheduled)
         if first and request_id in self.oracles and trace.external_tokens:
             self._write(request_id, self.oracles[request_id], position)
             self._spare_from_zeroing(request_id, scheduler_output)
@@ -392,6 +392,17 @@ class Engine:
             later[request_id] = position  # a synchronous load happens inside the step
         elif first:
             self.snapshots[request_id] = self._read(request_id, position)
+
+    def _count(self, trace: Trace, prompt: int, position: int, scheduled: int) -> bool:
+        """Note which tokens of a prompt a step is about to compute. Returns whether they are its first."""
+        first = trace.first_computed < 0
+        if first:
+            trace.first_computed = position
+            if not trace.external_tokens:
+                trace.local_tokens = position
+        trace.computed_tokens += min(scheduled, prompt - position)
+        trace.steps += 1
+        return first
 
     def _writable(self) -> set[int]:
         """Blocks that a load or a step may change: those that requests hold, without the ones they share through the prefix cache."""
@@ -445,6 +456,14 @@ class Engine:
                     first = (first // group.block_size + 1) * group.block_size
                 if first < position:
                     self._workers(kv_access.write_rows, name, list(table), first, oracle.rows[name][first:position])
+
+
+def positions_of(scheduler_output: Any) -> dict[str, int]:
+    """Scheduled request -> tokens that were computed before the step."""
+    positions = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    positions.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return positions
 
 
 def _slot(table: Any, tokens: int, block_size: int) -> int:

@@ -15,7 +15,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str  # folder of a model
     tensor_parallel: int
     dtype: str
-    block_size: int  # tokens; 0: vLLM decides
+    block_size: int  # tokens
     num_blocks: int  # size of the pool, the null block included
     max_model_len: int  # tokens
     max_batched_tokens: int  # tokens a step; smaller than a prompt: chunked prefill

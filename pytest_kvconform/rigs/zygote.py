@@ -1,7 +1,9 @@
 """The zygote: one process that has imported torch, vLLM and the model classes. Every engine is forked from it, so that an engine is up
 in one second instead of thirty.
 
-    python -m pytest_kvconform.rigs.zygote RUN_DIR ARCHITECTURE...
+    python -m pytest_kvconform.rigs.zygote RUN_DIR ARCHITECTURE... [-- ARCHITECTURE...]
+
+Architectures after -- are for pattern engines, which run no kernel.
 
 It listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request (a tuple, pickled):
 
@@ -218,7 +220,7 @@ def without_shared_memory_broadcaster() -> None:
     parallel_state.init_model_parallel_group = lambda *args, **kwargs: make_group(*args, **kwargs | without)
 
 
-def preload(architectures: list[str]) -> dict[str, str]:
+def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
     from pytest_kvconform.rigs import nixl
     from pytest_kvconform.rigs.extras import mend_imports
@@ -234,17 +236,26 @@ def preload(architectures: list[str]) -> dict[str, str]:
     from vllm.plugins import load_general_plugins
 
     import pytest_kvconform.rigs.engine_process
+    import pytest_kvconform.rigs.pattern_engine
 
     pytest_kvconform.rigs.engine_process.preload()
     load_general_plugins()
-    for architecture in architectures:
+
+    def register(architecture: str) -> None:
         # A class that is registered is not inspected in a subprocess, which would import vLLM once more (7 s).
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+    for architecture in architectures:
+        register(architecture)
     if nixl.preload() and current_platform.is_cpu():
         nixl.without_progress_threads()
     without_shared_memory_broadcaster()
     current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
     type(current_platform).register_triton_kernel_overrides = lambda self: None
+    if geometries:
+        pytest_kvconform.rigs.pattern_engine.preload()
+    for architecture in geometries - set(architectures):
+        register(architecture)  # last: one of them brings numba, whose objects break that look through every module
     return {
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
@@ -253,7 +264,7 @@ def preload(architectures: list[str]) -> dict[str, str]:
     }
 
 
-def main(run_dir: Path, architectures: list[str]) -> int:
+def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
     sys.path.append(os.environ["KVCONFORM_WORKING_FOLDER"])  # last: a connector may lie there, but nothing of it hides a package
@@ -261,7 +272,7 @@ def main(run_dir: Path, architectures: list[str]) -> int:
     try:
         try:
             with watched(run_dir):
-                zygote.ready = ("ready", preload(architectures))
+                zygote.ready = ("ready", preload(architectures, geometries))
         except ModuleNotFoundError as error:
             traceback.print_exc()
             zygote.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
@@ -279,4 +290,5 @@ def main(run_dir: Path, architectures: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    split = [*sys.argv, "--"].index("--")
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:split], set(sys.argv[split + 1 :])))

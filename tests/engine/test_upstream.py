@@ -23,7 +23,7 @@ def lengths(family: str) -> tuple[set[int], set[int]]:
     D computes token N - 1 again, whose window begins at token N - W. That token is lost where it is the last one of a block.
     """
     data = load_families()[family]
-    block, window = data.tokens_per_block, data.sliding_window
+    block, window = data.block_size, data.sliding_window
     every = set(prompt_lengths(data, block, "quick"))
     return every, {n for n in every if (n - window + 1) % block == 0 and n >= window - 1 + block}
 

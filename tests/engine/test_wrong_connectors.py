@@ -70,7 +70,7 @@ WRONG = [
         {"state_arrives", "agree"},
         r"D runs \+1 tokens through a state that has seen them already",
         family="qwen3_5",
-        variants="n127",
+        variants="n63",
     ),
     # When and what it reports.
     Wrong("ReportsEarly", {*WRONG_KV, "all_come_back"}, "never written", scale=SHORT),
@@ -164,7 +164,7 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
     assert cases - alone == {"agree", "window_is_whole"}  # the outputs judge what all others do; upstream itself breaks the window
 
 
-FEW = "n1 n127 n128 n129 two_at_once partial_hit abort_loading"
+FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
 RIGHT = [("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"), ("BacksOff", "gemma3", ""), ("Right", "qwen3_5", FEW)]
 
 

@@ -22,7 +22,7 @@ def test_every_block_residue_is_there(block, window, matrix):
     assert lengths[0] == 1
     for wanted in (-1, 0, 1):
         assert len([n for n in lengths if n % block == wanted % block and n >= block - 1]) >= 2
-    assert any(n > (6 if block <= 64 else 2) * block and n % block for n in lengths)
+    assert any(n > 6 * block and n % block for n in lengths)
 
 
 @given(block=st.integers(2, 512), window=st.integers(2, 2048), matrix=MATRICES)
@@ -41,13 +41,13 @@ def test_the_lengths_at_which_vllm_loses_a_key_are_in_quick():
 
 
 def test_a_state_adds_its_own():
-    lengths = prompt_lengths(load_families()["qwen3_5"], 128, "quick")
-    assert {1, 2, 4, 127, 128, 129, 255, 256, 257} < set(lengths)
+    lengths = prompt_lengths(load_families()["qwen3_5"], 64, "quick")
+    assert {1, 2, 4, 63, 64, 65, 127, 128, 129} < set(lengths)
 
 
 @pytest.mark.parametrize("family", load_families().values(), ids=lambda family: family.id)
 def test_how_many(family):
-    quick, full = (prompt_lengths(family, family.tokens_per_block, matrix) for matrix in ("quick", "full"))
+    quick, full = (prompt_lengths(family, family.block_size, matrix) for matrix in ("quick", "full"))
     assert 8 <= len(quick) <= 14
     assert len(quick) < len(full) <= 30
     assert set(quick) <= set(full)

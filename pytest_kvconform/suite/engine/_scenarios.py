@@ -9,7 +9,7 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 def lengths(family: str, matrix: str) -> list[Scenario]:
     """One prompt of each length that matters: around block boundaries and around the window."""
     data = load_families()[family]
-    return [Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1) for n in prompt_lengths(data, data.tokens_per_block, matrix)]
+    return [Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1) for n in prompt_lengths(data, data.block_size, matrix)]
 
 
 def situations(family: str, matrix: str) -> list[Scenario]:
@@ -29,12 +29,12 @@ def situations(family: str, matrix: str) -> list[Scenario]:
 
 
 def _block(family: str) -> int:
-    return load_families()[family].tokens_per_block
+    return load_families()[family].block_size
 
 
 def _short(family: str) -> int:
-    """A short prefix in blocks. Blocks that also hold a state are large, and a model that keeps one is slow to prefill on a CPU."""
-    return 1 if _block(family) > 64 else 2
+    """A short prefix in blocks."""
+    return 1 if has_state(family) else 2
 
 
 def aborts(family: str, matrix: str) -> list[Scenario]:
@@ -70,4 +70,4 @@ def has_window(family: str) -> bool:
 
 def has_state(family: str) -> bool:
     """Whether a layer of the family keeps a recurrent state."""
-    return "linear_attention" in load_families()[family].config.get("layer_types", [])
+    return load_families()[family].has_state

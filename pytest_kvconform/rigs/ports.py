@@ -1,0 +1,46 @@
+"""TCP ports for engines: free when they are chosen, and still free when the engine gets to bind them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import socket
+from collections import deque
+from pathlib import Path
+
+FIRST = 10240
+# Names of abstract Unix sockets that keep other runs off the ports of the youngest engines. They end with this process.
+_taken: deque[socket.socket] = deque(maxlen=64)
+_next = itertools.count(random.SystemRandom().randrange(1 << 20))
+
+
+def free_port() -> int:
+    """A TCP port on which nobody listens, and that nobody is given who asks the system for any port or this function, in any process.
+
+    An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to port 0) can by then be
+    somebody's end of a connection. Raises OSError if every port is taken.
+    """
+    end = _first_ephemeral()
+    for _ in range(FIRST, end):
+        port = FIRST + next(_next) % (end - FIRST)
+        token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            token.bind(f"\0kvconform-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            token.close()
+            continue
+        _taken.append(token)
+        return port
+    raise OSError(errno.EADDRINUSE, "no TCP port is free")
+
+
+def _first_ephemeral() -> int:
+    """The first port that Linux gives to sockets that ask for any."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first = 32768
+    return first if first > FIRST + 1000 else 32768

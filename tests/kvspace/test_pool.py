@@ -1,0 +1,179 @@
+"""compare_pool: nothing is found where nothing is wrong, and whatever one mistake changes is classified."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pytest_kvconform.kvspace.address import Region, token_rows, write_tokens
+from pytest_kvconform.kvspace.classify import COLLATERAL
+from pytest_kvconform.kvspace.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.kvspace.pool import PoolComparison, compare_pool
+from tests.kvspace.pools import Pool, pools
+
+SETTINGS = settings(max_examples=60, deadline=None)
+
+
+def compared(pool: Pool, **more) -> PoolComparison:
+    found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1, **more)
+    assert len(draw_pool(found)) <= 20
+    assert bool(found.wrong) == bool(explain_pool(found)) == bool(draw_pool(found))
+    assert sum(found.runs["words"][found.runs["kind"] != SAME]) + len(found.raw) == found.wrong or found.truncated
+    return found
+
+
+def loaded(pool: Pool) -> Pool:
+    pool.storage[:] = pool.shadow
+    return pool
+
+
+def rows_due(pool: Pool, region: Region) -> list[tuple[int, ...]]:
+    """Places (block, slot) or (slot,) of a region in which data is due."""
+    blocks = pool.held[region.layer]
+    if region.kind == "state":
+        return [(blocks[0], channel) for channel in range(region.shape[1])]
+    return [
+        (blocks[t // region.block_size], t % region.block_size, h, p)
+        for t in range(pool.tokens)
+        for h in range(region.shape[2])
+        for p in range(region.shape[3])
+    ]
+
+
+@SETTINGS
+@given(pools())
+def test_an_untouched_pool_has_no_difference(pool):
+    found = compared(loaded(pool))
+    assert not found.wrong and not len(found.runs) and found.worst == SAME
+    assert found.compared_bytes == sum(int(np.prod(r.shape[1:])) * len(pool.held[r.layer]) for r in pool.regions)
+
+
+@SETTINGS
+@given(pools())
+def test_a_load_that_did_nothing_leaves_everything_unwritten(pool):
+    found = compared(pool)
+    assert set(found.words) == {UNWRITTEN}
+    assert found.rows[UNWRITTEN] == sum(len(rows_due(pool, region)) for region in pool.regions)
+    assert "no byte of" in explain_pool(found)
+
+
+@SETTINGS
+@given(pools(), st.data())
+def test_one_row_is_classified_whatever_is_done_to_it(pool, data):
+    loaded(pool)
+    region = data.draw(st.sampled_from(pool.regions))
+    places = rows_due(pool, region)
+    place = data.draw(st.sampled_from(places))
+    view, due = region.of(pool.storage), region.of(pool.shadow)
+    what = data.draw(st.sampled_from(["zero", "flip", "row of another place", "row of another layer", "foreign"]))
+    if what == "zero":
+        view[place], kind = 0, ZEROED
+    elif what == "flip":
+        view[place][data.draw(st.integers(0, region.width - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        kind = None  # garbled, but for one accident in 32 to 2048
+    elif what == "foreign":
+        view[place] = np.random.default_rng(4).integers(0, 128, region.width)
+        kind = None
+    elif what == "row of another place":
+        other = data.draw(st.sampled_from(places))
+        assume(other != place)
+        view[place], kind = due[other], MOVED
+    else:
+        others = [r for r in pool.regions if r is not region and (r.kind, r.width) == (region.kind, region.width)]
+        assume(others)
+        other = data.draw(st.sampled_from(others))
+        view[place], kind = other.of(pool.shadow)[data.draw(st.sampled_from(rows_due(pool, other)))], MOVED
+    found = compared(pool)
+    assert found.worst in ((kind,) if kind is not None else (GARBLED, MOVED))
+    assert sum(found.rows.values()) == 1
+    wrong = found.runs[found.runs["kind"] != SAME]
+    assert {int(b) for b in wrong["block"]} == {place[0]} and {found.regions[i].layer for i in wrong["region"]} == {region.layer}
+    if kind == MOVED:
+        stands, belongs, words = found.pairs()
+        assert words.sum() <= region.lanes and (stands != belongs).all() and (stands["layer"] == region.number).all()
+
+
+@SETTINGS
+@given(pools(), st.data())
+def test_a_byte_changed_where_nothing_was_due_is_collateral(pool, data):
+    loaded(pool)
+    covered = np.zeros(len(pool.storage), dtype=bool)
+    for region in pool.regions:
+        for place in rows_due(pool, region):
+            region.of(covered)[place] = True
+    free = np.flatnonzero(~covered)
+    assume(len(free))
+    at = int(data.draw(st.sampled_from(free.tolist())))
+    pool.storage[at] ^= data.draw(st.integers(1, 255))
+    found = compared(pool)
+    assert found.words == {COLLATERAL: 1}
+    assert "wrote outside its own blocks" in explain_pool(found)
+    mask = np.zeros(len(pool.storage), dtype=bool)
+    mask[at] = True
+    assert not compared(pool, ignore=mask).wrong
+
+
+@SETTINGS
+@given(pools(with_state=False), st.data())
+def test_data_in_a_block_of_nobody_says_whose_it_is(pool, data):
+    loaded(pool)
+    region = data.draw(st.sampled_from(pool.regions))
+    held = {block for blocks in pool.held.values() for block in blocks}
+    block = next(b for b in range(region.shape[0]) if b not in held)
+    region.of(pool.storage)[block, 0] = token_rows(region, np.array([5]), np.array([7]), 0, 0)[0]
+    found = compared(pool)
+    assert set(found.words) == {COLLATERAL} and found.words[COLLATERAL] == region.shape[2] * region.shape[3] * region.lanes
+    assert f"block {block} holds token 5 of owner 7 of {region.layer}" in explain_pool(found)
+    assert not compared(pool, ignore={region.layer: [block]}).wrong
+
+
+@SETTINGS
+@given(pools(), st.data())
+def test_blocks_of_requests_that_are_loading_are_left_out_with_their_padding(pool, data):
+    loaded(pool)
+    layer = data.draw(st.sampled_from(sorted(pool.held)))
+    for region in pool.regions:
+        if region.layer == layer:
+            base = min(r.offset for r in pool.regions if r.layer == layer)
+            for block in pool.held[layer]:
+                at = base + block * region.strides[0]
+                pool.storage[at : at + pool.page] = 77
+    assert compared(pool).wrong
+    assert not compared(pool, ignore={layer: pool.held[layer]}).wrong
+
+
+@SETTINGS
+@given(pools(with_state=False), st.integers(1, 15))
+def test_rows_may_come_from_any_rank(pool, rank):
+    loaded(pool)
+    positions = np.arange(pool.tokens)
+    for region in pool.regions:
+        write_tokens(pool.storage, region, np.array(pool.held[region.layer])[positions // region.block_size], positions, 3, 0, rank)
+    assert not compared(pool).wrong
+
+
+@SETTINGS
+@given(pools(with_state=False))
+def test_a_prefix_that_was_not_due_must_not_change(pool):
+    loaded(pool)
+    region = pool.regions[0]
+    block = pool.held[region.layer][0]
+    region.of(pool.storage)[block, 0] = token_rows(region, np.array([9]), np.array([3]), 1, 0)[0]
+    assert set(compared(pool).words) == {MOVED}
+    assert set(compared(pool, due={layer: blocks[1:] for layer, blocks in pool.held.items()}).words) == {COLLATERAL}
+
+
+@SETTINGS
+@given(pools(), st.integers(1, 40))
+def test_what_is_kept_is_bounded_and_travels(pool, most):
+    found = compared(pool, most=most)
+    assert found.wrong == compared(pool).wrong
+    biggest = max(int(np.prod(region.shape[1:-1])) * region.lanes for region in pool.regions)
+    assert len(found.runs) <= max(most, biggest) + biggest
+    again = pickle.loads(pickle.dumps(found))
+    assert count_pool(again) == count_pool(found) and draw_pool(again) == draw_pool(found)
