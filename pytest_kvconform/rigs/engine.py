@@ -18,6 +18,8 @@ from pytest_kvconform.rigs.messages import EngineFacts, Request, Snapshot, Step,
 # where the connector was when its process died or stood still.
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
+# The last line of a traceback, with whatever a logger puts before it.
+EXCEPTION = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure)): (?P<message>.+)$", re.M)
 Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
 GONE = "the background process, from which engines are forked, is gone; did somebody kill it, or the machine for want of memory?"
@@ -67,10 +69,23 @@ class Process:
 
     def mark(self) -> None:
         """Look for stacks from here on."""
+        self.asked_at = self.position()
+
+    def position(self) -> int:
+        """Length of the log now, in bytes."""
         try:
-            self.asked_at = self.log.stat().st_size
+            return self.log.stat().st_size
         except OSError:
-            pass  # it has not written a word
+            return 0  # it has not written a word
+
+    def exceptions(self, since: int) -> tuple[str, ...]:
+        """What exceptions said that the process logged after a position, each once, in order: "AssertionError: sizes differ"."""
+        try:
+            text = self.log.read_bytes()[since:][-200_000:].decode("utf-8", "backslashreplace")
+        except OSError:
+            return ()
+        said = (f"{m['type'].rpartition('.')[2]}: {m['message']}"[:240] for m in EXCEPTION.finditer(text))
+        return tuple(dict.fromkeys("".join(c if c.isprintable() else "·" for c in line) for line in said))
 
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the process wrote. Bytes that are no text are shown as escapes."""

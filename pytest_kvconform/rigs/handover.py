@@ -69,6 +69,7 @@ class Observation:
     requests: tuple[Seen, ...] = ()
     failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
     stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
+    logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs while the subject was at work
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
     released_s: float = 0.0  # how long that took
     noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
@@ -92,8 +93,10 @@ def observe(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Dea
     """Run one scenario: subject, then oracle. A failure of an engine while the subject is at work is part of what is seen."""
     started = time.monotonic()
     base = Observation(scenario, p.facts, d.facts)
+    logs = [(engine, engine.process.position()) for engine in (p, d)]
     try:
         subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+        base = replace(base, logged=tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since)))
         if subject.stuck:
             return replace(base, stuck=tuple(subject.stuck))
         usage, released = _release(p, d, deadlines.release)

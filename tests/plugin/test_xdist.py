@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("xdist")
-
 DEEDS = {"arrive(gemma3*": "violate", "hello(llama*": "blocked", "window*P1D2*": "assert"}
 
 
@@ -23,9 +21,9 @@ def test_workers_and_order_change_nothing(kv):
 
 
 def test_shuffled_by_a_plugin(kv):
-    pytest.importorskip("pytest_randomly")
-    run = kv("-p", "pytest_randomly", deeds=DEEDS)
-    assert verdict_of(run) == verdict_of(kv(deeds=DEEDS))
+    run, plain = kv("-v", "-p", "shuffles", deeds=DEEDS), kv("-v", deeds=DEEDS)
+    assert verdict_of(run) == verdict_of(plain)
+    assert run.ran != plain.ran
     assert len(run.cells) == 3
 
 

@@ -30,7 +30,8 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
             Finding(
                 rule="KV-HANDOVER-001",
                 happened=f"{'; '.join(seen.stuck)} after {_waited(bench)}",
-                diagnosis="the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else "",
+                diagnosis=_logged(seen) or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
+                log=seen.logged,
             )
         )
     ends = [r.got.finish for r in seen.requests if r.got]
@@ -40,8 +41,15 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
         if r.got and (r.got.finish != "length" or len(r.got.tokens) != scenario.max_tokens)
     ]
     if wrong:
-        raise Violation(Finding(rule="KV-HANDOVER-001", happened=f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"))
+        happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"
+        raise Violation(Finding(rule="KV-HANDOVER-001", happened=happened, diagnosis=_logged(seen), log=seen.logged))
     return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(seen))
+
+
+def _logged(seen: Observation) -> str:
+    """What an engine wrote to its log about an exception that nobody raised here; the last one is nearest to the end of the request."""
+    role, _, said = (seen.logged or ("",))[-1].partition(": ")
+    return f"{role} logged {said}" if said else ""
 
 
 def _waited(bench: Bench) -> str:
