@@ -1,17 +1,24 @@
 """Families of KV cache as tiny models, topologies and prompt lengths: data, and what expands it. Imports neither vLLM nor torch."""
 
-from model_matrix.cells import UnknownName, expand, parse_topology
+from model_matrix.cells import Place, Setup, Side, UnknownName, expand, load_byte_matrices, parse_topology
 from model_matrix.checkpoints import CheckpointError, ensure_checkpoint
 from model_matrix.families import Family, load_families
+from model_matrix.geometries import Geometry, load_geometries
 from model_matrix.prompts import prompt_lengths
 
 __all__ = [
     "CheckpointError",
     "Family",
+    "Geometry",
+    "Place",
+    "Setup",
+    "Side",
     "UnknownName",
     "ensure_checkpoint",
     "expand",
+    "load_byte_matrices",
     "load_families",
+    "load_geometries",
     "parse_topology",
     "prompt_lengths",
 ]

@@ -1,4 +1,5 @@
-"""From the matrix to cells: which families run at which topologies. The lists themselves are in `matrix.toml`."""
+"""From the matrix to cells: which families run at which topologies. The lists themselves are in `matrix.toml` (engine
+rig) and `bytes.toml` (byte rig)."""
 
 from __future__ import annotations
 
@@ -7,51 +8,95 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from model_matrix.families import load_families
+from model_matrix.geometries import load_geometries
 
 FILE = Path(__file__).with_name("matrix.toml")
+BYTES_FILE = Path(__file__).with_name("bytes.toml")
 
 
 class MatrixError(ValueError):
-    """`matrix.toml` is wrong. The message names the file and the key."""
+    """A matrix file is wrong. The message names the file and the key."""
 
 
 class UnknownName(ValueError):
     """A word that names no matrix, family or topology. The message has the nearest valid word and all of them."""
 
 
+class Place(NamedTuple):
+    """One cell of a matrix."""
+
+    family: str  # of the engine rig a family id, of the byte rig a geometry id
+    topology: str
+    setup: str = ""  # of the byte rig: a word of bytes.toml
+    rig: str = "engine"  # or "bytes"
+
+
 class Matrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each matrix: family id -> topologies."""
+    """Each matrix of the engine rig: family id -> topologies."""
 
     quick: dict[str, list[str]]
     full: dict[str, list[str]]
     nightly: dict[str, list[str]]
 
 
-def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Cells of a matrix as (family id, topology), in the order of the file; empty selections choose everything.
+class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How memory is laid out on one side."""
 
-    Two valid selections can have no cell in common: then the list is empty. Raises UnknownName.
+    block: int = 16  # tokens
+    layout: str = ""
+    dtype: str = "auto"
+    content: Literal["backend", "packed"] = "backend"
+    conv: Literal["DS", "SD"] = "DS"
+
+
+class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How memory is laid out on both sides."""
+
+    prefill: Side = Side()
+    decode: Side = Side()
+
+
+class ByteMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Each matrix of the byte rig: geometry id -> setup -> topologies."""
+
+    setups: dict[str, Setup]
+    quick: dict[str, dict[str, list[str]]]
+    full: dict[str, dict[str, list[str]]]
+
+
+def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
+    """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose everything.
+
+    A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can have no cell in common: then
+    the list is empty. Raises UnknownName.
     """
-    matrices = msgspec.structs.asdict(load_matrices())
-    _know("matrix", matrix, matrices)
-    chosen: dict[str, list[str]] = matrices[matrix]
+    _know("matrix", matrix, msgspec.structs.asdict(load_matrices()))
+    chosen = _places(matrix)
+    words = {place: {place.family, *([load_geometries()[place.family].family] if place.rig == "bytes" else [])} for place in chosen}
     for family in families:
-        _know(f"family in the {matrix} matrix", family, chosen)
+        _know(f"family in the {matrix} matrix", family, dict.fromkeys(word for place in chosen for word in sorted(words[place])))
     for topology in topologies:
         parse_topology(topology)
-        elsewhere = [name for name, rows in matrices.items() if topology in _topologies(rows)]
+        elsewhere = [name for name in msgspec.structs.asdict(load_matrices()) if topology in _topologies(_places(name))]
         if matrix not in elsewhere and elsewhere:
             raise UnknownName(f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}")
         _know(f"topology in the {matrix} matrix", topology, _topologies(chosen))
     return [
-        (family, topology)
-        for family, row in chosen.items()
-        for topology in row
-        if (not families or family in families) and (not topologies or topology in topologies)
+        place for place in chosen if (not families or words[place] & set(families)) and (not topologies or place.topology in topologies)
+    ]
+
+
+def _places(matrix: str) -> list[Place]:
+    """Every cell of one matrix. The byte rig has nothing of its own for the nightly one: its bytes are the same on any day."""
+    engine: dict[str, list[str]] = getattr(load_matrices(), matrix)
+    pairs: dict[str, dict[str, list[str]]] = getattr(load_byte_matrices(), "full" if matrix == "nightly" else matrix)
+    return [Place(family, topology) for family, row in engine.items() for topology in row] + [
+        Place(geometry, topology, setup, "bytes") for geometry, setups in pairs.items() for setup, row in setups.items() for topology in row
     ]
 
 
@@ -63,8 +108,8 @@ def parse_topology(topology: str) -> tuple[int, int]:
     raise UnknownName(f"{topology!r} is no topology{near}; one looks like P1D2: tensor parallel size of prefill and decode")
 
 
-def _topologies(rows: dict[str, list[str]]) -> list[str]:
-    return sorted({topology for row in rows.values() for topology in row})
+def _topologies(places: Iterable[Place]) -> list[str]:
+    return sorted({place.topology for place in places})
 
 
 @functools.cache
@@ -82,6 +127,28 @@ def read_matrices(path: Path) -> Matrices:
                 _know(f"family for {name}.{family}", family, load_families())
                 for topology in row:
                     parse_topology(topology)
+    except (msgspec.MsgspecError, UnknownName) as error:
+        raise MatrixError(f"{path.name}: {error}") from error
+    return matrices
+
+
+@functools.cache
+def load_byte_matrices() -> ByteMatrices:
+    """The setups and matrices of `bytes.toml`. Raises MatrixError."""
+    return read_byte_matrices(BYTES_FILE)
+
+
+def read_byte_matrices(path: Path) -> ByteMatrices:
+    """Read a matrix file of the byte rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
+    try:
+        matrices = msgspec.toml.decode(path.read_bytes(), type=ByteMatrices)
+        for name in ("quick", "full"):
+            for geometry, setups in getattr(matrices, name).items():
+                _know(f"geometry for {name}.{geometry}", geometry, load_geometries())
+                for setup, row in setups.items():
+                    _know(f"setup for {name}.{geometry}.{setup}", setup, matrices.setups)
+                    for topology in row:
+                        parse_topology(topology)
     except (msgspec.MsgspecError, UnknownName) as error:
         raise MatrixError(f"{path.name}: {error}") from error
     return matrices

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Evidence
+from pytest_kvconform.result import Cell, Evidence
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
@@ -22,15 +22,15 @@ class Case:
     rule: str  # id of the rule it checks: "KV-BYTES-001"
     tier: str  # the folder of its module: "engine"
     body: Body
-    applies: Callable[[str], bool]  # family id -> whether the case has a meaning for it
-    variants: Callable[[str, str], Iterable[Any]]  # (family id, matrix) -> the scenarios; str(variant) is the last word of the id
+    applies: Callable[[Cell], bool]  # whether the case has a meaning there
+    variants: Callable[[Cell, str], Iterable[Any]]  # (cell, matrix) -> the scenarios; str(variant) is the last word of the id
 
 
 def case(
     rule: str,
     *,
-    applies: Callable[[str], bool] = lambda family: True,
-    variants: Callable[[str, str], Iterable[Any]] = lambda family, matrix: (None,),
+    applies: Callable[[Cell], bool] = lambda cell: True,
+    variants: Callable[[Cell, str], Iterable[Any]] = lambda cell, matrix: (None,),
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 

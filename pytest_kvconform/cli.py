@@ -74,8 +74,8 @@ def _rules(matrix: str) -> list[Sequence[str]]:
 
 def _families(matrix: str) -> list[Sequence[str]]:
     topologies: dict[str, list[str]] = {}
-    for family, topology in parts.expand(matrix):
-        topologies.setdefault(family, []).append(topology)
+    for place in parts.expand(matrix):
+        topologies.setdefault(place.family, []).append(place.topology + (f".{place.setup}" if place.setup else ""))
     return [(family, " ".join(words)) for family, words in topologies.items()]
 
 

@@ -42,7 +42,7 @@ def bench() -> Any:
     return importlib.import_module(_part("pytest_kvconform.rigs.bench", "bench"))
 
 
-def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Cells of the matrix as (family, topology). Raises ValueError for a word that names none of them."""
-    cells: list[tuple[str, str]] = importlib.import_module(_part("model_matrix.cells", "cells")).expand(matrix, families, topologies)
+def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Any]:
+    """Cells of the matrix, `model_matrix.Place`. Raises ValueError for a word that names none of them."""
+    cells: list[Any] = importlib.import_module(_part("model_matrix.cells", "cells")).expand(matrix, families, topologies)
     return cells

@@ -1,6 +1,6 @@
 """Which cases there are, what they are called, and in which order they run. Nothing here knows pytest.
 
-An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`. Every prefix that ends at one of its separators selects: the tier
+An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, of the byte rig `[<geometry>-<topology>.<setup>-<variant>]`. Every prefix that ends at one of its separators selects: the tier
 `kv::engine`, the module `kv::engine/bytes`, the case `kv::engine/bytes::arrive`. A variant of None adds no word.
 """
 
@@ -108,15 +108,17 @@ def tier_order(tier: str) -> tuple[int, str]:
     return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 
-def _cases_of(cells: Iterable[tuple[str, str]], matrix: str) -> list[Planned]:
-    cells = list(cells)
+def _cases_of(places: Iterable[Any], matrix: str) -> list[Planned]:
+    cells: dict[bool, list[Cell]] = {True: [], False: []}  # whether of the byte rig
+    for place in places:
+        cells[place.rig == "bytes"].append(Cell(place.family, place.topology, place.setup))
     planned = [
-        Planned(module, case, Cell(family, topology), variant)
+        Planned(module, case, cell, variant)
         for module in module_names()
         for case in load_module(module)[1]
-        for family, topology in cells
-        if case.applies(family)
-        for variant in case.variants(family, matrix)
+        for cell in cells[case.tier == "bytes"]
+        if case.applies(cell)
+        for variant in case.variants(cell, matrix)
     ]
     ids = [one.id for one in planned]
     if twice := sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []:

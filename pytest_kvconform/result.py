@@ -48,11 +48,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 class Cell(msgspec.Struct, frozen=True):
     """One point of the model matrix. Cases of one cell share its engines."""
 
-    family: str  # "gemma3"
+    family: str  # "gemma3"; of the byte rig "gemma3_1b", a real geometry of it
     topology: str  # "P1D2": tensor parallel size of prefill and decode
+    setup: str = ""  # of the byte rig: block sizes, layouts and dtype of both sides, by name
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.topology}"
+        return f"{self.family}-{self.topology}" + (f".{self.setup}" if self.setup else "")
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):

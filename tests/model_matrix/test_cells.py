@@ -2,32 +2,91 @@
 
 import pytest
 
-from model_matrix.cells import FILE, MatrixError, UnknownName, expand, parse_topology, read_matrices
+from model_matrix.cells import (
+    BYTES_FILE,
+    FILE,
+    MatrixError,
+    UnknownName,
+    expand,
+    load_byte_matrices,
+    parse_topology,
+    read_byte_matrices,
+    read_matrices,
+)
 from model_matrix.families import load_families
+from model_matrix.geometries import load_geometries
+from pytest_kvconform.rigs.geometry import possible
 
 QUICK = ["P1D1", "P1D2", "P2D1"]
 
 
+def engine(*arguments, **selections):
+    """Cells of the engine rig."""
+    return [place[:2] for place in expand(*arguments, **selections) if place.rig == "engine"]
+
+
+def pairs(*arguments, **selections):
+    """Cells of the byte rig."""
+    return [place[:3] for place in expand(*arguments, **selections) if place.rig == "bytes"]
+
+
 def test_quick_is_every_family_in_both_directions():
-    assert expand("quick") == [(family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK]
+    assert engine("quick") == [(family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK]
 
 
 def test_each_matrix_holds_the_one_before():
-    quick, full, nightly = (expand(matrix) for matrix in ("quick", "full", "nightly"))
+    quick, full, nightly = (engine(matrix) for matrix in ("quick", "full", "nightly"))
     assert set(full) - set(quick) == {(family, "P2D2") for family in load_families()}
     assert set(full) < set(nightly)
     assert len(set(nightly)) == len(nightly)
 
 
 def test_selections_narrow():
-    assert expand("full", ["gemma3"], ["P2D2", "P1D1"]) == [("gemma3", "P1D1"), ("gemma3", "P2D2")]
-    assert expand("full", topologies=["P2D2"]) == [(family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")]
-    assert expand("nightly", ["qwen3_5"], ["P1D4"]) == []
+    assert engine("full", ["gemma3"], ["P2D2", "P1D1"]) == [("gemma3", "P1D1"), ("gemma3", "P2D2")]
+    assert engine("full", topologies=["P2D2"]) == [(family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")]
+    assert engine("nightly", ["qwen3_5"], ["P1D4"]) == []
+
+
+def test_a_family_selects_its_geometries_and_a_geometry_itself():
+    assert {place[0] for place in pairs("full", ["gemma3"])} == {"gemma3_1b", "gemma3_4b", "gemma3_27b"}
+    assert set(pairs("quick", ["gemma3_1b"])) == set(pairs("quick", ["gemma3"])) and engine("quick", ["gemma3_1b"]) == []
+    assert pairs("quick", ["deepseek_v3"], ["P2D1"]) == [("deepseek_v3", "P2D1", "b16")]
+
+
+def test_the_byte_rig_sees_every_family_in_quick_and_every_geometry_in_full():
+    geometries = load_geometries()
+    assert {geometries[place[0]].family for place in pairs("quick")} == {geometry.family for geometry in geometries.values()}
+    assert {place[0] for place in pairs("full")} == set(geometries)
+    assert set(pairs("quick")) <= set(pairs("full")) == set(pairs("nightly"))
+    assert {place[2] for place in pairs("full")} == set(load_byte_matrices().setups)
+
+
+def test_every_pair_is_possible():
+    for geometry, topology, _ in pairs("full"):
+        for size in parse_topology(topology):
+            assert possible(load_geometries()[geometry], size) == "", (geometry, topology)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[quick.gemma3_1b]", "[quick.gema3_1b]", "quick.gema3_1b.*did you mean gemma3_1b"),
+        ("fp8 = [", "fp9 = [", "setup for quick.llama3_1_8b.fp9.*did you mean fp8"),
+        ("block = 32", "blocks = 32", "unknown field `blocks`"),
+        ('content = "packed"', 'content = "paked"', "Invalid enum value 'paked'"),
+        ('"P8D4"', '"P8D"', "'P8D' is no topology"),
+    ],
+)
+def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, said):
+    assert old in BYTES_FILE.read_text()
+    (tmp_path / "bytes.toml").write_text(BYTES_FILE.read_text().replace(old, new))
+    with pytest.raises(MatrixError, match=f"^bytes.toml: .*({said})"):
+        read_byte_matrices(tmp_path / "bytes.toml")
 
 
 def test_every_size_divides_the_model():
     """vLLM replicates KV heads where they are fewer than ranks, but for gpt_oss; everything else must divide."""
-    for family, topology in expand("nightly"):
+    for family, topology in engine("nightly"):
         config = load_families()[family].config
         for size in parse_topology(topology):
             sizes = [config[key] for key in config if key in ("num_attention_heads", "intermediate_size", "vocab_size")]
@@ -41,10 +100,10 @@ def test_every_size_divides_the_model():
     ("arguments", "said"),
     [
         (("quik",), "matrix called 'quik' (did you mean quick?); there are: quick, full, nightly"),
-        (("quick", ["gema3"]), "called 'gema3' (did you mean gemma3?); there are: llama, gemma3, gpt_oss, qwen3_5"),
+        (("quick", ["gema3"]), "called 'gema3' (did you mean gemma3?); there are: llama, gemma3, gpt_oss, qwen3_5, "),
         (("quick", ["Llama"]), "called 'Llama' (did you mean llama?)"),
         (("quick", ["xyz"]), "called 'xyz'; there are"),
-        (("quick", [], ["P2D2"]), "topology 'P2D2' is not in the quick matrix, but in: full, nightly"),
+        (("quick", [], ["P4D4"]), "topology 'P4D4' is not in the quick matrix, but in: full, nightly"),
         (("quick", [], ["P1D3"]), "(did you mean P1D2?)"),
         (("quick", [], ["p1d2"]), "'p1d2' is no topology (did you mean P1D2?)"),
     ],

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from model_matrix import load_families, prompt_lengths
+from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 
 
-def lengths(family: str, matrix: str) -> list[Scenario]:
+def lengths(cell: Cell, matrix: str) -> list[Scenario]:
     """One prompt of each length that matters: around block boundaries and around the window."""
-    data = load_families()[family]
+    data = load_families()[cell.family]
     return [Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1) for n in prompt_lengths(data, data.block_size, matrix)]
 
 
-def situations(family: str, matrix: str) -> list[Scenario]:
+def situations(cell: Cell, matrix: str) -> list[Scenario]:
     """Everything around a hand-over that is not its length; b is the block size."""
-    b, s = _block(family), _short(family)
+    b, s = _block(cell), _short(cell)
     return [
         Scenario(
             "two_at_once",
@@ -28,19 +29,19 @@ def situations(family: str, matrix: str) -> list[Scenario]:
     ]
 
 
-def _block(family: str) -> int:
-    return load_families()[family].block_size
+def _block(cell: Cell) -> int:
+    return load_families()[cell.family].block_size
 
 
-def _short(family: str) -> int:
+def _short(cell: Cell) -> int:
     """A short prefix in blocks."""
-    return 1 if has_state(family) else 2
+    return 1 if has_state(cell) else 2
 
 
-def aborts(family: str, matrix: str) -> list[Scenario]:
+def aborts(cell: Cell, matrix: str) -> list[Scenario]:
     """A request that ends before its time, on either side."""
-    b = _block(family)
-    prompt = (Prompt(tokens(2 * _short(family) * b + b + 3)),)
+    b = _block(cell)
+    prompt = (Prompt(tokens(2 * _short(cell) * b + b + 3)),)
     return [
         Scenario("abort_prefill", prompt, budget=2 * b - 5, abort="prefill"),
         Scenario("abort_waiting", prompt, abort="waiting"),
@@ -48,26 +49,26 @@ def aborts(family: str, matrix: str) -> list[Scenario]:
     ]
 
 
-def handovers(family: str, matrix: str) -> list[Scenario]:
+def handovers(cell: Cell, matrix: str) -> list[Scenario]:
     """Scenarios that end with D's answer."""
-    return lengths(family, matrix) + situations(family, matrix)
+    return lengths(cell, matrix) + situations(cell, matrix)
 
 
-def transfers(family: str, matrix: str) -> list[Scenario]:
+def transfers(cell: Cell, matrix: str) -> list[Scenario]:
     """Hand-overs in which KV must move."""
-    return [scenario for scenario in handovers(family, matrix) if scenario.due]
+    return [scenario for scenario in handovers(cell, matrix) if scenario.due]
 
 
-def everything(family: str, matrix: str) -> list[Scenario]:
+def everything(cell: Cell, matrix: str) -> list[Scenario]:
     """Every scenario."""
-    return handovers(family, matrix) + aborts(family, matrix)
+    return handovers(cell, matrix) + aborts(cell, matrix)
 
 
-def has_window(family: str) -> bool:
+def has_window(cell: Cell) -> bool:
     """Whether a layer of the family has a sliding window."""
-    return load_families()[family].sliding_window > 0
+    return load_families()[cell.family].sliding_window > 0
 
 
-def has_state(family: str) -> bool:
+def has_state(cell: Cell) -> bool:
     """Whether a layer of the family keeps a recurrent state."""
-    return load_families()[family].has_state
+    return load_families()[cell.family].has_state

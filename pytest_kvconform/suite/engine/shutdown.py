@@ -11,7 +11,7 @@ from pytest_kvconform.suite.engine._scenarios import situations
 from pytest_kvconform.suite.engine._settled import moved, settled
 
 
-@case("KV-SHUTDOWN-001", variants=lambda family, matrix: situations(family, matrix)[:1])
+@case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
 def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
     """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
     seen = settled(bench, scenario)

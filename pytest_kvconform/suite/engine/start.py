@@ -30,7 +30,7 @@ def comes_up(bench: Bench, _: None) -> Evidence:
     )
 
 
-@case("KV-START-002", applies=lambda family: has_window(family) or has_state(family))
+@case("KV-START-002", applies=lambda cell: has_window(cell) or has_state(cell))
 def groups_stay_apart(bench: Bench, _: None) -> Evidence:
     """The hybrid memory allocator stays on: vLLM turns it off in silence for a class that does not inherit SupportsHMA."""
     try:
