@@ -1,0 +1,41 @@
+"""A handle on a pattern engine in a process of its own. Every call has a deadline, see `engine.Engine`."""
+
+from __future__ import annotations
+
+from pytest_kvconform.rigs.engine import Engine
+from pytest_kvconform.rigs.messages import Leftovers
+from pytest_kvconform.rigs.pattern_messages import Check
+
+
+class PatternEngine(Engine):
+    """One pattern engine. Methods mirror `pattern_engine.PatternEngine`; every one raises EngineFailed when the process cannot answer."""
+
+    target = "pytest_kvconform.rigs.pattern_engine:serve"
+
+    def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
+        """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
+        return self.call("taken", request_id)
+
+    def audit(self) -> tuple[Check, ...]:
+        """The whole pool of every rank against what should be there. What differs is reported once."""
+        return self.call("audit")
+
+    def budget(self, tokens: int) -> None:
+        """Let a step compute at most this many tokens; 0: as configured."""
+        self.call("budget", tokens)
+
+    def preempt(self, request_id: str) -> None:
+        """Preempt a running request in the next step."""
+        self.call("preempt", request_id)
+
+    def reuse(self, on: bool) -> None:
+        """From now on overwrite blocks the moment they become free, or no longer."""
+        self.call("reuse", on)
+
+    def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
+        """Spoil a byte of one rank's pool: for tests of the rig."""
+        self.call("flip", rank, layer, block, byte)
+
+    def shutdown(self) -> Leftovers:
+        """Shut the engine down and say what its process still has. The process itself ends with `end`."""
+        return self.call("shutdown")
