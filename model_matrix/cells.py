@@ -50,7 +50,7 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: int = 16  # tokens
     layout: str = ""
     dtype: str = "auto"
-    content: Literal["backend", "packed"] = "backend"
+    content: Literal["backend", "packed"] = "packed"
     conv: Literal["DS", "SD"] = "DS"
 
 

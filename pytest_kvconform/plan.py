@@ -1,7 +1,8 @@
 """Which cases there are, what they are called, and in which order they run. Nothing here knows pytest.
 
-An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, of the byte rig `[<geometry>-<topology>.<setup>-<variant>]`. Every prefix that ends at one of its separators selects: the tier
-`kv::engine`, the module `kv::engine/bytes`, the case `kv::engine/bytes::arrive`. A variant of None adds no word.
+An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, of the byte rig `[<geometry>-<topology>.<setup>-<variant>]`. Every
+prefix that ends at one of its separators selects: the tier `kv::engine`, the module `kv::engine/bytes`, the case
+`kv::engine/bytes::arrive`. A variant of None adds no word.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import itertools
 import os
@@ -16,11 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
+from model_matrix import (
+    CheckpointError,
+    Family,
+    Geometry,
+    UnknownName,
+    ensure_checkpoint,
+    expand,
+    load_families,
+    load_geometries,
+    parse_topology,
+)
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect
 from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
+from pytest_kvconform.rigs.pattern_bench import PatternBench
 from pytest_kvconform.rigs.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 from pytest_kvconform.rigs.zygote import SOCKET
@@ -89,8 +101,12 @@ class Zygote:
 
 def start_zygote(settings: Settings, subject: Subject) -> Zygote:
     """Start the background process; its imports go on while pytest collects."""
-    families = load_families()
-    return launch_zygote({a for f in settings.family or families if f in families for a in families[f].config["architectures"]})
+    models: dict[str, dict[str, Family] | dict[str, Geometry]] = {"engine": load_families(), "bytes": load_geometries()}
+    wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
+    with contextlib.suppress(UnknownName):  # said where cases are collected
+        for place in expand(settings.matrix, settings.family, settings.topology):
+            wanted[place.rig] |= set(models[place.rig][place.family].config["architectures"])
+    return launch_zygote(*(names if not settings.tier or rig in settings.tier else () for rig, names in wanted.items()))
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
@@ -240,6 +256,10 @@ class Bench:
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
         self._names = (f"{os.getpid()}-{n}" for n in itertools.count())
+        scale = settings.timeout_scale
+        limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale)
+        config = functools.partial(transfer_config, subject, device=facts.device)
+        self.pattern = PatternBench(self, self._names, config, (CALL_S * scale, START_S * scale, limits))
         if settings.device not in ("auto", facts.device):
             raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
         if subject.handover != "handoff":
@@ -307,9 +327,14 @@ class Bench:
             raise found
         return found
 
+    def drop(self) -> None:
+        """End the engines of whichever rig."""
+        self._drop()
+        self.pattern.drop()
+
     def close(self) -> None:
         """End the engines."""
-        self._drop()
+        self.drop()
 
     def _refuse_dead(self) -> None:
         if self.cell in self._dead:
@@ -331,7 +356,7 @@ class Bench:
         """P and D of the current cell, running."""
         if self._pair is not None and self._pair_cell == self.cell:
             return self._pair
-        self._drop()
+        self.drop()
         before = self._started.get(self.cell)
         if isinstance(before, EngineFailed):
             raise before

@@ -19,7 +19,9 @@ from pytest_kvconform.rigs.messages import EngineFacts, Request, Snapshot, Step,
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
 # The last line of a traceback, with whatever a logger puts before it.
-EXCEPTION = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure)): (?P<message>.+)$", re.M)
+EXCEPTION = re.compile(
+    r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure)): (?P<message>.+)$", re.M
+)
 Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
 GONE = "the background process, from which engines are forked, is gone; did somebody kill it, or the machine for want of memory?"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pytest_kvconform.kvspace.mistakes import Source
 from pytest_kvconform.rigs.engine import Engine
 from pytest_kvconform.rigs.messages import Leftovers
-from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.pattern_messages import Check, PatternSpec
 
 
 class PatternEngine(Engine):
     """One pattern engine. Methods mirror `pattern_engine.PatternEngine`; every one raises EngineFailed when the process cannot answer."""
 
     target = "pytest_kvconform.rigs.pattern_engine:serve"
+
+    def __init__(self, address: str, name: str, spec: PatternSpec, deadline_s: float, start_s: float):
+        super().__init__(address, name, spec, deadline_s, start_s)
+        self.ranks = spec.tensor_parallel
 
     def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
         """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
@@ -19,6 +24,10 @@ class PatternEngine(Engine):
     def audit(self) -> tuple[Check, ...]:
         """The whole pool of every rank against what should be there. What differs is reported once."""
         return self.call("audit")
+
+    def source(self) -> Source:
+        """Where the rows of rank 0 lie, for the diagnosis of what D received."""
+        return self.call("source")
 
     def budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens; 0: as configured."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from model_matrix.geometries import Geometry, load_geometries
+from pytest_kvconform.kvspace.mistakes import Source
 from pytest_kvconform.rigs import engine_process
 from pytest_kvconform.rigs.engine_process import positions_of
 from pytest_kvconform.rigs.messages import EngineFacts, Group, Request
@@ -48,6 +49,7 @@ class PatternEngine(engine_process.Engine):
     def __init__(self, spec: PatternSpec):
         self.requests: dict[str, Any] = {}  # id -> PatternRequest
         self.loading: dict[str, tuple[int, set[int]]] = {}  # id -> tokens hit locally, blocks that the connector may write
+        self.tables: dict[tuple[str, int], tuple[int, ...]] = {}  # (layer, number of the request) -> block ids
         self.preempting = ""
         self.reusing = False
         super().__init__(spec)
@@ -129,6 +131,11 @@ class PatternEngine(engine_process.Engine):
         """Compare the whole pool of every rank with what should be there. What differs is reported once."""
         return tuple(self._workers("pattern_audit", self.owner_of_block, self._loading()))
 
+    def source(self) -> Source:
+        """Where rank 0 has the rows of every request since the last call."""
+        tables, self.tables = self.tables, {}
+        return Source(self._workers("pattern_regions")[0], tables)
+
     def preempt(self, request_id: str) -> None:
         """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
         self.preempting = request_id
@@ -208,6 +215,9 @@ class PatternEngine(engine_process.Engine):
             first = position < request.num_prompt_tokens and self._count(trace, request.num_prompt_tokens, position, scheduled)
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
+            for index, table in enumerate(tables):
+                for name in self.groups[index].layers:
+                    self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
             token = said(end) if end >= request.num_tokens else None
             parts.append(Part(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):

@@ -27,6 +27,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
+from pytest_kvconform.kvspace.address import Region
 from pytest_kvconform.rigs.geometry import layer_specs
 from pytest_kvconform.rigs.pattern_check import Groups, Inspector
 from pytest_kvconform.rigs.pattern_layers import Layer, make_layers, metadata, smallest_kernel_block
@@ -243,6 +244,9 @@ class PatternWorker(WorkerBase):
         block = int(self.memory.expand(layer, np.array([block]))[0])
         at = tuple(int(index) for index in np.unravel_index(byte, view.shape[1:]))
         view[(block, *at)] ^= 0xFF
+
+    def pattern_regions(self) -> tuple[Region, ...]:
+        return tuple(self.inspector.regions)
 
     def pattern_facts(self) -> dict[str, Any]:
         attention = [layer for name, layer in self.layers.items() if name not in self.groups.states]

@@ -40,3 +40,17 @@ def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
     """A prompt of pseudo-random tokens; prompts of different seeds agree in the first `shared` tokens and differ at the next."""
     size = len(VOCABULARY)
     return tuple(VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size] for i in range(length))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What the byte rig hands over: prompts whose every byte of KV is known beforehand."""
+
+    name: str  # the last word of a case's id
+    prompts: tuple[Prompt, ...]
+    budget: int = 0  # tokens P may compute in a step; 0: no chunking
+    reuse: bool = False  # P overwrites blocks the moment they are free
+    preempt: str = ""  # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
+
+    def __str__(self) -> str:
+        return self.name

@@ -73,7 +73,7 @@ def test_every_pair_is_possible():
         ("[quick.gemma3_1b]", "[quick.gema3_1b]", "quick.gema3_1b.*did you mean gemma3_1b"),
         ("fp8 = [", "fp9 = [", "setup for quick.llama3_1_8b.fp9.*did you mean fp8"),
         ("block = 32", "blocks = 32", "unknown field `blocks`"),
-        ('content = "packed"', 'content = "paked"', "Invalid enum value 'paked'"),
+        ('content = "backend"', 'content = "backend "', "Invalid enum value 'backend '"),
         ('"P8D4"', '"P8D"', "'P8D' is no topology"),
     ],
 )

@@ -7,6 +7,7 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite._spared import computed_what_it_had_to
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
 from pytest_kvconform.suite.engine._settled import moved, settled
 
@@ -62,49 +63,4 @@ def _waited(bench: Bench) -> str:
 def spares_computing(bench: Bench, scenario: Scenario) -> Evidence:
     """D computes what it was not given, and no more: counted in the scheduler's own output, not in what the connector says."""
     seen = settled(bench, scenario)
-    for r in seen.requests:
-        due = _whole_blocks(seen, r.length)
-        if not r.prefill.handed_over:
-            raise Violation(
-                Finding(
-                    rule="KV-HANDOVER-002",
-                    happened=f"P finished {r.name} and returned no kv_transfer_params",
-                    diagnosis="request_finished returned None for its params, so D was never told where the KV is",
-                )
-            )
-        if r.decode.first_computed < due:
-            raise Violation(
-                Finding(
-                    rule="KV-HANDOVER-002",
-                    happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of {r.name}, "
-                    f"from token {r.decode.first_computed} on: "
-                    f"{r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from D's own cache",
-                    differs=f"it had to compute none before token {due}",
-                    diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing"
-                    if not r.decode.external_tokens
-                    else "the load failed and D recomputed the prompt"
-                    if r.decode.external_tokens + r.decode.local_tokens >= due
-                    else "get_num_new_matched_tokens announced less than P had",
-                    signature="D recomputed what P had",
-                )
-            )
-        if r.decode.computed_tokens != r.length - r.decode.first_computed:
-            raise Violation(
-                Finding(
-                    rule="KV-HANDOVER-002",
-                    happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
-                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
-                )
-            )
-    return Evidence(
-        looked_at=sum(r.length for r in seen.requests),
-        unit="tokens",
-        bytes_moved=moved(seen),
-        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
-        computed_tokens=sum(r.decode.computed_tokens for r in seen.requests),
-    )
-
-
-def _whole_blocks(seen: Observation, length: int) -> int:
-    """Tokens that a connector which moves whole blocks can spare D: all but the last token, rounded down to a block."""
-    return (length - 1) // seen.decoder.block_size * seen.decoder.block_size
+    return computed_what_it_had_to(seen.requests, seen.decoder.block_size, moved(seen))

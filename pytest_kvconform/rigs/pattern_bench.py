@@ -1,0 +1,149 @@
+"""What cases of the byte rig run on: two pattern engines of one cell at a time, and a memory of every transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
+from model_matrix.geometries import SlidingWindow, State, expand_layers
+from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.geometry import block_size_of
+from pytest_kvconform.rigs.handover import Deadlines
+from pytest_kvconform.rigs.messages import EngineFacts
+from pytest_kvconform.rigs.pattern import PatternEngine
+from pytest_kvconform.rigs.pattern_handover import TransferSeen, observe_transfer
+from pytest_kvconform.rigs.pattern_messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.scenario import Transfer
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.bench import Bench
+
+ROOM = {"P": 4, "D": 9}  # blocks beyond what a transfer needs; different, so that no address of one side fits the other by accident
+
+
+class PatternBench:
+    """Pattern engines of one cell at a time."""
+
+    def __init__(
+        self, bench: Bench, names: Iterator[str], config: Callable[[str], dict[str, Any]], deadlines: tuple[float, float, Deadlines]
+    ):
+        self.bench, self.names, self.config = bench, names, config
+        self.call_s, self.start_s, self.limits = deadlines
+        self._pair: tuple[PatternEngine, PatternEngine] | None = None
+        self._pair_cell: Cell | None = None
+        self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
+        self._seen: dict[tuple[Cell, str], TransferSeen] = {}
+        self._over: dict[Cell, str] = {}  # cells of which nothing more is to be learned, with the id of the case that says why
+
+    def observe(self, transfer: Transfer, longest: int) -> TransferSeen:
+        """What a transfer shows in the current cell; runs it on first use. `longest` is the largest number of tokens at once in this cell.
+
+        Raises Blocked where it cannot be run, or where an earlier transfer of the cell was refused or did not end.
+        """
+        cell = self.bench.cell
+        key = (cell, transfer.name)
+        if key not in self._seen:
+            if cell in self._over:
+                raise Blocked(f"stands on {self._over[cell]}")
+            try:
+                p, d = self._engines(longest)
+            except EngineFailed as failed:
+                raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}") from None
+            seen = observe_transfer(transfer, p, d, self.limits, lambda: next(self.names))
+            self._seen[key] = seen
+            if seen.failed or seen.stuck or seen.refused:
+                self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]"
+                self.drop()
+        return self._seen[key]
+
+    def facts(self, longest: int) -> tuple[EngineFacts, EngineFacts]:
+        """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
+        if self.bench.cell not in self._started:
+            self._engines(longest)
+        found = self._started[self.bench.cell]
+        if isinstance(found, EngineFailed):
+            raise found
+        return found
+
+    def drop(self) -> None:
+        """End the engines."""
+        if self._pair is not None:
+            for engine in self._pair:
+                engine.end()
+        self._pair = self._pair_cell = None
+
+    def _engines(self, longest: int) -> tuple[PatternEngine, PatternEngine]:
+        cell = self.bench.cell
+        if self._pair is not None and self._pair_cell == cell:
+            return self._pair
+        self.bench.drop()  # the engines of another cell, of either rig
+        before = self._started.get(cell)
+        if isinstance(before, EngineFailed):
+            raise before
+        tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
+        self.bench.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']})")
+        name = next(self.names)
+        pair: list[PatternEngine] = []
+        try:
+            for role in "PD":
+                spec = self._spec(role, cell, tp[role], longest)
+                pair.append(PatternEngine(self.bench.address, f"{cell}-{role}-{name}", spec, self.call_s, self.start_s))
+            self._started[cell] = pair[0].wait_ready(), pair[1].wait_ready()
+        except EngineFailed as failed:
+            for engine in pair:
+                engine.end()
+            self._started[cell] = failed
+            raise
+        self._pair, self._pair_cell = (pair[0], pair[1]), cell
+        return self._pair
+
+    def _spec(self, role: str, cell: Cell, tp: int, longest: int) -> PatternSpec:
+        geometry, side = load_geometries()[cell.family], side_of(cell, role)
+        return PatternSpec(
+            role=role,
+            geometry=geometry.id,
+            tensor_parallel=tp,
+            block_size=side.block,
+            num_blocks=blocks_for(geometry, block_size(cell, role), longest) + ROOM[role],
+            max_model_len=longest,
+            max_batched_tokens=2 * longest,
+            kv_transfer_config={"kv_port": free_port()} | self.config(role),
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+            layout=side.layout,
+            cache_dtype=side.dtype,
+            conv_layout=side.conv,
+            content=side.content,
+            device=self.bench.facts.device,
+        )
+
+
+def side_of(cell: Cell, role: str) -> Side:
+    """How memory is laid out on one side of a cell."""
+    setup: Setup = load_byte_matrices().setups[cell.setup]
+    return setup.prefill if role == "P" else setup.decode
+
+
+def block_size(cell: Cell, role: str) -> int:
+    """Tokens a block of attention layers has on one side."""
+    side = side_of(cell, role)
+    tp = dict(zip("PD", parse_topology(cell.topology), strict=True))[role]
+    kernel = 16 if side.content == PACKED else 32
+    return block_size_of(load_geometries()[cell.family], tp, side.block, side.dtype, kernel_block=kernel)
+
+
+def blocks_for(geometry: Geometry, size: int, tokens: int) -> int:
+    """Blocks of `size` tokens that requests of so many tokens in all may hold, in all groups together.
+
+    Counted as if vLLM gave every kind of layer groups as large as the rarest kind (v1/core/kv_cache_utils.py,
+    `_get_kv_cache_groups_uniform_page_size`), which is never fewer groups than it makes.
+    """
+    counts: dict[str, int] = {}
+    for layer in expand_layers(geometry):
+        kind = "window" if isinstance(layer.kind, SlidingWindow) else "state" if isinstance(layer.kind, State) else "full"
+        counts[kind] = counts.get(kind, 0) + 1
+    rarest = min(counts.values())
+    return sum(math.ceil(count / rarest) for count in counts.values()) * (math.ceil(tokens / size) + 2)

@@ -1,0 +1,41 @@
+"""What engines still hold when nothing is under way. The same for every rig, since every rig asks vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import RELEASE_S
+from pytest_kvconform.rigs.messages import Usage
+
+
+def nothing_held(usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0) -> Evidence:
+    """Judge KV-BLOCKS-001 on what P and D hold after every request has ended."""
+    for role, usage in zip("PD", usages, strict=True):
+        held = usage.total_blocks - usage.free_blocks
+        groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
+        if held or usage.requests or groups:
+            raise Violation(
+                Finding(
+                    rule="KV-BLOCKS-001",
+                    happened=f"{RELEASE_S * timeout_scale:.0f} s after the last token {role} still holds {held} of "
+                    f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
+                    differs="; ".join(groups),
+                    diagnosis="D never told P that it has read, or that it will not read, so P waits for the lease"
+                    if role == "P"
+                    else "the connector never reported the end of a load, so the scheduler keeps its blocks",
+                    signature=f"{role} keeps blocks",
+                )
+            )
+        if usage.unfinished:
+            raise Violation(
+                Finding(
+                    rule="KV-BLOCKS-001",
+                    happened=f"{role} holds nothing, and its scheduler still says that it has work",
+                    diagnosis="has_pending_push_work or a finished request that is never reported keeps the engine stepping",
+                )
+            )
+    return Evidence(
+        looked_at=sum(usage.total_blocks for usage in usages),
+        unit="blocks",
+        bytes_moved=bytes_moved,
+        notes={"seconds": round(released_s, 3)},
+    )

@@ -1,0 +1,67 @@
+"""What D had to compute of prompts that P has computed. The same for every rig, since every rig counts in the scheduler's own output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.messages import Trace
+
+
+class HandedOver(Protocol):
+    """One request of an observation."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def prefill(self) -> Trace: ...
+    @property
+    def decode(self) -> Trace: ...
+
+
+def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
+    """Judge KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens only may leave D the rest of the last one."""
+    for r in requests:
+        due = (r.length - 1) // block_size * block_size
+        if not r.prefill.handed_over:
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"P finished {r.name} and returned no kv_transfer_params",
+                    diagnosis="request_finished returned None for its params, so D was never told where the KV is",
+                )
+            )
+        if r.decode.first_computed < due:
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of {r.name}, "
+                    f"from token {r.decode.first_computed} on: "
+                    f"{r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from D's own cache",
+                    differs=f"it had to compute none before token {due}",
+                    diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing"
+                    if not r.decode.external_tokens
+                    else "the load failed and D recomputed the prompt"
+                    if r.decode.external_tokens + r.decode.local_tokens >= due
+                    else "get_num_new_matched_tokens announced less than P had",
+                    signature="D recomputed what P had",
+                )
+            )
+        if r.decode.computed_tokens != r.length - r.decode.first_computed:
+            raise Violation(
+                Finding(
+                    rule="KV-HANDOVER-002",
+                    happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
+                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
+                )
+            )
+    return Evidence(
+        looked_at=sum(r.length for r in requests),
+        unit="tokens",
+        bytes_moved=bytes_moved,
+        external_tokens=sum(r.decode.external_tokens for r in requests),
+        computed_tokens=sum(r.decode.computed_tokens for r in requests),
+    )

@@ -1,0 +1,74 @@
+"""What most cases of the byte rig begin with: a transfer that reached its end, and in which D was given something."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model_matrix.geometries import expand_layers, load_geometries
+from pytest_kvconform.kvspace.classify import COLLATERAL
+from pytest_kvconform.kvspace.compare import SAME
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.result import Blocked, Finding, HarnessError, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
+from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite.bytes._transfers import has_state, longest
+
+
+def look(bench: Bench, transfer: Transfer) -> TransferSeen:
+    """The observation, whatever became of it."""
+    return bench.pattern.observe(transfer, longest(bench.cell, bench.settings.matrix))
+
+
+def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
+    """The observation, if every request came to its end; otherwise Blocked, in one line."""
+    seen = look(bench, transfer)
+    if seen.failed or seen.stuck or seen.refused:
+        raise Blocked(f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]")
+    return seen
+
+
+def given(bench: Bench, transfer: Transfer) -> TransferSeen:
+    """A settled observation in which D was given KV for every request. What D computed itself proves nothing about the connector."""
+    seen = settled(bench, transfer)
+    for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
+        if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
+            raise HarnessError(f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache")
+        if not r.decode.external_tokens or not sum(check.rows_due for check in r.checks):
+            raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: D was given nothing for {r.name}")
+    return seen
+
+
+def moved(seen: TransferSeen) -> int:
+    """Bytes that stand in D's pools as P computed them."""
+    return sum(check.bytes_due for r in seen.requests for check in r.checks if not check.pool.wrong)
+
+
+def wrong_words(check: Check, kind: str) -> int:
+    """Words of regions of a kind ("attention", "state") that were due and are not right."""
+    runs = check.pool.runs
+    bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
+    of_kind = np.array([region.kind == kind for region in check.pool.regions])
+    return int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
+
+
+def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: str) -> Finding:
+    """What stands wrong in one rank's pool, said for a person."""
+    drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
+    diagnosis = explain_pool(check.pool, source=seen.source, drafts=drafts)
+    audits = seen.audits[1]
+    late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
+    return Finding(
+        rule=rule,
+        happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D was to find the KV of tokens {check.local} to {check.computed - 1} "
+        f"in its pool; the connector had announced {r.decode.external_tokens} tokens{late}",
+        differs=f"{count_pool(check.pool)}" + (f" (of {len(audits)} ranks; see the report for the others)" if len(audits) > 1 else ""),
+        picture=draw_pool(check.pool),
+        diagnosis=diagnosis,
+    )
+
+
+def violated(found: Finding) -> None:
+    raise Violation(found)

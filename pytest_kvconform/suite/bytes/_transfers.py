@@ -1,0 +1,85 @@
+"""What is handed over on the byte rig: one transfer is one variant of the cases, and its name the last word of their ids."""
+
+from __future__ import annotations
+
+from model_matrix import load_geometries
+from model_matrix.geometries import SlidingWindow, State
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.pattern_bench import block_size
+from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
+
+BOUNDARIES = {"quick": 1, "full": 3, "nightly": 3}  # how many block boundaries are visited from both sides
+LAYOUTS = {"quick": 1, "full": 3, "nightly": 3}  # how many times a window begins exactly at a block, from both sides
+
+
+def lengths(cell: Cell, matrix: str) -> list[Transfer]:
+    """One prompt of each length that matters: around the boundaries of P's and of D's blocks, and around windows."""
+    found = {2}
+    for size in _blocks(cell):
+        for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
+            found |= {count * size - 1, count * size, count * size + 1}
+        found.add(_long(cell))
+        for window in _windows(cell):
+            found |= {window, window + 1}
+            for count in range(1, LAYOUTS[matrix] + 1):
+                # The prompts at which the window of the last token begins with the last token of a block: see model_matrix/prompts.py.
+                first = window - 1 + count * size
+                found |= {first - 1, first, first + 1}
+    return [Transfer(f"n{n}", (Prompt(tokens(n)),)) for n in sorted(found) if n > 1]
+
+
+def situations(cell: Cell, matrix: str) -> list[Transfer]:
+    """Everything around a transfer that is not its length; b is the larger of the block sizes."""
+    b, n = max(_blocks(cell)), _long(cell)
+    step = max(n // 3, 16)  # tokens P computes at a time
+    found = [
+        Transfer("two_at_once", (Prompt(tokens(n - b // 2, shared=b + 5)), Prompt(tokens(n, seed=1, shared=b + 5)))),
+        Transfer("chunked", (Prompt(tokens(n)),), budget=step),
+        Transfer("reused", (Prompt(tokens(n)), Prompt(tokens(n - b, seed=1))), reuse=True),
+        Transfer("preempted_on_p", (Prompt(tokens(n)),), budget=step, preempt="P"),
+        Transfer("preempted_on_d", (Prompt(tokens(n)),), preempt="D"),
+    ]
+    return found + hits(cell, matrix)
+
+
+def hits(cell: Cell, matrix: str) -> list[Transfer]:
+    """Prefixes that stand in D's own prefix cache: one block, all but the last, and in the full matrix every depth in between."""
+    b, n = block_size(cell, "D"), _long(cell)
+    most = (n - 1) // b
+    depths = range(1, most + 1) if matrix != "quick" and most <= 8 else sorted({1, most // 2, most} - {0})
+    return [Transfer(f"hit{depth}", (Prompt(tokens(n), warm=depth * b + 1 if depth * b < n else n),)) for depth in depths]
+
+
+def transfers(cell: Cell, matrix: str) -> list[Transfer]:
+    """All of them."""
+    return lengths(cell, matrix) + situations(cell, matrix)
+
+
+def longest(cell: Cell, matrix: str) -> int:
+    """Tokens that the requests of one transfer have at most, what D generates included."""
+    return max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix)) + 16
+
+
+def has_window(cell: Cell) -> bool:
+    """Whether a layer has a sliding window."""
+    return bool(_windows(cell))
+
+
+def has_state(cell: Cell) -> bool:
+    """Whether a layer keeps a state."""
+    return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
+
+
+def _windows(cell: Cell) -> list[int]:
+    return sorted({kind.window for kind in load_geometries()[cell.family].kinds.values() if isinstance(kind, SlidingWindow)})
+
+
+def _blocks(cell: Cell) -> list[int]:
+    """Block sizes of P and D."""
+    return sorted({block_size(cell, role) for role in "PD"})
+
+
+def _long(cell: Cell) -> int:
+    """A length of several blocks, the last one partly filled. Blocks that hold a state are large."""
+    b = max(_blocks(cell))
+    return b + 37 if has_state(cell) else 3 * b + b // 4 + 3

@@ -1,0 +1,62 @@
+"""A transfer comes to its end, and D takes what it is given."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import REQUEST_S, Bench
+from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite._spared import computed_what_it_had_to
+from pytest_kvconform.suite.bytes._seen import look, moved, settled
+from pytest_kvconform.suite.bytes._transfers import transfers
+
+
+@case("KV-HANDOVER-001", variants=transfers)
+def completes(bench: Bench, transfer: Transfer) -> Evidence:
+    """Every request ends, no engine dies, hangs or raises, and the connector does not give up."""
+    seen = look(bench, transfer)
+    if seen.failed:
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-001",
+                happened=seen.failed.sentence,
+                differs="; ".join(seen.failed.stack),
+                diagnosis=seen.failed.sentence,
+                log=seen.failed.log,
+            )
+        )
+    role, _, said = (seen.logged or ("",))[-1].partition(": ")
+    reason = f"{role} logged {said}" if said else ""
+    if seen.stuck:
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-001",
+                happened=f"{'; '.join(seen.stuck)} after {REQUEST_S * bench.settings.timeout_scale:.0f} s",
+                diagnosis=reason or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
+                log=seen.logged,
+            )
+        )
+    if seen.refused:
+        first = next(r for r in seen.requests if r.finish == "error")
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-001",
+                happened=f"D ended {first.name} with an error: the connector gave its load up "
+                f"({seen.prefiller.num_blocks} blocks of {seen.prefiller.block_size} tokens on P, {seen.decoder.num_blocks} of "
+                f"{seen.decoder.block_size} on D)",
+                diagnosis=reason or "the connector gives up loads of this pair of engines",
+                log=seen.logged,
+            )
+        )
+    return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
+
+
+@case("KV-HANDOVER-002", variants=transfers)
+def spares_computing(bench: Bench, transfer: Transfer) -> Evidence:
+    """D computes what it was not given, and no more."""
+    seen = settled(bench, transfer)
+    # A request that was preempted on D computes again, by then without the connector.
+    requests = [r for r in seen.requests if transfer.preempt != "D"] or list(seen.requests[1:])
+    if not requests:
+        return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
+    return computed_what_it_had_to(requests, seen.decoder.block_size, moved(seen))

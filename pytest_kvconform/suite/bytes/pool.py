@@ -1,0 +1,120 @@
+"""Every byte of every rank's pool: what was due has arrived, and nothing else has changed."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.kvspace.classify import COLLATERAL
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.explain import intervals
+from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
+from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
+
+
+@case("KV-BYTES-001", variants=transfers)
+def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
+    """Rows of attention layers that D's next forward reads and that have a block are P's, on every rank."""
+    seen = given(bench, transfer)
+    for r in seen.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention"):
+                raise Violation(finding(bench, seen, r, check, "KV-BYTES-001"))
+    return _evidence(seen)
+
+
+@case("KV-STATE-001", applies=has_state, variants=transfers)
+def state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
+    """The state from which D goes on is P's after exactly the tokens that D does not compute, on every rank."""
+    seen = given(bench, transfer)
+    for r in seen.requests:
+        for check in r.checks:
+            if gone := [m for m in check.missing if not m.window and "state" in _kinds(check, m.layers)]:
+                raise Violation(
+                    Finding(
+                        rule="KV-STATE-001",
+                        happened=f"{r.name}: D goes on after {gone[0].tokens[0]} tokens, and {len(gone[0].layers)} layers of group "
+                        f"{gone[0].group} have no block with a state on rank {check.rank}",
+                    )
+                )
+            if wrong_words(check, "state"):
+                raise Violation(finding(bench, seen, r, check, "KV-STATE-001"))
+    return _evidence(seen)
+
+
+@case("KV-WINDOW-001", applies=has_window, variants=transfers)
+def window_is_whole(bench: Bench, transfer: Transfer) -> Evidence:
+    """Every token of every window that D's next forward reads has a block on D."""
+    seen = given(bench, transfer)
+    for r in seen.requests:
+        for check in r.checks:
+            if gone := [m for m in check.missing if m.window]:
+                layers = [layer for m in gone for layer in m.layers]
+                missing, window = sorted({t for m in gone for t in m.tokens}), gone[0].window
+                first = check.computed - window + 1
+                cause = (
+                    "the block table is laid out for the token after the last one, and D computes the last prompt token again: its window "
+                    "begins one token earlier, with the last token of a block that was already given up"
+                    if missing == [first] and (first + 1) % gone[0].block_size == 0
+                    else "the block table of a sliding window group does not reach back to the beginning of the window"
+                )
+                raise Violation(
+                    Finding(
+                        rule="KV-WINDOW-001",
+                        happened=f"{r.name} of {r.length} tokens: token{'s' if len(missing) > 1 else ''} {intervals(missing)} of "
+                        f"{layers[0]} and {len(layers) - 1} more layers (window {window}) {'are' if len(missing) > 1 else 'is'} not in "
+                        f"D's cache when D computes token {check.computed}, which reads tokens {max(first, 0)} to {check.computed}",
+                        diagnosis=cause,
+                        signature=cause,
+                    )
+                )
+    return _evidence(seen)
+
+
+@case("KV-BYTES-002", variants=transfers)
+def others_untouched(bench: Bench, transfer: Transfer) -> Evidence:
+    """Nothing of D's pool that was not due has changed, up to the end of the transfer."""
+    seen = settled(bench, transfer)
+    for check in [check for r in seen.requests for check in r.checks] + list(seen.audits[1]):
+        if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong):
+            raise Violation(_collateral(bench, "D", check, "KV-BYTES-002"))
+    return Evidence(looked_at=seen.decoder.num_blocks * len(seen.audits[1]), unit="blocks", bytes_moved=moved(seen))
+
+
+@case("KV-BYTES-003", variants=transfers)
+def source_untouched(bench: Bench, transfer: Transfer) -> Evidence:
+    """Nothing of P's pool has changed but what P computed."""
+    seen = settled(bench, transfer)
+    for check in seen.audits[0]:
+        if check.pool.wrong:
+            raise Violation(_collateral(bench, "P", check, "KV-BYTES-003"))
+    return Evidence(looked_at=seen.prefiller.num_blocks * len(seen.audits[0]), unit="blocks", bytes_moved=moved(seen))
+
+
+def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
+    """What changed in a pool although nothing was due there."""
+    when = f"before the first forward of {check.request}" if check.request else "at the end"
+    return Finding(
+        rule=rule,
+        happened=f"{when} rank {check.rank} of {role} holds bytes that neither {role} computed nor a load was to bring",
+        differs=count_pool(check.pool),
+        picture=draw_pool(check.pool),
+        diagnosis=explain_pool(check.pool),
+    )
+
+
+def _kinds(check: Check, layers: tuple[str, ...]) -> set[str]:
+    return {region.kind for region in check.pool.regions if region.layer in layers}
+
+
+def _evidence(seen) -> Evidence:  # type: ignore[no-untyped-def]
+    return Evidence(
+        looked_at=sum(check.rows_due for r in seen.requests for check in r.checks),
+        unit="rows",
+        bytes_moved=moved(seen),
+        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
+        notes={"seconds": round(seen.seconds, 3)},
+    )

@@ -1,0 +1,21 @@
+"""Engines come up with the connector for the real geometry of every family."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.suite.bytes._transfers import longest
+
+
+@case("KV-START-001")
+def comes_up(bench: Bench, variant: None) -> Evidence:
+    """Both engines start and register the memory of every layer on every rank."""
+    try:
+        p, d = bench.pattern.facts(longest(bench.cell, bench.settings.matrix))
+    except EngineFailed as failed:
+        stack = "; ".join(failed.stack)
+        finding = Finding(rule="KV-START-001", happened=failed.sentence, differs=stack, diagnosis=failed.sentence, log=failed.log)
+        raise Violation(finding) from None
+    return Evidence(looked_at=sum(len(group.layers) for facts in (p, d) for group in facts.groups), unit="layers")
