@@ -67,7 +67,7 @@ def cell(topology: str) -> float:
         table.use(Cell(FAMILY, topology))
         began = time.monotonic()
         p, d = table._engines()
-        run = _run(Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5), "first")
+        run = _run(Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5, 20, 90), "first")
         took = time.monotonic() - began
         assert not run.stuck, run.stuck
         table.close()

@@ -257,9 +257,9 @@ class Bench:
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
         self._names = (f"{os.getpid()}-{n}" for n in itertools.count())
         scale = settings.timeout_scale
-        limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale)
+        self.limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale)
         config = functools.partial(transfer_config, subject, device=facts.device)
-        self.pattern = PatternBench(self, self._names, config, (CALL_S * scale, START_S * scale, limits))
+        self.pattern = PatternBench(self, self._names, config, self.limits)
         if settings.device not in ("auto", facts.device):
             raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
         if subject.handover != "handoff":
@@ -288,8 +288,7 @@ class Bench:
                 p, d = self._engines()
             except EngineFailed as failed:
                 raise Blocked(f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}") from None
-            scale = self.settings.timeout_scale
-            limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale)
+            limits = self.limits
             dtype = load_families()[self.cell.family].dtype
             try:
                 if not self._introduced and (scenario.abort or not scenario.due):
@@ -363,11 +362,12 @@ class Bench:
         tp = dict(zip("PD", parse_topology(self.cell.topology), strict=True))
         self.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']})")
         name = next(self._names)
-        scale = self.settings.timeout_scale
         pair: list[Engine] = []
         try:
             for role in "PD":
-                pair.append(Engine(self.address, f"{self.cell}-{role}-{name}", self._spec(role, tp[role]), CALL_S * scale, START_S * scale))
+                pair.append(
+                    Engine(self.address, f"{self.cell}-{role}-{name}", self._spec(role, tp[role]), self.limits.call, self.limits.start)
+                )
             self._started[self.cell] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
             for engine in pair:

@@ -87,6 +87,8 @@ class Deadlines:
 
     request: float  # a hand-over, from the first step on P to the last token of D
     release: float  # from the last token to the return of every block; far below any lease
+    call: float  # one call of an engine
+    start: float  # until an engine is up
 
 
 def observe(scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Deadlines, ids: Callable[[], str]) -> Observation:

@@ -28,11 +28,8 @@ ROOM = {"P": 4, "D": 9}  # blocks beyond what a transfer needs; different, so th
 class PatternBench:
     """Pattern engines of one cell at a time."""
 
-    def __init__(
-        self, bench: Bench, names: Iterator[str], config: Callable[[str], dict[str, Any]], deadlines: tuple[float, float, Deadlines]
-    ):
-        self.bench, self.names, self.config = bench, names, config
-        self.call_s, self.start_s, self.limits = deadlines
+    def __init__(self, bench: Bench, names: Iterator[str], config: Callable[[str], dict[str, Any]], limits: Deadlines):
+        self.bench, self.names, self.config, self.limits = bench, names, config, limits
         self._pair: tuple[PatternEngine, PatternEngine] | None = None
         self._pair_cell: Cell | None = None
         self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
@@ -91,7 +88,7 @@ class PatternBench:
         try:
             for role in "PD":
                 spec = self._spec(role, cell, tp[role], longest)
-                pair.append(PatternEngine(self.bench.address, f"{cell}-{role}-{name}", spec, self.call_s, self.start_s))
+                pair.append(PatternEngine(self.bench.address, f"{cell}-{role}-{name}", spec, self.limits.call, self.limits.start))
             self._started[cell] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
             for engine in pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,6 @@ from pytest_kvconform.rigs.messages import EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.pattern import PatternEngine
 from pytest_kvconform.rigs.pattern_messages import Check, PatternRequest
 from pytest_kvconform.rigs.scenario import Transfer
-
-TOKENS = 2  # that D generates: the second one shows that the first forward left the pool as it should be
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ def observe_transfer(transfer: Transfer, p: PatternEngine, d: PatternEngine, lim
 def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlines, salt: str) -> TransferSeen:
     transfer = seen.transfer
     deadline = time.monotonic() + limits.request
-    for engine in (p, d):
-        engine.poison()
-        engine.audit()  # what stood there before is nothing to this transfer
+    _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt)
     for i, prompt in enumerate(transfer.prompts):
@@ -123,7 +120,7 @@ def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlin
     if stuck:
         return seen
     usage = _release(p, d, limits.release if not any(r.finish == "error" for r in received) else 0.0)
-    return replace(seen, usage=usage, audits=(p.audit(), d.audit()))
+    return replace(seen, usage=usage, audits=_both(p, d, "audit"))
 
 
 class _Requests:
@@ -138,13 +135,20 @@ class _Requests:
         return PatternRequest(
             id=f"{self.salt}-{index}-{side}",
             tokens=prompt[:length],
-            max_tokens=TOKENS if side == "d" else 1,
+            max_tokens=2 if side == "d" and self.transfer.preempt == "D" else 1,  # one that still runs when it is preempted
             kv_transfer_params={"p": PREFILL, "d": handed.kv_transfer_params if handed else None}.get(side),
             salt=self.salt,
             watch=side == "d",
             owners=self.owners[index][:length],
             number=index,
         )
+
+
+def _both(p: PatternEngine, d: PatternEngine, name: str) -> tuple[Any, Any]:
+    """One call on both engines at once: each looks at its whole pool."""
+    p.send(name)
+    d.send(name)
+    return p.answer(name), d.answer(name)
 
 
 def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:

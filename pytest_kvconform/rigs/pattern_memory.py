@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
-from pytest_kvconform.kvspace.address import Array, Region, poison, poison_bytes, state_rows, token_rows
+from pytest_kvconform.kvspace.address import Array, Region, poison, state_rows, token_rows
 from pytest_kvconform.rigs.geometry import kv_heads, state_segments
 
 SPLIT = frozenset({"CPU_ATTN"})  # backends that keep [K of all tokens; V of all tokens] per (block, head); the rest: [K | V] per token
@@ -85,6 +85,7 @@ class Memory:
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
         poison(self.shadow, engine, rank)
+        self.untouched = self.shadow.copy()  # to copy from: three times as fast as making poison anew
         if self.device.is_cuda:
             self.storage = self.shadow.copy()
             self.device.copy_(torch.from_numpy(self.storage))
@@ -135,7 +136,7 @@ class Memory:
         blocks = blocks[self.dirty[blocks]]
         self.dirty[blocks] = False
         for start, end in self._spans(blocks):
-            self.storage[start:end] = self.shadow[start:end] = poison_bytes(start, end, self.engine, self.rank)
+            self.storage[start:end] = self.shadow[start:end] = self.untouched[start:end]
         self.flush(blocks)
 
     def zero(self, blocks: Array) -> None:

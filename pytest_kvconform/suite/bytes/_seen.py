@@ -9,7 +9,7 @@ from pytest_kvconform.kvspace.classify import COLLATERAL
 from pytest_kvconform.kvspace.compare import SAME
 from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
 from pytest_kvconform.kvspace.picture import draw_pool
-from pytest_kvconform.result import Blocked, Finding, HarnessError, Violation
+from pytest_kvconform.result import Blocked, Finding, HarnessError
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
 from pytest_kvconform.rigs.pattern_messages import Check
@@ -62,13 +62,9 @@ def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: s
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,
-        happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D was to find the KV of tokens {check.local} to {check.computed - 1} "
-        f"in its pool; the connector had announced {r.decode.external_tokens} tokens{late}",
+        happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D was to find the KV of tokens {check.local} to "
+        f"{check.computed - 1} in its pool; the connector had announced {r.decode.external_tokens} tokens{late}",
         differs=f"{count_pool(check.pool)}" + (f" (of {len(audits)} ranks; see the report for the others)" if len(audits) > 1 else ""),
         picture=draw_pool(check.pool),
         diagnosis=diagnosis,
     )
-
-
-def violated(found: Finding) -> None:
-    raise Violation(found)

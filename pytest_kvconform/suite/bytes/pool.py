@@ -9,6 +9,7 @@ from pytest_kvconform.kvspace.explain import intervals
 from pytest_kvconform.kvspace.picture import draw_pool
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.pattern_handover import TransferSeen
 from pytest_kvconform.rigs.pattern_messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
@@ -110,7 +111,7 @@ def _kinds(check: Check, layers: tuple[str, ...]) -> set[str]:
     return {region.kind for region in check.pool.regions if region.layer in layers}
 
 
-def _evidence(seen) -> Evidence:  # type: ignore[no-untyped-def]
+def _evidence(seen: TransferSeen) -> Evidence:
     return Evidence(
         looked_at=sum(check.rows_due for r in seen.requests for check in r.checks),
         unit="rows",
