@@ -20,7 +20,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w
 STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
 # The last line of a traceback, with whatever a logger puts before it.
 EXCEPTION = re.compile(
-    r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure)): (?P<message>.+)$", re.M
+    r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure))(?:: (?P<message>.+))?$", re.M
 )
 Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
@@ -86,8 +86,8 @@ class Process:
             text = self.log.read_bytes()[since:][-200_000:].decode("utf-8", "backslashreplace")
         except OSError:
             return ()
-        said = (f"{m['type'].rpartition('.')[2]}: {m['message']}"[:240] for m in EXCEPTION.finditer(text))
-        return tuple(dict.fromkeys("".join(c if c.isprintable() else "·" for c in line) for line in said))
+        said = (m["type"].rpartition(".")[2] + (f": {m['message']}" if m["message"] else "") for m in EXCEPTION.finditer(text))
+        return tuple(dict.fromkeys("".join(c if c.isprintable() else "·" for c in line[:240]) for line in said))
 
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the process wrote. Bytes that are no text are shown as escapes."""

@@ -107,7 +107,7 @@ def block_size_of(geometry: Geometry, tp: int, wanted: int, cache_dtype: str = "
     if not states:
         return wanted
     attention = _main_attention(geometry)
-    per_token = _attention_spec(attention, geometry, tp, 1, cache_dtype, kernel_block=1).page_size_bytes
+    per_token = _bytes_per_token(attention, geometry, tp, cache_dtype)
     page = max(_state_bytes(geometry, kind, tp) for kind in states)
     alignment = max(kernel_block, wanted, MLA_HYBRID_BLOCK if isinstance(attention, Mla) else 0)
     derived = alignment * math.ceil(page / (alignment * per_token))
@@ -134,7 +134,7 @@ def layer_specs(
     specs: dict[str, Any] = {}
     for word, kind in geometry.kinds.items():
         if isinstance(kind, State):
-            page = block_size * _attention_spec(_main_attention(geometry), geometry, tp, 1, cache_dtype, kernel_block=1).page_size_bytes
+            page = block_size * _bytes_per_token(_main_attention(geometry), geometry, tp, cache_dtype)
             specs[word] = _state_spec(geometry, kind, tp, block_size if prefix_caching else max_model_len, page, prefix_caching)
         else:
             specs[word] = _attention_spec(kind, geometry, tp, block_size, cache_dtype, kernel_block)
@@ -154,6 +154,12 @@ def _main_attention(geometry: Geometry) -> Attention:
     """The kind of the model's own first attention layer: vLLM derives the pages of states from it."""
     kinds: list[Kind] = [layer.kind for layer in expand_layers(geometry) if not layer.draft]
     return next(kind for kind in kinds if not isinstance(kind, State))
+
+
+def _bytes_per_token(kind: Attention, geometry: Geometry, tp: int, cache_dtype: str) -> int:
+    """Bytes of one token in one layer on one rank. Cases are planned with it, so it must do without vLLM."""
+    size = 1 if cache_dtype.startswith("fp8") else _size(geometry.dtype if cache_dtype == "auto" else cache_dtype)
+    return kv_heads(kind, tp, rank=0)[1] * kind.head_size * (1 if isinstance(kind, Mla) else 2) * size
 
 
 def _attention_spec(kind: Attention, geometry: Geometry, tp: int, block_size: int, cache_dtype: str, kernel_block: int) -> Any:

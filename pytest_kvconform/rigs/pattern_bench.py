@@ -143,4 +143,4 @@ def blocks_for(geometry: Geometry, size: int, tokens: int) -> int:
         kind = "window" if isinstance(layer.kind, SlidingWindow) else "state" if isinstance(layer.kind, State) else "full"
         counts[kind] = counts.get(kind, 0) + 1
     rarest = min(counts.values())
-    return sum(math.ceil(count / rarest) for count in counts.values()) * (math.ceil(tokens / size) + 2)
+    return sum(math.ceil(count / rarest) for count in counts.values()) * (math.ceil(tokens / size) + 1)

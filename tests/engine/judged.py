@@ -51,10 +51,11 @@ def _short(result: CaseResult) -> str:
 
 
 class Jury:
-    """One zygote, and a bench per connector."""
+    """One zygote, and a bench per connector. `module` is where connectors are found, `tier` whose cases judge them."""
 
-    def __init__(self) -> None:
-        settings = Settings(connector="wrong_connectors:Right", config=CONFIG)
+    def __init__(self, module: str = "wrong_connectors", tier: str = "engine", families: tuple[str, ...] = (), matrix: str = "quick") -> None:
+        self.module, self.tier = module, tier
+        settings = Settings(connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix)
         self.zygote = start_zygote(settings, resolve(settings))
         self._facts: dict[str, SubjectFacts] = {}
 
@@ -68,17 +69,28 @@ class Jury:
             self._facts[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
         return self._facts[settings.connector]
 
-    def judge(self, connector: str, family: str, topology: str = "P1D1", variants: str = "", scale: float = 1.0) -> Judged:
-        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all."""
-        spec, config = (connector, "") if connector == "NixlConnector" else (f"wrong_connectors:{connector}", CONFIG)
-        settings = Settings(connector=spec, config=config, family=(family,), topology=(topology,), timeout_scale=scale)
+    def judge(
+        self,
+        connector: str,
+        family: str,
+        topology: str = "P1D1",
+        variants: str = "",
+        scale: float = 1.0,
+        setup: str = "",
+        matrix: str = "quick",
+    ) -> Judged:
+        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all. `setup` is of the byte rig."""
+        spec, config = (connector, "") if connector == "NixlConnector" else (f"{self.module}:{connector}", CONFIG)
+        settings = Settings(
+            connector=spec, config=config, tier=(self.tier,), family=(family,), topology=(topology,), matrix=matrix, timeout_scale=scale
+        )
         bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
         try:
             return Judged(
                 [
                     _result(bench, planned)
                     for planned in ordered(make_plan(settings, ()).asked, settings.seed)
-                    if planned.variant is None or not variants or str(planned.variant) in variants.split()
+                    if planned.cell.setup == setup and (planned.variant is None or not variants or str(planned.variant) in variants.split())
                 ]
             )
         finally:

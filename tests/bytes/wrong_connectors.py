@@ -1,0 +1,210 @@
+"""Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its reads have ended.
+
+All of them are vLLM's NixlConnector but for what the first sentence of their docstring says. Engines import this module under its full name;
+nothing here is imported by the tests themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+from tests.engine.wrong_connectors import BacksOff, DropsTail, Groups, LateByOne, Right, Spoils, SwapsHeads, WritesNull, WritesOutside
+
+__all__ = ["BacksOff", "DropsTail", "LateByOne", "Right", "SwapsHeads", "WritesNull", "WritesOutside"]
+
+LATE_S = 10.0  # that a read may take whose end is waited for
+
+
+# ---- which addresses are read ------------------------------------------------------------------------------------------------
+
+
+class Worker(Right):
+    """`change` replaces functions of the worker half before it knows any address."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.change(self.connector_worker)
+        super().register_kv_caches(kv_caches)
+
+    def change(self, worker: Any) -> None:
+        raise NotImplementedError
+
+
+class LocalStride(Worker):
+    """Finds P's blocks with D's block stride."""
+
+    def change(self, worker: Any) -> None:
+        build = worker._build_fa_remote
+
+        def build_fa_remote(plan: Any, meta: Any, ratio: int) -> Any:
+            return build(plan, replace(meta, block_strides=worker.block_stride_per_layer), ratio)
+
+        worker._build_fa_remote = build_fa_remote
+
+
+class HeadsOfTheOtherRank(Worker):
+    """Each rank of D reads the heads of the other."""
+
+    def change(self, worker: Any) -> None:
+        build = worker._build_fa_remote
+
+        def build_fa_remote(plan: Any, meta: Any, ratio: int) -> Any:
+            return build(replace(plan, rank_offset_factor=1 - plan.rank_offset_factor), meta, ratio)
+
+        worker._build_fa_remote = build_fa_remote
+
+
+class CutsAcrossSegments(Worker):
+    """Cuts P's convolution state in one piece, not Q, K and V each."""
+
+    def change(self, worker: Any) -> None:
+        conv = worker._conv_decomp
+
+        class Cut(type(conv)):  # type: ignore[misc]
+            def remote_conv_offsets(self, rank: int, ratio: int) -> list[tuple[int, int]]:
+                sizes, begin = self.proj_bytes, rank * sum(self.proj_bytes)
+                return [(begin + sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+        object.__setattr__(conv, "__class__", Cut)
+
+
+class ForgetsDraft(Worker):
+    """Reads every layer but the one of the draft model."""
+
+    def change(self, worker: Any) -> None:
+        compute = worker._compute_desc_ids
+
+        def compute_desc_ids(*args: Any, **kwargs: Any) -> Any:
+            ids, sizes = compute(*args, **kwargs), kwargs["region_num_blocks"]
+            (draft,) = (i for i, mla in enumerate(worker._region_is_mla) if not mla)
+            first = sum(sizes[:draft])
+            return ids[(ids < first) | (ids >= first + sizes[draft])]
+
+        worker._compute_desc_ids = compute_desc_ids
+
+
+class WritesToP(Worker):
+    """Copies D's blocks to P, instead of P's to D."""
+
+    def change(self, worker: Any) -> None:
+        make = worker.nixl_wrapper.make_prepped_xfer
+
+        def make_prepped_xfer(operation: str, *args: Any, **kwargs: Any) -> Any:
+            return make("WRITE", *args, **kwargs)
+
+        worker.nixl_wrapper.make_prepped_xfer = make_prepped_xfer
+
+
+class FirstGroupForAll(Right):
+    """Reads P's blocks of the first group for the layers of every group."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for meta in self.loads().values():
+            first = list(meta.remote.block_ids[0])
+            meta.remote.block_ids = tuple(first[-len(theirs) :] for theirs in meta.remote.block_ids)
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class ShortWindow(Right):
+    """Counts the blocks of a window as if every window began at a block."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:
+            blocks = self.connector_scheduler.blocks_per_sw
+            self.connector_scheduler.blocks_per_sw = [count - 1 if count else 0 for count in blocks]
+
+
+# ---- what D's cache holds after the read -------------------------------------------------------------------------------------
+
+
+class Reorders(Spoils):
+    """`reorder` says what each block's rows, [block, head, token, plane, byte] without gaps, are taken for."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        for cache in layers:
+            rows = cache[blocks].contiguous().view(torch.uint8).unflatten(-1, (2, -1))
+            cache[blocks] = self.reorder(rows).contiguous().flatten(-2).view(cache.dtype)
+
+    def reorder(self, rows: Any) -> Any:
+        raise NotImplementedError
+
+
+class ReversesHeads(Reorders):
+    """The last head comes first."""
+
+    def reorder(self, rows: Any) -> Any:
+        return rows.flip(1)
+
+
+class SwapsPlanes(Reorders):
+    """K stands where V belongs, and V where K belongs."""
+
+    def reorder(self, rows: Any) -> Any:
+        return rows.flip(3)
+
+
+class PackedAsSplit(Reorders):
+    """Takes K and V of each token for K of all tokens and then V of all tokens."""
+
+    def reorder(self, rows: Any) -> Any:
+        return rows.reshape(*rows.shape[:2], 2, -1, rows.shape[-1]).transpose(2, 3)
+
+
+class NhdInHnd(Reorders):
+    """Puts blocks that have all heads of a token together where all tokens of a head are together."""
+
+    def reorder(self, rows: Any) -> Any:
+        return rows.transpose(1, 2).reshape(rows.shape)
+
+
+# ---- when ----------------------------------------------------------------------------------------------------------------------
+
+
+class ReportsEarly(Right):
+    """Reports a load as finished in the step in which it begins, and the bytes come one step later."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.late = dict[str, Any]()
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.new = {name: meta for name, meta in self.loads().items() if any(meta.local_block_ids)}
+        for name in self.new:
+            del self.loads()[name]
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self._read(self.late)
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_recving |= self.new.keys()
+        self.late = self.new
+        return results
+
+    def _read(self, loads: dict[str, Any]) -> None:
+        """Read after the forward that needed it; until the end, or P would not be told before D is asked for something again."""
+        begun = NixlConnectorMetadata()
+        begun.reqs_to_recv = dict(loads)
+        missing, deadline = set(loads), time.monotonic() + LATE_S
+        while missing:
+            self.connector_worker.start_load_kv(begun)
+            begun = NixlConnectorMetadata()
+            missing -= self.connector_worker.get_transfer_results().finished_recving
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{sorted(missing)} were not read")
+
+
+class FreesAtOnce(Right):
+    """P gives its blocks back when it has computed them, and D reads them later."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
+        return False, super().request_finished_all_groups(request, block_ids)[1]
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_sending.clear()  # vLLM does not know these requests any more
+        return results
