@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.logs import exceptions_in
 from pytest_kvconform.rigs.messages import EngineFacts, Request, Snapshot, Step, Trace, Usage
 
 # The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
 # where the connector was when its process died or stood still.
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
-# The last line of a traceback, with whatever a logger puts before it.
-EXCEPTION = re.compile(
-    r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure))(?:: (?P<message>.+))?$", re.M
-)
 Frame = tuple[str, int, str]  # file, line, function
 LOG_LINES = 12
 GONE = "the background process, from which engines are forked, is gone; did somebody kill it, or the machine for want of memory?"
@@ -81,13 +78,12 @@ class Process:
             return 0  # it has not written a word
 
     def exceptions(self, since: int) -> tuple[str, ...]:
-        """What exceptions said that the process logged after a position, each once, in order: "AssertionError: sizes differ"."""
+        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
         try:
             text = self.log.read_bytes()[since:][-200_000:].decode("utf-8", "backslashreplace")
         except OSError:
             return ()
-        said = (m["type"].rpartition(".")[2] + (f": {m['message']}" if m["message"] else "") for m in EXCEPTION.finditer(text))
-        return tuple(dict.fromkeys("".join(c if c.isprintable() else "·" for c in line[:240]) for line in said))
+        return exceptions_in(text)
 
     def last_lines(self) -> tuple[str, ...]:
         """The end of what the process wrote. Bytes that are no text are shown as escapes."""
