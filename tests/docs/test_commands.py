@@ -56,7 +56,7 @@ def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pyte
         arguments = [*arguments, "--collect-only", "-q"]
     done = pytester.runpytest_inprocess("-p", "pytest_kvconform.plugin", *arguments)
     assert done.ret == 0
-    assert [line for line in done.outlines if line.startswith("kv::engine/")]
+    assert [line for line in done.outlines if line.startswith(("kv::engine/", "kv::bytes/"))]
 
 
 @pytest.fixture

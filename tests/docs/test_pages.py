@@ -16,7 +16,7 @@ from model_matrix.cells import read_matrices
 from model_matrix.families import Family
 from pytest_kvconform import rules
 from pytest_kvconform.report.document import Report, Selection
-from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
+from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import bench
 from pytest_kvconform.settings import load
 from pytest_kvconform.subject import Subject, resolve
@@ -210,7 +210,7 @@ def test_the_case_is_one() -> None:
     exec(compile(code, "page", "exec", dont_inherit=True), namespace)
     case = namespace["announces_no_more_than_the_prompt"].kv_case  # type: ignore[attr-defined]
     assert (case.rule, case.tier) == ("KV-EXAMPLE-001", "engine")
-    assert list(case.variants("llama", "quick"))
+    assert list(case.variants(Cell("llama", "P1D1"), "quick"))
 
 
 def test_other_programs_compile() -> None:
