@@ -1,14 +1,16 @@
 """Benchmarks of the harness itself, as ratios within one run. No test: numbers are for docs/benchmarks.md, judgement is for people.
 
-    python ci/bench.py [start] [cell] [quick]        default: all of them
+    python ci/bench.py [start] [cell] [quick] [bytes] [bytes-full]        default: all but the last
 
 start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
 cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
+bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, and where they go
 quick   a whole quick run on NixlConnector as `make conform` does it: first verdict, end, the largest sum of memory over its processes
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -76,8 +79,8 @@ def cell(topology: str) -> float:
         zygote.close()
 
 
-def quick() -> tuple[float, float, float, str]:
-    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes, last line)."""
+def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
+    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes, last line, report)."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -101,7 +104,22 @@ def quick() -> tuple[float, float, float, str]:
                     first = time.monotonic() - began
                 last = line.strip() or last
             peak = max(peak, memory(process.pid))
-        return first, time.monotonic() - began, peak, last
+        return first, time.monotonic() - began, peak, last, json.loads((Path(folder) / "report.json").read_bytes())
+
+
+def by_cell(report: dict[str, Any]) -> list[str]:
+    """Lines: cell, checked hand-overs, seconds of its cases, those of the first one, in which engines start, apart."""
+    rows: dict[str, list[Any]] = {}
+    for result in report["results"]:
+        row = rows.setdefault("{family}-{topology}.{setup}".format(**result["cell"]), [0, []])
+        row[1].append(result["seconds"])
+        if "::completes[" in result["id"] and result["outcome"] == "PASS":
+            row[0] += result["evidence"]["looked_at"]
+    lines = [f"{cell:<30} {n:4} hand-overs {sum(s):6.1f} s, of them starting {max(s):5.1f} s" for cell, (n, s) in sorted(rows.items())]
+    return [
+        *lines,
+        f"{'in all':<30} {sum(n for n, _ in rows.values()):4} hand-overs {sum(sum(s) for _, s in rows.values()):6.1f} s of cases",
+    ]
 
 
 def memory(pid: int) -> float:
@@ -123,13 +141,17 @@ def main(wanted: list[str]) -> int:
         "start": [(f"two LLM(...) starts, TP {tp}", lambda tp=tp: start(tp)) for tp in (1, 2)],  # type: ignore[misc]
         "cell": [(f"one more cell, {t}", lambda t=t: cell(t)) for t in ("P1D1", "P2D2")],  # type: ignore[misc]
     }
-    for name in wanted or ["start", "cell", "quick"]:
+    for name in wanted or ["start", "cell", "quick", "bytes"]:
         for title, job in jobs.get(name, []):
             seconds[title] = job()
             print(f"{title:<32} {seconds[title]:7.2f} s", flush=True)
         if name == "quick":
-            first, whole, peak, last = quick()
+            first, whole, peak, last, _ = quick()
             print(f"quick run: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
+        if name.startswith("bytes"):
+            first, whole, peak, last, report = quick("--kv-tier=bytes", f"--kv-matrix={name.partition('-')[2] or 'quick'}")
+            print("\n".join(by_cell(report)))
+            print(f"{name}: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
     for tp in (1, 2):
         plain, ours = seconds.get(f"two LLM(...) starts, TP {tp}"), seconds.get(f"one more cell, P{tp}D{tp}")
         if plain and ours:

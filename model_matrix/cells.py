@@ -52,6 +52,8 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "auto"
     content: Literal["backend", "packed"] = "packed"
     conv: Literal["DS", "SD"] = "DS"
+    prefix_caching: bool = True
+    kernel: int = 0  # tokens of a kernel's block, content "packed" only; 0: any multiple of 16
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,13 +18,15 @@ import pytest
 
 from pytest_kvconform.plan import PREFIX, Planned, load_module
 from pytest_kvconform.report.failure import failure_text
-from pytest_kvconform.result import Blocked, CaseResult, Evidence, HarnessError, Outcome, Violation
+from pytest_kvconform.result import Blocked, CaseResult, Evidence, HarnessError, NotApplicable, Outcome, Violation
 
 if TYPE_CHECKING:
     from pytest_kvconform.session import Runner
 
 # pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit likewise.
 _DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
+
+_ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)  # neither passed nor failed
 
 
 class Suite(pytest.Collector):
@@ -103,6 +105,8 @@ class CaseItem(pytest.Item):
             result = msgspec.structs.replace(result, finding=error.finding, reason="")
         except Blocked as error:
             result = msgspec.structs.replace(result, outcome=Outcome.BLOCKED, reason=str(error) or "no reason was given")
+        except NotApplicable as error:
+            result = msgspec.structs.replace(result, outcome=Outcome.NOT_APPLICABLE, reason=str(error))
         except _DEFECTS as error:
             result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
             defect = "".join(traceback.format_exception(error))
@@ -140,8 +144,8 @@ class CaseItem(pytest.Item):
         if self.result is None or report.when == "teardown" or (report.when == "setup" and self.result.outcome is not Outcome.HARNESS):
             return
         outcome = self.result.outcome
-        report.outcome = "passed" if outcome is Outcome.PASS else "skipped" if outcome is Outcome.BLOCKED else "failed"
-        if outcome is Outcome.BLOCKED:
+        report.outcome = "passed" if outcome is Outcome.PASS else "skipped" if outcome in _ASIDE else "failed"
+        if outcome in _ASIDE:
             path, line, _ = self.reportinfo()
             report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
         if hasattr(report, "wasxfail"):

@@ -125,7 +125,9 @@ class Judge:
         if hasattr(report, "kv_progress"):
             return "", "", ""
         if report.outcome == "skipped" and hasattr(report, "kv_result"):
-            return "blocked", "B", ("BLOCKED", {"yellow": True})
+            if _result(report).outcome is Outcome.BLOCKED:
+                return "blocked", "B", ("BLOCKED", {"yellow": True})
+            return "not applicable", "n", ("NOT-APPLICABLE", {})
         return None
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

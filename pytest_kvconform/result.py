@@ -81,5 +81,9 @@ class Blocked(Exception):
     """Raised by a case: it applies, but cannot run here. The message says what is missing or which case failed before it."""
 
 
+class NotApplicable(Exception):
+    """Raised by a case: what it looks at is none of the connector's promises, and the connector declined it cleanly."""
+
+
 class HarnessError(Exception):
     """Raised by a rig: this project, or the machine, is at fault, and not the connector."""

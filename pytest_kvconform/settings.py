@@ -111,12 +111,18 @@ class Settings:
     timeout_scale: float = _option(1.0, _factor, "X", "multiplies every deadline; more than 1 for a slow machine")
     seed: int = _option(0, _seed, "N|last", "order of cells and cases, 0 for the suite's own; last: the one of the previous run")
     report: str = _option("kv-report", _text, "DIR", "folder for report.json", is_path=True)
-    profile: str = _option("p2p", _one_of("p2p"), "p2p", "what the connector is: p2p, one half of a P/D pair", toml_only=True)
+    profile: str = _option(
+        "",
+        _one_of("p2p", "store"),
+        "p2p|store",
+        "what the connector is: one half of a P/D pair (p2p, unless it is known to be a store), or a store: save, restart, load",
+        toml_only=True,
+    )
     handover: str = _option(
-        "handoff",
+        "",
         _one_of("handoff", "rendezvous", "none"),
         "handoff|rendezvous|none",
-        "how P's answer reaches D: in P's output, by a transfer id that both get, or not at all",
+        "how P's answer reaches D: in P's output (handoff, unless it is a store), by a transfer id that both get, or not at all (stores)",
         toml_only=True,
     )
     origins: dict[str, str] = field(default_factory=dict)  # setting -> "command line", the variable, "pyproject.toml" or "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -28,8 +29,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     connector: str  # kv_connector: the registered name or the class
     module: str | None = None  # kv_connector_module_path; None for a registered name
     config: dict[str, Any] = {}  # the rest of KVTransferConfig
-    profile: str = "p2p"
+    profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
+    folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
+    needs: str = ""  # device without which it cannot run: "cuda"
+    keeps: str = ""  # why what a store saves is not found by a second engine
 
 
 def resolve(settings: Settings) -> Subject:
@@ -37,14 +41,48 @@ def resolve(settings: Settings) -> Subject:
     module, name = _parse(settings.connector)
     if module is None:
         _check_registered(name)
-    config = _read_config(settings.config)
+    known = Declaration() if module else declarations().get(name, Declaration())
+    config = _with_defaults(_read_config(settings.config), known.config)
+    profile = settings.profile or known.profile
+    if profile == "store" and settings.handover not in ("", "none"):
+        raise BadSetting(f"pyproject.toml: tool.kvconform.handover is {settings.handover!r}, and a store hands nothing over; leave it out")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
             raise BadSetting(f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes it {ours!r}; leave it out")
     return Subject(
-        spec=settings.connector, connector=name, module=module, config=config, profile=settings.profile, handover=settings.handover
+        spec=settings.connector,
+        connector=name,
+        module=module,
+        config=config,
+        profile=profile,
+        handover=settings.handover or ("none" if profile == "store" else "handoff"),
+        folder=known.folder,
+        needs=known.needs,
+        keeps=known.keeps,
     )
+
+
+class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a connector that vLLM registers; see connectors.toml."""
+
+    profile: str = "p2p"
+    folder: str = ""
+    needs: str = ""
+    keeps: str = ""
+    config: dict[str, Any] = {}  # what it does not start without
+
+
+@functools.cache
+def declarations() -> dict[str, Declaration]:
+    """Registered name -> what is known of it, where that is not what every connector is taken for."""
+    return msgspec.toml.decode(Path(__file__).with_name("connectors.toml").read_bytes(), type=dict[str, Declaration])
+
+
+def _with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The user's object over ours, key by key, those of kv_connector_extra_config included."""
+    extra = defaults.get("kv_connector_extra_config", {}) | config.get("kv_connector_extra_config", {})
+    return defaults | config | ({"kv_connector_extra_config": extra} if extra else {})
 
 
 def _parse(spec: str) -> tuple[str | None, str]:

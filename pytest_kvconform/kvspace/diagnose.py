@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from pytest_kvconform.kvspace.address import ATTENTION, STATE, Array, Region
+from pytest_kvconform.kvspace.address import ATTENTION, POISON, STATE, Array, Region
 from pytest_kvconform.kvspace.classify import COLLATERAL
 from pytest_kvconform.kvspace.compare import GARBLED, MOVED, PLANES, SAME, SEGMENTS, UNWRITTEN, ZEROED
 from pytest_kvconform.kvspace.explain import intervals
@@ -30,12 +30,32 @@ def explain_pool(
         return f"{words_of(comparison.wrong)} were still unwritten when the load was reported complete; a later look found them right"
     names = name_mistakes(comparison, source)
     if names:
-        return f"{' or '.join(names)}: it explains {share_of(comparison, MOVED)} in {layers_of(comparison, MOVED)}"
+        return f"{' or '.join(names)}: it explains all {words_of(comparison.wrong)} in {layers_of(comparison)}"
     order = sorted(comparison.words, key=lambda kind: (kind == MOVED, comparison.words[kind]), reverse=True)
     first, rest = order[0], order[1:]
     sentence = _SAYS[first](comparison, drafts)
     said = ", ".join(f"{words_of(comparison.words[kind])} {KINDS[kind]}" for kind in rest)
     return sentence + (f"; besides, {said}" if said else "")
+
+
+def explain_source(comparison: PoolComparison) -> str:
+    """One sentence on what stands in a pool that loads only read; empty when nothing is wrong there."""
+    if not comparison.wrong:
+        return ""
+    runs = comparison.runs[comparison.runs["kind"] != SAME]
+    held = Counter[str]()
+    for run in runs:
+        holds = run["belongs"]
+        if holds["kind"] in (ATTENTION, STATE):
+            what = f"what {ENGINES[holds['engine']]} computed"
+        elif holds["kind"] == POISON:
+            what = f"memory that {ENGINES[holds['engine']]} never wrote"
+        else:
+            what = "zeros" if run["kind"] == ZEROED else "bytes that are nobody's"
+        held[what] += int(run["words"])
+    what = max(held, key=lambda said: held[said], default="bytes that are nobody's")
+    where = f" of {layers_of(comparison)}" if len(runs) else ""
+    return f"a pool that loads only read was written to: {words_of(comparison.wrong)}{where} hold {what}"
 
 
 def count_pool(comparison: PoolComparison) -> str:

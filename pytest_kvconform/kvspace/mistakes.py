@@ -78,6 +78,7 @@ CONV_CUT = "the convolution state was cut in one piece across its segments"
 TOKEN_AXIS = "heads were split along the token axis: one piece of each block was taken instead of some heads of each token"
 ONE_GROUP = "the block ids of one group were used for the layers of another"
 LOCAL_STRIDE = "the local block stride was used to find the remote blocks"
+TOO_LATE = "the right remote blocks were read, but after they had been given back and overwritten"
 
 CATALOGUE = (
     Mistake("K and V are exchanged", 2, lambda s, h, p, n, heads: (s, h, 1 - p)),
@@ -107,7 +108,8 @@ def name_mistakes(comparison: PoolComparison, source: Source | None = None) -> t
     ]
     if source is not None:
         tests.append((LOCAL_STRIDE, lambda: _local_stride(comparison, runs[wrong], source)))
-    return tuple(dict.fromkeys(name for name, test in tests if (moved or name == LOCAL_STRIDE) and test()))
+        tests.append((TOO_LATE, lambda: _too_late(comparison, runs[wrong], source)))
+    return tuple(dict.fromkeys(name for name, test in tests if (moved or name in (LOCAL_STRIDE, TOO_LATE)) and test()))
 
 
 def _by_region(comparison: PoolComparison) -> Iterator[tuple[Region, Array]]:
@@ -118,15 +120,18 @@ def _by_region(comparison: PoolComparison) -> Iterator[tuple[Region, Array]]:
 def _fits(runs: Array, kind: int, token: Array, head: Array, plane: Array) -> bool:
     """Whether all runs hold what is predicted: these coordinates, the layer and lane of the place, that token's owner and engine.
 
-    A place that should hold a token beyond those that were due may hold anything that nobody wrote.
+    A place that should hold a token beyond those that were due may hold anything that nobody wrote, or that token if it was computed all
+    the same: P computes the last token of a prompt, and D computes it again.
     """
     stands, belongs = runs["stands"], runs["belongs"]
     right = (belongs["kind"] == kind) & (belongs["token"] == token) & (belongs["head"] == head) & (belongs["plane"] == plane)
     for name in ("layer", "lane"):
         right &= belongs[name] == stands[name]
-    due, held = (((at["token"].astype(np.int64) << 16) + at["owner"]) * 2 + at["engine"] for at in (stands, belongs))
-    right &= np.isin(held, due)  # within a block the owner or the engine may change from one token to the next
     undue = (token > stands["token"].max()) | (token < stands["token"].min())
+    due, held = (at["owner"].astype(np.int64) * 2 + at["engine"] for at in (stands, belongs))
+    of_somebody = undue & np.isin(held, due)
+    due, held = ((at["token"].astype(np.int64) << 17) + who for at, who in ((stands, due), (belongs, held)))
+    right &= of_somebody | np.isin(held, due)  # within a block the owner or the engine may change from one token to the next
     return bool((right | (undue & np.isin(runs["kind"], (UNWRITTEN, ZEROED)))).all())
 
 
@@ -219,26 +224,42 @@ def _one_group(comparison: PoolComparison, wrong: Array) -> bool:
 
 def _local_stride(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
     """Block b of the source was looked for at b times the stride of this pool: compared as places in the source's storage."""
-    regions = {region.number: region for region in source.regions if region.kind == "attention"}
-
-    def offset(at: np.void) -> int | None:
-        """Bytes in the source's storage, of an address."""
-        if at["kind"] == POISON:
-            return int(at["offset"]) if at["offset"] >= 0 else None
-        region = regions.get(int(at["layer"])) if at["kind"] == ATTENTION else None
-        table = source.tables.get((region.layer, int(at["owner"]))) if region is not None else None
-        if region is None or table is None or at["token"] // region.block_size >= len(table):
-            return None
-        index = (table[at["token"] // region.block_size], at["token"] % region.block_size, at["head"] - region.first, at["plane"])
-        return region.offset + sum(int(i) * s for i, s in zip(index, region.strides, strict=False)) + 8 * int(at["lane"])
-
-    for run in wrong[:: max(1, len(wrong) // 4096)]:
+    for run in _sample(wrong):
         here, stands = comparison.regions[run["region"]], run["stands"]
-        there = regions.get(here.number)
-        right, found = offset(stands), offset(run["belongs"])
+        there = _region_in(source, int(here.number))
+        right, found = _place_in(source, stands), _place_in(source, run["belongs"])
         if there is None or here.strides[0] == there.strides[0] or right is None or found is None:
             return False
         block = source.tables[there.layer, int(stands["owner"])][stands["token"] // there.block_size]
         if found - right != block * (here.strides[0] - there.strides[0]):
             return False
     return len(wrong) > 0
+
+
+def _too_late(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
+    """What stands here is the source's own poison of the very places where the rows were: they were read, but not in time."""
+    held = wrong["belongs"]
+    if comparison.engine is None or not (held["kind"] == POISON).all() or (held["engine"] == comparison.engine).any():
+        return False
+    places = ((_place_in(source, run["stands"]), run["belongs"]["offset"]) for run in _sample(wrong))
+    return len(wrong) > 0 and all(right is not None and right == found for right, found in places)
+
+
+def _sample(runs: Array) -> Array:
+    return runs[:: max(1, len(runs) // 4096)]
+
+
+def _region_in(source: Source, layer: int) -> Region | None:
+    return next((region for region in source.regions if region.number == layer and region.kind == "attention"), None)
+
+
+def _place_in(source: Source, at: np.void) -> int | None:
+    """Where in the source's storage an address lies or says that it lay, bytes; None: not known."""
+    if at["kind"] == POISON:
+        return int(at["offset"]) if at["offset"] >= 0 else None
+    region = _region_in(source, int(at["layer"])) if at["kind"] == ATTENTION else None
+    table = source.tables.get((region.layer, int(at["owner"]))) if region is not None else None
+    if region is None or table is None or at["token"] // region.block_size >= len(table):
+        return None
+    index = (table[at["token"] // region.block_size], at["token"] % region.block_size, at["head"] - region.first, at["plane"])
+    return region.offset + sum(int(i) * s for i, s in zip(index, region.strides, strict=False)) + 8 * int(at["lane"])

@@ -8,7 +8,7 @@ import numpy as np
 
 from pytest_kvconform.kvspace.address import ATTENTION, STATE, Array, Region
 from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.compare import GARBLED, SEGMENTS, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.compare import GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED
 from pytest_kvconform.kvspace.explain import intervals
 from pytest_kvconform.kvspace.pool import PoolComparison
 
@@ -29,9 +29,12 @@ def names_of(names: Sequence[str], drafts: Collection[str] = ()) -> str:
     return " and ".join(shown) if len(shown) < 3 else f"{shown[0]} and {len(shown) - 1} more layers"
 
 
-def layers_of(comparison: PoolComparison, kind: int) -> str:
-    regions = np.unique(comparison.runs["region"][comparison.runs["kind"] == kind]).tolist()
-    return names_of(list(dict.fromkeys(comparison.regions[index].layer for index in regions)))
+def layers_of(comparison: PoolComparison, kind: int | None = None, drafts: Collection[str] = ()) -> str:
+    """Layers with words of a kind, or with any that are wrong. Runs are bounded; the rows of the picture are not."""
+    runs = comparison.runs
+    regions = set(runs["region"][runs["kind"] == kind if kind is not None else runs["kind"] != SAME].tolist())
+    regions |= {cells.region for cells in comparison.cells if kind is None or (cells.kinds == kind).any()}
+    return names_of(list(dict.fromkeys(comparison.regions[index].layer for index in sorted(regions))), drafts)
 
 
 def name_of(comparison: PoolComparison, number: int) -> str:
@@ -47,14 +50,14 @@ def _missing(comparison: PoolComparison, kind: int, drafts: Collection[str], nev
         (comparison.regions[i], comparison.runs[comparison.runs["region"] == i]) for i in np.unique(comparison.runs["region"]).tolist()
     ]
     parts = [(region, runs) for region, runs in parts if (runs["kind"] == kind).any()]
-    layers = list(dict.fromkeys(region.layer for region, _ in parts))
-    share = f"{share_of(comparison, kind)} in {names_of(layers, drafts)}"
+    layers, names = {region.layer for region, _ in parts}, layers_of(comparison, kind, drafts)
+    share = f"{share_of(comparison, kind)} in {names}"
     if all(_whole(comparison, region, runs, kind) for region, runs in parts):
         missing = {(region.layer, region.segment) for region, _ in parts}
         if all((region.layer, region.segment) in missing for region in comparison.regions if region.layer in layers):
-            return never.format(names_of(layers, drafts)) + f" ({share_of(comparison, kind)})"
+            return never.format(names) + f" ({share_of(comparison, kind)})"
         segments = [SEGMENTS[segment] for segment in sorted({segment for _, segment in missing})]
-        return never.format(f"{' and '.join(segments)} of {names_of(layers, drafts)}") + f" ({share_of(comparison, kind)})"
+        return never.format(f"{' and '.join(segments)} of {names}") + f" ({share_of(comparison, kind)})"
     places = {_block_place(comparison, region, runs, kind) for region, runs in parts}
     some = np.concatenate([runs[runs["kind"] == kind] for _, runs in parts])
     tokens = set(some["stands"]["token"].tolist())

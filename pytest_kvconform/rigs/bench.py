@@ -178,16 +178,18 @@ def _has_gpu() -> bool:
 # ---- the subject -------------------------------------------------------------------------------------------------------------
 
 
-def transfer_config(subject: Subject, role: str, device: str) -> dict[str, Any]:
-    """The fields of vLLM's KVTransferConfig for one side. What the user gave wins."""
+def transfer_config(subject: Subject, role: str, device: str, folder: str = "") -> dict[str, Any]:
+    """The fields of vLLM's KVTransferConfig for one side. What the user gave wins. `folder`: for what a store saves."""
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,
         "kv_connector_module_path": subject.module,
-        "kv_role": "kv_producer" if role == "P" else "kv_consumer",
+        "kv_role": "kv_both" if subject.profile == "store" else "kv_producer" if role == "P" else "kv_consumer",
         "kv_buffer_device": device,
     }
     if subject.module is None and subject.connector.startswith("Nixl"):
         ours["kv_connector_extra_config"] = {"num_threads": 0}  # of UCX, per agent; its default of 4 is for many cores
+    if subject.folder and folder:
+        ours["kv_connector_extra_config"] = {subject.folder: folder}
     extra = ours.get("kv_connector_extra_config", {}) | subject.config.get("kv_connector_extra_config", {})
     return ours | subject.config | ({"kv_connector_extra_config": extra} if extra else {})
 
@@ -262,12 +264,16 @@ class Bench:
         self.pattern = PatternBench(self, self._names, config, self.limits)
         if settings.device not in ("auto", facts.device):
             raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
-        if subject.handover != "handoff":
-            raise Blocked(f"hand-over {subject.handover!r} is declared, and the engine tier knows only 'handoff' so far")
 
     def use(self, cell: Cell) -> None:
-        """Make a cell the current one. Its engines start when something is first asked of them."""
-        self.cell = cell
+        """Make a cell the current one. Its engines start when something is first asked of them. Raises Blocked where no rig fits."""
+        self.cell, subject = cell, self.subject
+        store = subject.profile == "store" and bool(cell.setup)
+        if subject.handover != "handoff" and not store:
+            tier = "byte" if cell.setup else "engine"
+            raise Blocked(f"hand-over {subject.handover!r} is declared, and the {tier} tier knows only 'handoff' so far")
+        if subject.keeps and subject.needs == self.facts.device:
+            raise Blocked(f"{subject.connector} keeps what it saves {subject.keeps}, and the byte tier loads on a second engine")
 
     def facts_of_engines(self) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D. Raises EngineFailed if one did not start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.kvspace.mistakes import Source
 from pytest_kvconform.rigs.engine import Engine
+from pytest_kvconform.rigs.faulty_nixl import Faults, Struck
 from pytest_kvconform.rigs.messages import Leftovers
 from pytest_kvconform.rigs.pattern_messages import Check, PatternSpec
 
@@ -40,6 +41,14 @@ class PatternEngine(Engine):
     def reuse(self, on: bool) -> None:
         """From now on overwrite blocks the moment they become free, or no longer."""
         self.call("reuse", on)
+
+    def arm(self, faults: tuple[Faults, ...]) -> None:
+        """Give the NIXL agents of an engine that was built with `faulty` their instructions."""
+        self.call("arm", faults)
+
+    def struck(self) -> tuple[Struck, ...]:
+        """What became of them, one record a rank."""
+        return self.call("struck")
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Spoil a byte of one rank's pool: for tests of the rig."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pytest_kvconform.kvspace.address import ATTENTION, Array, Region, decode
+from pytest_kvconform.kvspace.compare import UNWRITTEN
 from pytest_kvconform.kvspace.pool import compare_pool
 from pytest_kvconform.rigs.pattern_memory import Memory
 from pytest_kvconform.rigs.pattern_messages import Check, Judge, Missing, Work
@@ -36,13 +37,24 @@ class Groups:
         return int(table[min((max(tokens, 1) - 1) // self.block_sizes[group], len(table) - 1)]) if len(table) else 0
 
 
+@dataclass(frozen=True)
+class Lack:
+    """Bytes that were due at the check of a request and had not been written."""
+
+    where: Array  # bool [byte] of the storage, eight to a byte
+    want: Array  # uint8, what was due there
+    held: dict[str, Array]  # as `compare_pool` had them
+    due: dict[str, Array]
+
+
 class Inspector:
     """Keeps the checks of one rank."""
 
-    def __init__(self, memory: Memory, groups: Groups):
-        self.memory, self.groups = memory, groups
+    def __init__(self, memory: Memory, groups: Groups, store: bool = False):
+        self.memory, self.groups, self.store = memory, groups, store
         self.regions = [region for of_layer in memory.regions.values() for region in of_layer]
         self.checks: list[Check] = []
+        self.lacks: dict[str, Lack] = {}  # request -> what a second look is to find
         self.failed: set[int] = set()  # blocks whose load the connector reported as failed, until a check has said so
 
     def judge(self, work: Work) -> None:
@@ -53,7 +65,7 @@ class Inspector:
             self.memory.forgive(work.loading)
             rows, size, due, missing = self._expect(judge)
             first = {group: table[table != 0] for group, table in enumerate(judge.tables)}
-            check = self._compare(work.groups, first, due)
+            check = self._compare(work.groups, first, due, judge.request)
             seconds = time.perf_counter() - started
             loaded = replace(check, request=judge.request, local=judge.local, computed=judge.computed, seconds=seconds)
             self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
@@ -63,7 +75,8 @@ class Inspector:
         started = time.perf_counter()
         self.memory.fetch()
         self.memory.forgive(loading)
-        return replace(self._compare(groups, {}, None), seconds=time.perf_counter() - started)
+        late = self._second_look()
+        return replace(self._compare(groups, {}, None), late=late, seconds=time.perf_counter() - started)
 
     def taken(self, request: str) -> list[Check]:
         """The checks of a request's loads, once."""
@@ -71,14 +84,30 @@ class Inspector:
         self.checks = [check for check in self.checks if check.request != request]
         return mine
 
-    def _compare(self, groups: Array, first: dict[int, Array], due: dict[str, Array] | None) -> Check:
+    def _compare(self, groups: Array, first: dict[int, Array], due: dict[str, Array] | None, request: str = "") -> Check:
         """Compare the whole storage. What is found is reported once: from here on it is what should be there."""
         memory = self.memory
         held = memory.held(self.groups.of, groups, first)
-        pool = compare_pool(memory.storage, memory.shadow, self.regions, held, due=due)
+        pool = compare_pool(memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine)
+        if due is not None and pool.words.keys() == {UNWRITTEN}:
+            where = memory.storage != memory.shadow
+            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)
         if pool.wrong or pool.rows:
             memory.adopt()
         return Check(rank=memory.rank, pool=pool)
+
+    def _second_look(self) -> tuple[str, ...]:
+        """Requests that lacked words at their check and now have them all; from here on these are what should be there."""
+        memory, late = self.memory, []
+        for request, lack in self.lacks.items():
+            where = np.unpackbits(lack.where, count=len(memory.storage)).view(bool)
+            should = memory.shadow.copy()
+            should[where] = lack.want
+            if not compare_pool(memory.storage, should, self.regions, lack.held, due=lack.due, ignore=~where).wrong:
+                memory.shadow[where] = memory.storage[where]
+                late.append(request)
+        self.lacks.clear()
+        return tuple(late)
 
     def _expect(self, judge: Judge) -> tuple[int, int, dict[str, Array], list[Missing]]:
         """Put what is due into the shadow. Returns rows and bytes of it, its blocks as the layers' regions count them, what is missing."""
@@ -93,7 +122,10 @@ class Inspector:
                     missing[group] = 0, (judge.computed,)
                     continue
                 for region in memory.regions[name]:
-                    memory.write_state((memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, 0)
+                    word = np.zeros((1, 8), dtype=np.uint8)
+                    word[0, : min(8, region.width)] = region.of(memory.storage)[slot, 0, :8]
+                    (engine,) = self._computed_by(decode(word.view(np.uint64)[0], min(8, region.width))["engine"])
+                    memory.write_state((memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, int(engine))
                     rows, size = rows + region.shape[1], size + region.shape[1] * region.width
                 due[name] = np.array([slot])
                 continue
@@ -104,9 +136,12 @@ class Inspector:
             tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]
             if len(tokens):
                 (region,) = memory.regions[name]
-                for piece, rank in self._sources(region, int(blocks[0]), int(tokens[0])):
-                    memory.write_tokens((memory.shadow,), piece, blocks, tokens, judge.owners[tokens], 0, rank)
-                due[name] = memory.expand(name, np.unique(blocks))
+                engines = self._computed_by(self._first_words(region, blocks, tokens)[:, 0]["engine"])
+                for engine in np.unique(engines).tolist():
+                    some = engines == engine
+                    for piece, rank in self._sources(region, blocks[some][:1], tokens[some][:1]):
+                        memory.write_tokens((memory.shadow,), piece, blocks[some], tokens[some], judge.owners[tokens[some]], engine, rank)
+                due[name] = memory.expand(name, np.array(list(dict.fromkeys(blocks.tolist()))))
                 rows, size = rows + len(tokens) * region.shape[2] * region.shape[3], size + len(tokens) * int(np.prod(region.shape[2:]))
         said = [
             Missing(group, groups.layers[group], window, groups.block_sizes[group], tokens)
@@ -114,15 +149,23 @@ class Inspector:
         ]
         return rows, size, due, said
 
-    def _sources(self, region: Region, block: int, token: int) -> list[tuple[Region, int]]:
+    def _computed_by(self, engines: Array) -> Array:
+        """Which engine has to have computed rows of which `engines` stand there: P, but a store may give D back what D itself has saved."""
+        return np.where(self.store & (engines == 1), 1, 0)
+
+    def _first_words(self, region: Region, blocks: Array, tokens: Array) -> Array:
+        """What the first word of every head's first plane says: COORDINATES [token, head]."""
+        ratio = region.shape[0] // self.memory.num_blocks
+        at = blocks * ratio + tokens % (region.block_size * ratio) // region.block_size
+        rows = region.of(self.memory.storage)[at, tokens % region.block_size, :, 0, :8]
+        return decode(np.ascontiguousarray(rows).view(np.uint64)[..., 0])
+
+    def _sources(self, region: Region, block: Array, token: Array) -> list[tuple[Region, int]]:
         """The region cut into heads that came from one rank of P each, with that rank, as the row of one token says.
 
         Which of the ranks that have a row it came from does not matter; guessing it right is what makes the comparison fast.
         """
-        ratio = region.shape[0] // self.memory.num_blocks
-        at = block * ratio + token % (region.block_size * ratio) // region.block_size
-        row = region.of(self.memory.storage)[at, token % region.block_size, :, 0, :8]
-        found = decode(np.ascontiguousarray(row).view(np.uint64)[:, 0])
+        (found,) = self._first_words(region, block, token)
         ranks = np.where((found["kind"] == ATTENTION) & (found["rank"] >= 0), found["rank"], 0)
         starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
         pieces = []

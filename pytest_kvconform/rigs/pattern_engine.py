@@ -16,9 +16,9 @@ import numpy as np
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.kvspace.mistakes import Source
-from pytest_kvconform.rigs import engine_process
+from pytest_kvconform.rigs import engine_process, faulty_nixl
 from pytest_kvconform.rigs.engine_process import positions_of
-from pytest_kvconform.rigs.messages import EngineFacts, Group, Request
+from pytest_kvconform.rigs.messages import EngineFacts, Group, Request, Step
 from pytest_kvconform.rigs.pattern_messages import PACKED, Check, Judge, Part, PatternSpec, Work
 
 
@@ -65,6 +65,8 @@ class PatternEngine(engine_process.Engine):
         from pytest_kvconform.rigs.geometry import block_size_of
 
         pattern_rank.spec_of_process = spec
+        if spec.faulty:
+            faulty_nixl.install()  # before the connector is built, and before ranks are forked
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
         if spec.layout:
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
@@ -123,6 +125,12 @@ class PatternEngine(engine_process.Engine):
         """Abort a request in whatever state it is."""
         super().abort(request_id)
 
+    def step(self, seconds: float) -> Step:
+        """Run steps, see `engine_process.Engine.step`; an engine without requests serves its peers all the same."""
+        if self.spec.faulty and not self.scheduler.has_requests():
+            self._workers("pattern_progress")
+        return super().step(seconds)
+
     def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
         """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
         return tuple(check for checks in self._workers("pattern_taken", request_id) for check in checks)
@@ -147,6 +155,14 @@ class PatternEngine(engine_process.Engine):
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Spoil a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
+
+    def arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
+        """Give the NIXL agents of every rank their instructions, if the engine was built with `faulty`."""
+        self._workers("pattern_arm", faults)
+
+    def struck(self) -> tuple[faulty_nixl.Struck, ...]:
+        """What became of them, one record a rank."""
+        return tuple(self._workers("pattern_struck"))
 
     # ---- watching -------------------------------------------------------------------------------------------------------------
 

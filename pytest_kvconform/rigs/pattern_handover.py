@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from pytest_kvconform.rigs.handover import PREFILL, Deadlines
 from pytest_kvconform.rigs.messages import EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.pattern import PatternEngine
 from pytest_kvconform.rigs.pattern_messages import Check, PatternRequest
-from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 
 
 @dataclass(frozen=True)
@@ -55,33 +56,31 @@ class TransferSeen:
         return self.logged[-1] if self.logged else "no engine logged a reason"
 
 
-def observe_transfer(transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str]) -> TransferSeen:
-    """Run one transfer. A failure of an engine is part of what is seen."""
+def observe_transfer(
+    transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str], store: bool = False
+) -> TransferSeen:
+    """Run one transfer. A failure of an engine is part of what is seen.
+
+    `store`: nobody hands anything over. P computes and saves, and D, which has nothing, looks for it.
+    """
+    transfer = replace(transfer, prompts=unheard_of(transfer.prompts)) if store else transfer
     started = time.monotonic()
     logs = [(engine, engine.process.position()) for engine in (p, d)]
     seen = TransferSeen(transfer, p.facts, d.facts)
     try:
-        seen = _run(seen, p, d, limits, ids())
+        seen = _run(seen, p, d, limits, ids(), store)
     except EngineFailed as failed:
         seen = replace(seen, failed=failed)
     logged = tuple(f"{engine.role}: {line}" for engine, since in logs for line in engine.process.exceptions(since))
     return replace(seen, logged=logged, seconds=time.monotonic() - started)
 
 
-def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlines, salt: str) -> TransferSeen:
+def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlines, salt: str, store: bool) -> TransferSeen:
     transfer = seen.transfer
     deadline = time.monotonic() + limits.request
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
-    make = _Requests(transfer, owners, salt)
-    for i, prompt in enumerate(transfer.prompts):
-        if prompt.warm:
-            warm = make(i, "w", tokens=prompt.warm)
-            d.add(warm)
-            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
-                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
-    if any(prompt.warm for prompt in transfer.prompts):
-        d.call("poison", True)
+    make = _Requests(transfer, owners, salt, None if store else PREFILL)
     sources = [make(i, "p") for i in range(len(transfer.prompts))]
     ends: dict[str, Output] = {}
     p.budget(transfer.budget)
@@ -95,6 +94,16 @@ def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlin
     if stuck:
         return replace(seen, stuck=stuck)
     source = p.source()
+    if store:
+        _release(p, d, limits.release)  # what is saved in the background keeps its blocks until then
+    for i, prompt in enumerate(transfer.prompts):  # only now, so that P finds nothing that D has saved
+        if prompt.warm:
+            warm = make(i, "w", tokens=prompt.warm)
+            d.add(warm)
+            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
+                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
+    if any(prompt.warm for prompt in transfer.prompts):
+        d.call("poison", True)
     targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
     for request in targets:
         d.add(request)
@@ -123,11 +132,21 @@ def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlin
     return replace(seen, usage=usage, audits=_both(p, d, "audit"))
 
 
+def unheard_of(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """The same lengths and shared prefixes, in tokens that no store can have seen: one keeps what runs before this one have saved."""
+    shift = random.SystemRandom().choices(range(len(VOCABULARY)), k=max(len(prompt.tokens) for prompt in prompts))
+    first, size = VOCABULARY.start, len(VOCABULARY)
+    return tuple(
+        replace(prompt, tokens=tuple(first + (token - first + by) % size for token, by in zip(prompt.tokens, shift, strict=False)))
+        for prompt in prompts
+    )
+
+
 class _Requests:
     """Makes the requests of a transfer: on P and on D, with the owners of their tokens."""
 
-    def __init__(self, transfer: Transfer, owners: list[np.ndarray], salt: str):
-        self.transfer, self.owners, self.salt = transfer, owners, salt
+    def __init__(self, transfer: Transfer, owners: list[np.ndarray], salt: str, prefill: dict[str, Any] | None):
+        self.transfer, self.owners, self.salt, self.prefill = transfer, owners, salt, prefill
 
     def __call__(self, index: int, side: str, handed: Output | None = None, tokens: int = 0) -> PatternRequest:
         prompt = self.transfer.prompts[index].tokens
@@ -136,7 +155,7 @@ class _Requests:
             id=f"{self.salt}-{index}-{side}",
             tokens=prompt[:length],
             max_tokens=2 if side == "d" and self.transfer.preempt == "D" else 1,  # one that still runs when it is preempted
-            kv_transfer_params={"p": PREFILL, "d": handed.kv_transfer_params if handed else None}.get(side),
+            kv_transfer_params={"p": self.prefill, "d": handed.kv_transfer_params if handed else None}.get(side),
             salt=self.salt,
             watch=side == "d",
             owners=self.owners[index][:length],

@@ -33,6 +33,8 @@ class PatternSpec(msgspec.Struct, frozen=True, kw_only=True):
     content: str = BACKEND  # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
+    store: bool = False  # loads may bring what either engine has computed and saved
+    faulty: bool = False  # NIXL agents obey `faulty_nixl.arm`
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 
@@ -67,6 +69,7 @@ class Check:
     bytes_due: int = 0
     missing: tuple[Missing, ...] = ()
     failed: tuple[int, ...] = ()  # blocks of the request whose load the connector reported as failed on this rank
+    late: tuple[str, ...] = ()  # of an audit: requests that lacked words at their check, all of which have come since
     seconds: float = 0.0  # that the check took
 
     @property

@@ -28,6 +28,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.address import Region
+from pytest_kvconform.rigs import faulty_nixl
 from pytest_kvconform.rigs.geometry import layer_specs
 from pytest_kvconform.rigs.pattern_check import Groups, Inspector
 from pytest_kvconform.rigs.pattern_layers import Layer, make_layers, metadata, smallest_kernel_block
@@ -101,7 +102,7 @@ class PatternWorker(WorkerBase):
             windows={name: getattr(layer.spec, "sliding_window", None) or 0 for name, layer in self.layers.items()},
             of={name: of[name] for name in self.layers},
         )
-        self.memory, self.inspector = memory, Inspector(memory, self.groups)
+        self.memory, self.inspector = memory, Inspector(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
 
     def _kernel_blocks(self, config: Any) -> list[int]:
@@ -244,6 +245,16 @@ class PatternWorker(WorkerBase):
         block = int(self.memory.expand(layer, np.array([block]))[0])
         at = tuple(int(index) for index in np.unravel_index(byte, view.shape[1:]))
         view[(block, *at)] ^= 0xFF
+
+    def pattern_arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
+        self.inspector.failed.clear()  # blocks of loads that failed before, and that no check has looked at
+        faulty_nixl.arm(faults, self.rank)
+
+    def pattern_progress(self) -> None:
+        faulty_nixl.progress()
+
+    def pattern_struck(self) -> faulty_nixl.Struck:
+        return faulty_nixl.struck()
 
     def pattern_regions(self) -> tuple[Region, ...]:
         return tuple(self.inspector.regions)

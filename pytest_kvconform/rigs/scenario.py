@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest_kvconform.rigs.faulty_nixl import Faults
+
 VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treats as special
 
 
@@ -51,6 +53,9 @@ class Transfer:
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     reuse: bool = False  # P overwrites blocks the moment they are free
     preempt: str = ""  # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
+    faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
+    fails: bool = False  # whether the faults let the load of a request fail
+    policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults
 
     def __str__(self) -> str:
         return self.name

@@ -1,23 +1,45 @@
 """Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its reads have ended.
 
-All of them are vLLM's NixlConnector but for what the first sentence of their docstring says. Engines import this module under its full name;
-nothing here is imported by the tests themselves.
+All of them are vLLM's NixlConnector but for what the first sentence of their docstring says. Engines import this module under its full
+name; nothing here is imported by the tests themselves.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from tests.engine.wrong_connectors import BacksOff, DropsTail, Groups, LateByOne, Right, Spoils, SwapsHeads, WritesNull, WritesOutside
+from tests.engine.wrong_connectors import (
+    AnnouncesLess,
+    BacksOff,
+    DropsTail,
+    Groups,
+    KeepsBlocks,
+    LateByOne,
+    NeverFinishes,
+    RaisesAtStart,
+    Right,
+    Spoils,
+    WritesNull,
+    WritesOutside,
+)
 
-__all__ = ["BacksOff", "DropsTail", "LateByOne", "Right", "SwapsHeads", "WritesNull", "WritesOutside"]
-
-LATE_S = 10.0  # that a read may take whose end is waited for
+# Wrong in the same way for the engine tier.
+__all__ = [
+    "AnnouncesLess",
+    "BacksOff",
+    "DropsTail",
+    "KeepsBlocks",
+    "LateByOne",
+    "NeverFinishes",
+    "RaisesAtStart",
+    "Right",
+    "WritesNull",
+    "WritesOutside",
+]
 
 
 # ---- which addresses are read ------------------------------------------------------------------------------------------------
@@ -134,6 +156,13 @@ class Reorders(Spoils):
         raise NotImplementedError
 
 
+class SwapsHeads(Reorders):
+    """Heads 2 and 5 are exchanged."""
+
+    def reorder(self, rows: Any) -> Any:
+        return rows[:, [0, 1, 5, 3, 4, 2, 6, 7]]
+
+
 class ReversesHeads(Reorders):
     """The last head comes first."""
 
@@ -162,14 +191,26 @@ class NhdInHnd(Reorders):
         return rows.transpose(1, 2).reshape(rows.shape)
 
 
-# ---- when ----------------------------------------------------------------------------------------------------------------------
+# ---- when --------------------------------------------------------------------------------------------------------------------
 
 
-class ReportsEarly(Right):
-    """Reports a load as finished in the step in which it begins, and the bytes come one step later."""
+# What one half says to the other; both are in one process at tensor parallel size 1.
+HANDED_OVER: dict[str, list[int]] = {}  # request -> blocks of P that are to be read
+UNDER_WAY: set[str] = set()  # requests of which vLLM knows nothing any more
+
+
+class Goes(Right):
+    """`UNDER_WAY` keeps the engine going, as pushed writes do: else it would rest as soon as no request is left."""
+
+    def has_pending_push_work(self) -> bool:
+        return bool(UNDER_WAY)
+
+
+class ReportsEarly(Goes):
+    """Reports a load as finished in the step in which it begins, and reads after the forward of the next one."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.late = dict[str, Any]()
+        self.new, self.held = dict[str, Any](), dict[str, Any]()
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -179,32 +220,49 @@ class ReportsEarly(Right):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        self._read(self.late)
+        if self.held:
+            begun = NixlConnectorMetadata()
+            begun.reqs_to_recv = self.held
+            self.connector_worker.start_load_kv(begun)
         results = super().get_transfer_results(finished_req_ids)
-        results.finished_recving |= self.new.keys()
-        self.late = self.new
+        UNDER_WAY.difference_update(results.finished_recving)
+        results.finished_recving = set(self.new)
+        UNDER_WAY.update(self.new)
+        self.held = self.new
         return results
 
-    def _read(self, loads: dict[str, Any]) -> None:
-        """Read after the forward that needed it; until the end, or P would not be told before D is asked for something again."""
-        begun = NixlConnectorMetadata()
-        begun.reqs_to_recv = dict(loads)
-        missing, deadline = set(loads), time.monotonic() + LATE_S
-        while missing:
-            self.connector_worker.start_load_kv(begun)
-            begun = NixlConnectorMetadata()
-            missing -= self.connector_worker.get_transfer_results().finished_recving
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{sorted(missing)} were not read")
 
-
-class FreesAtOnce(Right):
-    """P gives its blocks back when it has computed them, and D reads them later."""
+class FreesAtOnce(Goes):
+    """P gives its blocks back as soon as it has computed them, and D reads them later."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
-        return False, super().request_finished_all_groups(request, block_ids)[1]
+        waits, params = super().request_finished_all_groups(request, block_ids)
+        if waits:
+            UNDER_WAY.add(request.request_id)
+        return False, params
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        results.finished_sending.clear()  # vLLM does not know these requests any more
+        UNDER_WAY.difference_update(results.finished_sending)
+        results.finished_sending.clear()
+        return results
+
+
+class ClearsWhatWasRead(Right):
+    """P fills its blocks with zeros when D has read them."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.caches = list(kv_caches.values())
+        super().register_kv_caches(kv_caches)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
+        HANDED_OVER[request.request_id] = [block for blocks in block_ids for block in blocks]
+        return super().request_finished_all_groups(request, block_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        for request in results.finished_sending:
+            blocks = HANDED_OVER.pop(request)
+            for cache in self.caches:
+                cache[blocks] = 0
         return results

@@ -19,7 +19,7 @@ from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import bench
 from pytest_kvconform.settings import load
-from pytest_kvconform.subject import Subject, resolve
+from pytest_kvconform.subject import Subject, declarations, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
@@ -177,7 +177,7 @@ def test_every_field_of_a_family_is_described() -> None:
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 1,
+        "docs/authors.md": 2,
         "docs/families.md": 1,
         "docs/rules.md": 1,
     }
@@ -190,6 +190,17 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
     assert settings.timeout_scale == 2.0
     assert settings.report == str(tmp_path / "build" / "kv-report")
     assert resolve(settings).config == {"kv_connector_extra_config": {"chunk": 4}}
+
+
+def test_the_table_for_a_store(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(blocks(PAGES["docs/authors.md"], "toml")[1])
+    subject = resolve(load({}, {}, tmp_path))
+    assert (subject.profile, subject.handover, subject.module) == ("store", "none", "my_pkg.mod")
+    assert bench.transfer_config(subject, "P", "cpu")["kv_role"] == bench.transfer_config(subject, "D", "cpu")["kv_role"] == "kv_both"
+
+
+def test_vllms_stores_are_named() -> None:
+    assert f"The suite knows vLLM's {' and '.join(sorted(declarations()))} as stores" in PAGES["docs/authors.md"]
 
 
 def test_the_lines_for_the_matrix(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def _short(result: CaseResult) -> str:
 class Jury:
     """One zygote, and a bench per connector. `module` is where connectors are found, `tier` whose cases judge them."""
 
-    def __init__(self, module: str = "wrong_connectors", tier: str = "engine", families: tuple[str, ...] = (), matrix: str = "quick") -> None:
+    def __init__(
+        self, module: str = "wrong_connectors", tier: str = "engine", families: tuple[str, ...] = (), matrix: str = "quick"
+    ) -> None:
         self.module, self.tier = module, tier
         settings = Settings(connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix)
         self.zygote = start_zygote(settings, resolve(settings))

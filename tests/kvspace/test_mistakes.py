@@ -168,6 +168,30 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
 
 
 @SETTINGS
+@given(st.integers(3, 16), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99))
+def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, seed):
+    """P's poison says of which place it is: the right one."""
+    prefiller = one_layer("hnp", n, heads, tokens, engine=0, seed=seed)
+    prefiller.poison()
+    (region,), table = prefiller.regions, prefiller.held[LAYER]
+    source = Source((region,), {(LAYER, 3): table})
+    found = put(one_layer("hnp", n, heads, tokens), pages(prefiller, prefiller.storage))
+    assert name_mistakes(found, source) == (mistakes.TOO_LATE,)
+    assert explain_pool(found, source=source) == f"{mistakes.TOO_LATE}: it explains all {found.wrong} words in {LAYER}"
+    assert name_mistakes(found) == ()  # it cannot be told without knowing P's blocks
+    elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]})
+    assert name_mistakes(found, elsewhere) == ()
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(54, 8), (49, 3), (63, 8)])
+def test_a_token_that_only_the_prefiller_computed_hides_no_name(tokens, heads):
+    """P computes the last token of a prompt, which D computes again: it is not due, and its rows are in the blocks that were read."""
+    prefiller = one_layer("nhp", 16, heads, tokens + 1, engine=0, seed=1)
+    found = put(one_layer("hnp", 16, heads, tokens), pages(prefiller, prefiller.shadow))
+    assert name_mistakes(found) == (NHD_IN_HND,)
+
+
+@SETTINGS
 @given(pools(), st.integers(0, 999))
 def test_a_shuffle_has_no_name_and_is_described(pool, seed):
     """All rows of a region in random order. (Two rows that change places may well be a mistake with a name.)"""

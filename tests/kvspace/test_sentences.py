@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from pytest_kvconform.kvspace.address import poison_bytes, write_state, write_tokens
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.compare import MOVED
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool, explain_source
 from pytest_kvconform.kvspace.picture import draw_pool
 from pytest_kvconform.kvspace.pool import compare_pool
+from pytest_kvconform.kvspace.sentences import layers_of
 from tests.kvspace.pools import Pool, attention, state
 
 MAIN, DRAFT, KDA = "model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "model.layers.2.linear_attn"
@@ -85,6 +87,14 @@ def half_of_the_blocks_again(made: Pool) -> None:
     write(made, ALL[64:], ALL[64:] - 32)
 
 
+def zero_blocks(made: Pool) -> None:
+    made.regions[0].of(made.storage)[list(TABLE[:2])] = 0
+
+
+def flip(made: Pool) -> None:
+    made.regions[0].of(made.storage)[TABLE[2], 3, 1, 0, 9] ^= 4
+
+
 def outside(made: Pool) -> None:
     write_tokens(made.storage, made.regions[0], 17, [5], 3, 0, 0)
 
@@ -133,13 +143,37 @@ def test_zeros_garbage_and_a_report_that_came_too_early():
     def zero(made: Pool) -> None:
         made.regions[0].of(made.storage)[TABLE[2]] = 0
 
-    def flip(made: Pool) -> None:
-        made.regions[0].of(made.storage)[TABLE[2], 3, 1, 0, 9] ^= 4
-
     assert "tokens 32-47 hold zeros" in explained(zero)
     assert "1 word in " in explained(flip) and "nobody's" in explained(flip)
     early = explained(lambda made: unwrite(made, 1, TABLE), later_right=True)
     assert "were still unwritten when the load was reported complete" in early
+
+
+def test_all_layers_are_counted_however_few_runs_are_kept():
+    made = pool()
+    for layer in (0, 1):
+        exchange = made.regions[layer].of(made.storage)
+        exchange[list(TABLE)] = made.regions[layer].of(made.shadow)[list(TABLE)][:, :, ::-1]
+    found = compare_pool(made.storage, made.shadow, made.regions[:2], {MAIN: TABLE, DRAFT: TABLE}, most=10)
+    assert found.truncated and len(set(found.runs["region"].tolist())) == 1
+    assert layers_of(found) == layers_of(found, MOVED) == f"{MAIN} and {DRAFT}"
+
+
+@pytest.mark.parametrize(
+    ("change", "held"),
+    [
+        (lambda made: unwrite(made, 0, TABLE[:2]), "memory that the decoder never wrote"),
+        (lambda made: write(made, ALL, ALL, engine=1), "what the decoder computed"),
+        (zero_blocks, "zeros"),
+        (flip, "bytes that are nobody's"),
+    ],
+)
+def test_what_was_written_into_a_pool_that_loads_only_read(change, held):
+    made = pool()
+    change(made)
+    found = compare_pool(made.storage, made.shadow, made.regions, made.held, engine=0)
+    assert explain_source(found).startswith(f"a pool that loads only read was written to: {found.wrong} word")
+    assert explain_source(found).endswith(f" of {MAIN} hold {held}")
 
 
 def test_the_picture_shows_the_blocks_in_table_order():

@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
 from pytest_kvconform.rigs.pattern_messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite.bytes._store import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest
 
 
@@ -36,6 +37,8 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
     for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
         if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
             raise HarnessError(f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache")
+        if is_store(bench) and not r.decode.external_tokens:
+            nothing_given(bench, seen, transfer)
         if not r.decode.external_tokens or not sum(check.rows_due for check in r.checks):
             raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: D was given nothing for {r.name}")
     return seen
@@ -57,8 +60,9 @@ def wrong_words(check: Check, kind: str) -> int:
 def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: str) -> Finding:
     """What stands wrong in one rank's pool, said for a person."""
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
-    diagnosis = explain_pool(check.pool, source=seen.source, drafts=drafts)
     audits = seen.audits[1]
+    later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
+    diagnosis = explain_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,

@@ -8,6 +8,7 @@ from pytest_kvconform.rigs.bench import REQUEST_S, Bench
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._spared import computed_what_it_had_to
 from pytest_kvconform.suite.bytes._seen import look, moved, settled
+from pytest_kvconform.suite.bytes._store import gave_back, is_store
 from pytest_kvconform.suite.bytes._transfers import transfers
 
 
@@ -59,4 +60,6 @@ def spares_computing(bench: Bench, transfer: Transfer) -> Evidence:
     requests = [r for r in seen.requests if transfer.preempt != "D"] or list(seen.requests[1:])
     if not requests:
         return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
+    if is_store(bench):
+        return gave_back(bench, seen, requests, moved(seen))
     return computed_what_it_had_to(requests, seen.decoder.block_size, moved(seen))

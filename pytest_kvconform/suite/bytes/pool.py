@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool, explain_source
 from pytest_kvconform.kvspace.explain import intervals
 from pytest_kvconform.kvspace.picture import draw_pool
 from pytest_kvconform.result import Evidence, Finding, Violation
@@ -13,12 +13,15 @@ from pytest_kvconform.rigs.pattern_handover import TransferSeen
 from pytest_kvconform.rigs.pattern_messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
+from pytest_kvconform.suite.bytes._store import is_store, refuse_inventions
 from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
 
 
 @case("KV-BYTES-001", variants=transfers)
 def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
     """Rows of attention layers that D's next forward reads and that have a block are P's, on every rank."""
+    if is_store(bench):
+        refuse_inventions(settled(bench, transfer))
     seen = given(bench, transfer)
     for r in seen.requests:
         for check in r.checks:
@@ -97,13 +100,13 @@ def source_untouched(bench: Bench, transfer: Transfer) -> Evidence:
 
 def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
     """What changed in a pool although nothing was due there."""
-    when = f"before the first forward of {check.request}" if check.request else "at the end"
+    when = f"when tokens {check.local} to {check.computed - 1} of a request were loaded," if check.request else "at the end"
     return Finding(
         rule=rule,
         happened=f"{when} rank {check.rank} of {role} holds bytes that neither {role} computed nor a load was to bring",
         differs=count_pool(check.pool),
         picture=draw_pool(check.pool),
-        diagnosis=explain_pool(check.pool),
+        diagnosis=explain_pool(check.pool) if role == "D" else explain_source(check.pool),
     )
 
 

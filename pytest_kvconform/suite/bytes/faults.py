@@ -1,0 +1,305 @@
+"""Connectors on a transport that is slow, fails, or repeats itself. Only connectors that move bytes with NIXL can be given one."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.bench import RELEASE_S, Bench
+from pytest_kvconform.rigs.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
+from pytest_kvconform.rigs.pattern_faults import FaultSeen, leaves_traces
+from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
+from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
+from pytest_kvconform.suite.bytes._seen import finding, moved, wrong_words
+from pytest_kvconform.suite.bytes._store import is_store
+
+PROMPTS = (Prompt(tokens(20)), Prompt(tokens(36, seed=1)))  # the faults of one transfer are those of the first
+SLOW = 25  # rounds; each lets both engines step once, so that whatever else is to happen has happened by then
+NEEDS_NIXL = "needs a connector that moves bytes with NIXL: no agent was made"
+
+
+def _slow(name: str, *faults: Faults, reuse: bool = False, policy: str = "fail") -> Transfer:
+    return Transfer(name, PROMPTS, faults=faults, reuse=reuse, policy=policy)
+
+
+def _failed(name: str, *faults: Faults, policy: str = "fail") -> Transfer:
+    return Transfer(name, PROMPTS, faults=faults, fails=True, policy=policy)
+
+
+FIRST = (0,)
+# What is done in which cell: one rank each; several ranks of D; several transfers of one rank of D, and several KV cache groups. Each has
+# one policy for failed loads, and so one pair of engines. What P keeps until its lease is over comes first: the rest takes that long.
+TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
+    ("llama3_1_8b", "P1D1", "b16"): (
+        _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2)),
+        _failed("not_begun", Faults(transfers=FIRST, fail=POST)),
+        _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
+        _slow("not_notified", Faults(notifications=NEVER)),
+        _slow("slow", Faults(hold=SLOW)),
+        _slow("said_late", Faults(late=SLOW)),
+        _slow("twice", Faults(notifications=TWICE)),
+        _slow("twice_late", Faults(notifications=TWICE, delay=SLOW)),
+        _slow("notified_late", Faults(notifications=LATE, delay=SLOW)),
+    ),
+    ("llama3_1_8b", "P1D2", "b16"): (
+        _failed("failed_rank", Faults(ranks=(1,), transfers=FIRST, fail=STATUS), Faults(ranks=(0,), hold=SLOW), policy="recompute"),
+        _slow("slow_rank", Faults(ranks=(1,), hold=SLOW), reuse=True, policy="recompute"),
+        _slow("twice_slow_rank", Faults(ranks=(1,), hold=SLOW), Faults(notifications=TWICE), reuse=True, policy="recompute"),
+        _slow("reversed", Faults(notifications=REVERSED, delay=SLOW), policy="recompute"),
+    ),
+    ("gpt_oss_20b", "P2D1", "b16"): (
+        _failed("failed_handle", Faults(transfers=(1,), fail=POST), Faults(transfers=FIRST, hold=SLOW)),
+        _slow("slow_handle", Faults(transfers=FIRST, hold=SLOW), reuse=True),
+    ),
+}
+
+
+def _all(cell: Cell, matrix: str) -> tuple[Transfer, ...]:
+    return TRANSFERS.get((cell.family, cell.topology, cell.setup), ())
+
+
+def _failing(cell: Cell, matrix: str) -> list[Transfer]:
+    return [transfer for transfer in _all(cell, matrix) if transfer.fails]
+
+
+def _reusing(cell: Cell, matrix: str) -> list[Transfer]:
+    return [transfer for transfer in _all(cell, matrix) if transfer.reuse and not _repeats(transfer)]
+
+
+def _repeating(cell: Cell, matrix: str) -> list[Transfer]:
+    return [transfer for transfer in _all(cell, matrix) if transfer.reuse and _repeats(transfer)]
+
+
+def _judged_by_bytes(cell: Cell, matrix: str) -> list[Transfer]:
+    return [transfer for transfer in _all(cell, matrix) if not transfer.reuse]
+
+
+def _waited_for(cell: Cell, matrix: str) -> list[Transfer]:
+    """All but where several handles fail: what P keeps until its lease is over is the same there, and to wait for it takes two seconds."""
+    return [transfer for transfer in _all(cell, matrix) if not transfer.fails or cell.topology != "P2D1"]
+
+
+def _with_traces(cell: Cell, matrix: str) -> list[Transfer]:
+    return [transfer for transfer in _all(cell, matrix) if leaves_traces(transfer)]
+
+
+def _repeats(transfer: Transfer) -> bool:
+    return any(faults.notifications == TWICE for faults in transfer.faults)
+
+
+@case("KV-FAIL-001", variants=_all)
+def ends(bench: Bench, transfer: Transfer) -> Evidence:
+    """Every request ends as the policy says, and no engine dies, hangs or raises."""
+    found = _look(bench, transfer)
+    seen, failed = found.seen, _failed_requests(found.seen)
+    if seen.failed or seen.stuck:
+        diagnosis = seen.failed.sentence if seen.failed else "the connector reported a load neither as finished nor as failed"
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-001",
+                happened=f"{_story(transfer)}: {seen.failed.sentence if seen.failed else '; '.join(seen.stuck)}",
+                differs="; ".join(seen.failed.stack) if seen.failed else "",
+                diagnosis=diagnosis,
+                log=seen.failed.log if seen.failed else seen.logged,
+            )
+        )
+    broken, refused = sum(s.failed for s in found.struck), [r.name for r in seen.requests if r.finish == "error"]
+    if (refused and transfer.policy != "fail") or len(failed) > broken:
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-001",
+                happened=f"{_story(transfer)}: D {'ended' if refused else 'computed'} {' and '.join(r.name for r in failed)} "
+                f"{'with an error' if refused else 'itself'}, kv_load_failure_policy is {transfer.policy}, and "
+                f"{broken or 'no'} transfer{'s' * (broken > 1)} failed",
+                diagnosis="the connector gives up a load that is only slow"
+                if not broken
+                else "the failure of one request ends others, too"
+                if len(failed) > broken
+                else "a failed load ends its request although D is to compute it",
+                log=seen.logged,
+            )
+        )
+    if transfer.fails and not failed and (unnoticed := _unnoticed(bench, transfer, seen)):
+        raise Violation(unnoticed)
+    return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen), notes={"failed": len(failed)})
+
+
+@case("KV-BYTES-001", variants=_judged_by_bytes)
+def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
+    """What was loaded is right on every rank, whatever became of the other request."""
+    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-BYTES-001")
+
+
+@case("KV-FAIL-002", variants=_reusing)
+def source_is_kept(bench: Bench, transfer: Transfer) -> Evidence:
+    """P's blocks are not free before the last transfer has read them: a slow one reads what P computed."""
+    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-002")
+
+
+@case("KV-FAIL-003", variants=_repeating)
+def readers_are_counted(bench: Bench, transfer: Transfer) -> Evidence:
+    """The same when every notification comes twice."""
+    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-003")
+
+
+@case("KV-FAIL-004", variants=_failing)
+def nothing_written_later(bench: Bench, transfer: Transfer) -> Evidence:
+    """After the end of a request whose load failed nothing changes in D's pool."""
+    found = _settled(bench, transfer)
+    for check in (check for check in found.seen.audits[1] if check.pool.wrong):
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-004",
+                happened=f"{_story(transfer)}: after D had ended the request, rank {check.rank} of D found bytes in its pool that were not "
+                "there before",
+                differs=count_pool(check.pool),
+                picture=draw_pool(check.pool),
+                diagnosis="a load was reported as failed while one of its transfers was still under way, and its blocks were free by then",
+            )
+        )
+    size = found.seen.decoder.num_blocks
+    return Evidence(looked_at=size * len(found.seen.audits[1]), unit="blocks", bytes_moved=moved(found.seen))
+
+
+@case("KV-FAIL-005", variants=_waited_for)
+def all_come_back(bench: Bench, transfer: Transfer) -> Evidence:
+    """D gives every block back as soon as the request has ended, P at the latest when its lease is over."""
+    found = _settled(bench, transfer)
+    assert found.seen.usage is not None
+    p, d = found.seen.usage
+    if d.free_blocks != d.total_blocks or d.requests:
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-005",
+                happened=f"{_story(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s later D still holds "
+                f"{d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and {len(d.requests)} requests",
+                diagnosis="a failed load was not reported in finished_recving by every rank",
+            )
+        )
+    if kept := bench.pattern.faulty.kept(transfer):
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-005",
+                happened=f"{_story(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} requests, and its lease of "
+                f"{bench.pattern.faulty.lease_s:.0f} s is over",
+                diagnosis="P waits for a notification that will not come, without a deadline",
+            )
+        )
+    return Evidence(looked_at=d.total_blocks + p.total_blocks, unit="blocks", bytes_moved=moved(found.seen))
+
+
+@case("KV-FAIL-006", variants=_with_traces)
+def next_is_right(bench: Bench, transfer: Transfer) -> Evidence:
+    """Another prompt is handed over on the same engines without faults, and every byte is right."""
+    after = _settled(bench, transfer).after
+    assert after is not None
+    unfinished = after.failed.sentence if after.failed else "; ".join(after.stuck) or after.refused
+    if unfinished or not sum(check.rows_due for r in after.requests for check in r.checks):
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-006",
+                happened=f"after this: {_story(transfer)}: the next request of D "
+                + (f"did not end well: {unfinished}" if unfinished else "was given nothing"),
+                log=after.failed.log if after.failed else after.logged,
+            )
+        )
+    for check in (check for audit in after.audits for check in audit if check.pool.wrong):
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-006",
+                happened=f"after this: {_story(transfer)}: the next transfer changed what was not due",
+                differs=count_pool(check.pool),
+                picture=draw_pool(check.pool),
+                diagnosis=explain_pool(check.pool),
+            )
+        )
+    return _bytes_right(bench, after, "KV-FAIL-006")
+
+
+def _look(bench: Bench, transfer: Transfer) -> FaultSeen:
+    """The observation. Raises NotApplicable where nothing can be disturbed, Blocked where the fault met nothing."""
+    if is_store(bench):
+        raise NotApplicable(NEEDS_NIXL)
+    faulty = bench.pattern.faulty
+    if not faulty.agents(transfer.policy):
+        if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):
+            raise HarnessError("vLLM's own NIXL connector made no agent that this suite can control")
+        raise NotApplicable(NEEDS_NIXL)
+    found = faulty.observe(transfer)
+    struck = found.struck[0] + found.struck[1]
+    done = not (found.seen.failed or found.seen.stuck)
+    if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not struck.changed:
+        raise Blocked(f"{_story(transfer)}: the connector began no transfer that this fault is for ({struck.transfers} in all)")
+    if done and any(f.notifications for f in transfer.faults) and not struck.notifications:
+        raise Blocked(f"{_story(transfer)}: no notification came, so none could be disturbed")
+    return found
+
+
+def _settled(bench: Bench, transfer: Transfer) -> FaultSeen:
+    """The observation, if every request came to its end."""
+    found = _look(bench, transfer)
+    if found.seen.failed or found.seen.stuck:
+        raise Blocked(f"stands on kv::bytes/faults::ends[{bench.cell}-{transfer}]")
+    return found
+
+
+def _failed_requests(seen: TransferSeen) -> list[Received]:
+    """Requests that ended with an error, or that D computed itself after it had been promised KV."""
+    return [
+        r for r in seen.requests if r.finish == "error" or (r.decode.external_tokens and r.decode.first_computed <= r.decode.local_tokens)
+    ]
+
+
+def _bytes_right(bench: Bench, seen: TransferSeen, rule: str) -> Evidence:
+    """Evidence of the requests that were given KV. Raises Violation if a row is wrong."""
+    for r in seen.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention"):
+                raise Violation(finding(bench, seen, r, check, rule))
+    due = sum(check.rows_due for r in seen.requests for check in r.checks)
+    if not due:
+        raise Blocked(f"stands on kv::bytes/faults::ends[{bench.cell}-{seen.transfer}]: D was given nothing")
+    return Evidence(looked_at=due, unit="rows", bytes_moved=moved(seen), notes={"seconds": round(seen.seconds, 3)})
+
+
+def _unnoticed(bench: Bench, transfer: Transfer, seen: TransferSeen) -> Finding | None:
+    """A transfer failed, and D went on as if it had not. None: the bytes are there, since the connector has tried again."""
+    cause = "a transfer that failed is reported as if it had been made"
+    for r in seen.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention"):
+                wrong = finding(bench, seen, r, check, "KV-FAIL-001")
+                return Finding(
+                    rule=wrong.rule,
+                    happened=f"{_story(transfer)}, and {wrong.happened}",
+                    differs=wrong.differs,
+                    picture=wrong.picture,
+                    diagnosis=f"{cause}: {wrong.diagnosis}",
+                    signature=cause,
+                )
+    return None
+
+
+def _story(transfer: Transfer) -> str:
+    """What the transport did, in words: "on rank 1 transfer 0 failed"."""
+    told = []
+    for f in transfer.faults:
+        where = f"on rank {', '.join(map(str, f.ranks))} " if f.ranks else ""
+        which = f"transfer {', '.join(map(str, f.transfers))}" if f.transfers else "every transfer"
+        if f.fail:
+            how = {
+                STATUS: "ended in the state ERR",
+                POST: "could not be begun (transfer() raised)",
+                POLL: "failed (check_xfer_state() raised)",
+            }
+            told.append(f"{where}{which} {how[f.fail]}" + (" and could not be cancelled for a while" if f.linger else ""))
+        elif f.hold or f.late:
+            told.append(f"{where}{which} {'was begun' if f.hold else 'was said to be complete'} {f.hold or f.late} rounds late")
+        if f.notifications:
+            told.append(
+                {TWICE: "every notification came twice", LATE: "notifications came late", NEVER: "no notification came"}.get(
+                    f.notifications, "notifications came in another order"
+                )
+            )
+    return " and ".join(told)

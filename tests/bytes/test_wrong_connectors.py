@@ -1,0 +1,149 @@
+"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence; right connectors pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from pytest_kvconform.plan import load_module, module_names
+from tests.engine.judged import Judged
+
+STOPPED = {"all_come_back", "spares_computing", "rows_arrive", "others_untouched", "source_untouched"}  # cases that need a load that ended
+SHORT = 0.1  # of deadlines, where one of them has to be waited for
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake, and all that the suite says about it: which cases fail, and with which diagnosis; every other one passes."""
+
+    connector: str
+    says: dict[str, str]  # case -> pattern of its diagnosis, from the beginning
+    geometry: str = "llama3_1_8b"
+    topology: str = "P1D1"
+    variants: str = "n55"  # 55 tokens are three blocks and a half, and the last one of them D computes itself
+    matrix: str = "quick"
+    blocked: set[str] = field(default_factory=set)
+    scale: float = 1.0  # of deadlines
+
+    def __str__(self) -> str:
+        return f"{self.connector}-{self.geometry}-{self.topology}"
+
+
+def rows(says: str) -> dict[str, str]:
+    return {"rows_arrive": says}
+
+
+LAYERS = r"model\.layers\.0\.self_attn\.attn and 31 more layers"
+WRITTEN_TO = "a pool that loads only read was written to"
+
+WRONG = [
+    # Which blocks.
+    Wrong("LateByOne", rows(r"block is off by \+1 in 638976 of 786432 wrong words; besides, 147456 words never written$")),
+    Wrong("DropsTail", rows(rf"the last \(partial\) block was never written \(all 98304 words in {LAYERS}\)$")),
+    Wrong("WritesNull", {"others_untouched": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"}),
+    Wrong("WritesOutside", {"others_untouched": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"}),
+    Wrong(
+        "FirstGroupForAll",
+        rows(r"the block ids of one group were used for the layers of another: it explains all 152064 words in .* and 21 more layers$"),
+        geometry="gemma3_1b",
+    ),
+    Wrong(
+        "ShortWindow",
+        rows(r"the first block of the window was never read \(all 5632 words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"),
+        geometry="gemma3_1b",
+        variants="n542",  # the window of its last token but one begins within a block, not the first one of the prompt
+        matrix="full",
+    ),
+    # Which bytes of a block.
+    Wrong("SwapsHeads", rows(r"head 2 and head 5 are exchanged in all 221184 words$")),
+    Wrong("ReversesHeads", rows(r"the heads are in reverse order: it explains all 884736 words")),
+    Wrong("HeadsOfTheOtherRank", rows(r"head is off by \+4 in all 442368 words$"), topology="P1D2"),
+    Wrong("SwapsPlanes", rows(r"K and V are exchanged: it explains all 884736 words")),
+    Wrong("PackedAsSplit", rows(r"a packed K\|V per token was read as split \(.*\): it explains all 827392 words")),
+    Wrong("NhdInHnd", rows(r"NHD bytes were put into an HND cache: it explains all 870400 words")),
+    Wrong("LocalStride", rows(r"the local block stride was used to find the remote blocks: it explains all \d+ words"), topology="P1D2"),
+    Wrong("ForgetsDraft", rows(r"no byte of model\.layers\.61\.self_attn\.attn \(draft\) was written"), "kimi_k2_5_eagle3", "P2D2"),
+    Wrong(
+        "CutsAcrossSegments",
+        {"state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"},
+        geometry="qwen3_5_35b_a3b",
+        topology="P1D2",
+        variants="n2",
+        matrix="full",
+    ),
+    # When, and on which side.
+    Wrong(
+        "ReportsEarly",
+        {
+            "rows_arrive": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
+            # What came late came over what D had computed by then: its last token, and the rest of that block.
+            "others_untouched": r"rows that the prefiller computed instead of the decoder",
+        },
+    ),
+    Wrong(
+        "FreesAtOnce",
+        rows(r"the right remote blocks were read, but after they had been given back and overwritten: it explains all 884736 words"),
+        variants="reused",
+    ),
+    Wrong(
+        "WritesToP",
+        {
+            "source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold memory that the decoder never wrote$",
+            "rows_arrive": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
+        },
+    ),
+    Wrong("ClearsWhatWasRead", {"source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
+    # What is no matter of bytes.
+    Wrong("NeverFinishes", {"completes": r"the connector never reported the load as finished"}, blocked=STOPPED, scale=SHORT),
+    Wrong("KeepsBlocks", {"all_come_back": r""}, scale=SHORT),
+    Wrong("AnnouncesLess", {"spares_computing": r"get_num_new_matched_tokens announced less than P had"}),
+    Wrong("RaisesAtStart", {"comes_up": r"P did not start: ValueError: no such fabric"}, blocked=STOPPED | {"completes"}),
+    # Upstream itself: see docs.
+    Wrong(
+        "Right",
+        {"window_is_whole": r"the block table is laid out for the token after the last one"},
+        geometry="gemma3_1b",
+        variants="n527",
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(judge: Callable[..., Judged], wrong: Wrong) -> None:
+    judged = judge(wrong.connector, wrong.geometry, wrong.topology, wrong.variants, wrong.scale, matrix=wrong.matrix)
+    outcomes = {name.partition("[")[0]: outcome for name, outcome in judged.outcomes.items()}
+    assert len(outcomes) == len(judged.outcomes), "one variant"
+    assert outcomes == {case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS" for case in outcomes}
+    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
+    said = {name.partition("[")[0]: finding.diagnosis for name, finding in judged.findings.items()}
+    assert said.keys() == wrong.says.keys()
+    for case, pattern in wrong.says.items():
+        assert re.match(pattern, said[case]) and "\n" not in said[case] and len(said[case]) < 300
+
+
+def test_every_case_of_whole_transfers_has_a_mistake_that_only_it_finds() -> None:
+    """Cases of transports that fail have tests of their own."""
+    modules = {name for name in module_names() if name.startswith("bytes/")} - {"bytes/faults"}
+    cases = {case.name for module in modules for case in load_module(module)[1]}
+    assert cases - {min(wrong.says) for wrong in WRONG if len(wrong.says) == 1} == set()
+
+
+RIGHT = [
+    ("Right", "llama3_1_8b", "P1D1", "n2 n16 n55 two_at_once chunked reused preempted_on_d hit1", "quick"),
+    ("Right", "llama3_1_8b", "P1D2", "n55 two_at_once", "quick"),
+    ("BacksOff", "gemma3_1b", "P1D1", "", "quick"),
+    ("Right", "kimi_k2_5_eagle3", "P2D2", "n55", "quick"),
+    ("Right", "qwen3_5_35b_a3b", "P1D2", "n2", "full"),
+]
+
+
+@pytest.mark.parametrize(("connector", "geometry", "topology", "variants", "matrix"), RIGHT, ids=["-".join(row[:3]) for row in RIGHT])
+def test_a_right_connector_passes_every_case(
+    judge: Callable[..., Judged], connector: str, geometry: str, topology: str, variants: str, matrix: str
+) -> None:
+    judged = judge(connector, geometry, topology, variants, matrix=matrix)
+    assert judged.outcomes and set(judged.outcomes.values()) == {"PASS"}
+    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)

@@ -1,0 +1,112 @@
+"""What a connector does wrong on a bad transport is found by the case that is about it; right ones pass on the same transport."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.engine.judged import Judged
+
+SHORT = 0.2  # of deadlines, where one of them has to be waited for
+LLAMA, GPT = "llama3_1_8b", "gpt_oss_20b"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake, and all that the suite says about it: which cases fail; every other one passes."""
+
+    connector: str
+    fails: dict[str, str]  # case[transfer] -> pattern of its diagnosis, or of what happened
+    variants: str
+    topology: str = "P1D1"
+    family: str = LLAMA
+    blocked: set[str] = field(default_factory=set)  # names of cases
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.connector}-{self.topology}"
+
+
+def on(transfers: str, case: str, says: str) -> dict[str, str]:
+    return {f"{case}[{transfer}]": says for transfer in transfers.split()}
+
+
+STOPPED = {"rows_arrive", "nothing_written_later", "all_come_back", "next_is_right"}
+OVERWRITTEN = "were read, but after they had been given back and overwritten"
+WRONG = [
+    Wrong(
+        "ForgetsFailure",
+        on("failed not_begun", "ends", "a transfer that failed is reported as if it had been made: ")
+        | on("failed not_begun", "rows_arrive", "no byte of .* was written"),
+        "failed not_begun slow",
+    ),
+    Wrong("HidesFailure", on("failed", "ends", "neither as finished nor as failed"), "failed", blocked=STOPPED, scale=SHORT),
+    Wrong("RaisesOnFailure", on("failed", "ends", "D raised RuntimeError.*no transfer ever fails"), "failed", blocked=STOPPED),
+    Wrong("FailsAll", on("failed", "ends", "the failure of one request ends others, too"), "failed", blocked={"rows_arrive"}),
+    Wrong("IgnoresRelease", on("lingers", "nothing_written_later", "while one of its transfers was still under way"), "failed lingers"),
+    Wrong(
+        "LeavesSiblings",
+        on("failed_handle", "nothing_written_later", "while one of its transfers was still under way"),
+        "failed_handle slow_handle",
+        "P2D1",
+        GPT,
+    ),
+    Wrong("BearsGrudge", on("failed", "next_is_right", "the next request of D did not end well"), "failed"),
+    Wrong("NotifiesAtOnce", on("slow_handle", "source_is_kept", OVERWRITTEN), "slow_handle", "P2D1", GPT),
+    Wrong("CountsOneReader", on("slow_rank", "source_is_kept", OVERWRITTEN), "slow_rank reversed", "P1D2"),
+    Wrong("KnowsEveryRequest", on("twice", "ends", r"P raised KeyError"), "twice notified_late", blocked=STOPPED),
+    Wrong(
+        "NeverExpires",
+        on("failed not_notified", "all_come_back", r"P waits for a notification that will not come"),
+        "failed not_notified twice",
+        scale=SHORT,
+    ),
+    # Upstream counts messages, not readers.
+    Wrong("Upstream", on("twice_slow_rank", "readers_are_counted", OVERWRITTEN), "slow_rank twice_slow_rank", "P1D2"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], wrong: Wrong) -> None:
+    judged = judge(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
+    outcomes = {short(name): outcome for name, outcome in ((result.id, result.outcome.value) for result in judged.results)}
+    stopped = {name.partition("[")[2] for name in wrong.fails if name.startswith("ends[")} if wrong.blocked else set()
+    expected = {
+        name: "FAIL"
+        if name in wrong.fails
+        else "BLOCKED"
+        if name.partition("[")[0] in wrong.blocked and name.partition("[")[2] in stopped
+        else "PASS"
+        for name in outcomes
+    }
+    assert outcomes == expected
+    assert wrong.fails.keys() <= outcomes.keys()
+    for result in judged.results:
+        if result.finding:
+            assert re.search(wrong.fails[short(result.id)], f"{result.finding.happened}\n{result.finding.diagnosis}"), result.finding
+
+
+CELLS = [(LLAMA, "P1D1"), (LLAMA, "P1D2"), (GPT, "P2D1")]
+
+
+@pytest.mark.parametrize(("family", "topology"), CELLS)
+def test_a_right_connector_passes_every_case(judge: Callable[..., Judged], family: str, topology: str) -> None:
+    judged = judge("Right", family, topology, "", 1.0)
+    assert len(judged.results) > 5
+    assert {short(result.id): result.outcome.value for result in judged.results if result.outcome.value != "PASS"} == {}
+    assert all(result.evidence and result.evidence.looked_at for result in judged.results)
+
+
+def test_a_connector_without_nixl_is_told_so(judge: Callable[..., Judged]) -> None:
+    judged = judge("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
+    assert {result.outcome.value for result in judged.results} == {"NOT-APPLICABLE"}
+    assert {result.reason for result in judged.results} == {"needs a connector that moves bytes with NIXL: no agent was made"}
+
+
+def short(name: str) -> str:
+    """ "ends[slow]" of an id."""
+    case, _, rest = name.rpartition("::")[2].partition("[")
+    return f"{case}[{rest.rstrip(']').rpartition('-')[2]}]"

@@ -1,0 +1,153 @@
+"""The transport that misbehaves on demand, over a stand-in for NIXL's agent: what it changes, and that it changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.rigs import faulty_nixl
+from pytest_kvconform.rigs.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults, FaultyAgent, Struck
+
+
+class Real:
+    """A transfer that was begun is made at once; what others send lies in `inbox`."""
+
+    def __init__(self, name: str):
+        self.name, self.begun, self.released = name, list[Any](), list[Any]()
+        self.inbox: list[bytes] = []
+        self.notifs: dict[str, list[bytes]] = {}
+
+    def transfer(self, handle: Any, notif_msg: bytes = b"") -> str:
+        self.begun.append(handle)
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return "DONE" if handle in self.begun else "PROC"
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        self.released.append(handle)
+
+    def get_new_notifs(self, backends: Any = ()) -> dict[str, list[bytes]]:
+        found, self.inbox = self.inbox, []
+        return {"peer": found} if found else {}
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """agent(Faults(hold=2)) -> an agent of rank 0 with these instructions."""
+    monkeypatch.setattr(faulty_nixl, "_orders", faulty_nixl._Orders())
+    kind = type("agent", (FaultyAgent, Real), {"real": Real})
+
+    def make(*faults: Faults) -> Any:
+        made = kind("a")
+        faulty_nixl.arm(faults, 0)
+        return made
+
+    return make
+
+
+def states(agent: Any, handle: Any, times: int) -> list[str]:
+    return [agent.check_xfer_state(handle) for _ in range(times)]
+
+
+def heard(agent: Any, times: int) -> list[list[bytes]]:
+    return [agent.get_new_notifs().get("peer", []) for _ in range(times)]
+
+
+def test_without_an_instruction_nothing_changes(agent: Callable[..., Any]) -> None:
+    one = agent()
+    one.inbox = [b"x"]
+    assert one.transfer("h") == "PROC" and states(one, "h", 1) == ["DONE"] and heard(one, 2) == [[b"x"], []]
+    one.release_xfer_handle("h")
+    assert one.released == ["h"]
+    assert faulty_nixl.struck() == Struck(agents=1, transfers=1)
+
+
+def test_a_held_transfer_is_begun_late(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(hold=3))
+    one.transfer("h")
+    assert states(one, "h", 2) == ["PROC"] * 2 and one.begun == [] and faulty_nixl.struck().pending == 1
+    assert states(one, "h", 1) == ["DONE"] and one.begun == ["h"] and faulty_nixl.struck().pending == 0
+
+
+def test_a_connector_that_asks_for_notifications_only_gets_its_transfer_all_the_same(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(hold=3))
+    one.transfer("h")
+    heard(one, 3)
+    assert one.begun == ["h"]
+
+
+def test_a_transfer_that_is_made_is_said_late(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(late=2))
+    one.transfer("h")
+    assert one.begun == ["h"] and states(one, "h", 4) == ["PROC", "PROC", "DONE", "DONE"]
+
+
+def test_failures(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(transfers=(0,), fail=STATUS, hold=1), Faults(transfers=(1,), fail=POLL), Faults(transfers=(2,), fail=POST))
+    one.transfer("a")
+    one.transfer("b")
+    with pytest.raises(RuntimeError, match="not begun"):
+        one.transfer("c")
+    one.transfer("d")
+    assert states(one, "a", 3) == ["PROC", "ERR", "ERR"]
+    with pytest.raises(RuntimeError, match="the transfer failed"):
+        one.check_xfer_state("b")
+    assert states(one, "d", 1) == ["DONE"] and one.begun == ["d"], "nothing else is moved"
+    assert faulty_nixl.struck() == Struck(agents=1, transfers=4, changed=3, failed=3)
+
+
+def test_a_failed_transfer_that_lingers_writes_in_the_end(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(fail=STATUS, linger=3))
+    one.transfer("h")
+    assert states(one, "h", 1) == ["ERR"]
+    with pytest.raises(RuntimeError, match="cannot be cancelled"):
+        one.release_xfer_handle("h")
+    assert one.begun == [] and faulty_nixl.struck().pending == 1
+    heard(one, 5)  # the connector has lost interest
+    assert one.begun == ["h"] and faulty_nixl.struck().pending == 0
+    one.release_xfer_handle("h")
+    assert one.released == ["h"]
+
+
+def test_ranks_and_numbers_choose(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(ranks=(1,), fail=POST), Faults(transfers=(1,), hold=9))
+    one.transfer("a")
+    one.transfer("b")
+    assert one.begun == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        (Faults(notifications=TWICE), [[b"a", b"b", b"a", b"b"], [], []]),
+        (Faults(notifications=TWICE, delay=2), [[b"a", b"b"], [], [b"a", b"b"]]),
+        (Faults(notifications=LATE, delay=1), [[], [b"a", b"b"], []]),
+        (Faults(notifications=NEVER), [[], [], []]),
+        (Faults(notifications=REVERSED, delay=2), [[b"b", b"a"], [], []]),
+    ],
+)
+def test_notifications(agent: Callable[..., Any], faults: Faults, expected: list[list[bytes]]) -> None:
+    one = agent(faults)
+    one.inbox = [b"a", b"b"]
+    assert heard(one, 3) == expected
+    assert faulty_nixl.struck().notifications == 2 and faulty_nixl.struck().pending == 0
+
+
+def test_every_way_to_ask_for_notifications_is_the_same(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(notifications=LATE, delay=1))
+    one.inbox = [b"done:1"]
+    assert not one.check_remote_xfer_done("peer", b"done")
+    assert one.check_remote_xfer_done("peer", b"done") and not one.check_remote_xfer_done("peer", b"done")
+    one.inbox = [b"more"]
+    assert one.update_notifs() == {"peer": []} and one.update_notifs() == {"peer": [b"more"]}
+
+
+def test_progress_serves_peers_and_keeps_what_they_say(agent: Callable[..., Any]) -> None:
+    one = agent()
+    one.inbox = [b"early"]
+    faulty_nixl.progress()
+    one.inbox = [b"late"]
+    assert heard(one, 1) == [[b"early", b"late"]]
