@@ -23,13 +23,13 @@ from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.pattern_bench import PatternBench
 
-AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))  # handed over without faults on the engines that have just seen some
+AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))  # handed over without faults, at first and after each that leaves traces
 LONGEST = 240  # tokens: of one transfer, and of what P keeps of earlier ones until its lease is over
 LEASE = "kv_lease_duration"  # vLLM's NixlConnector: seconds P keeps what nobody reads; key of kv_connector_extra_config
 LEASE_S = 2  # long enough for every read; its heartbeats prolong it by a third less
 LEASE_DEFAULT_S = 30
 PATIENCE_S = 8  # longer leases are not waited for
-DEATHS = 3  # engines of one cell that may die before the rest is not tried
+DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class FaultBench:
         if (cell, policy) in self._pairs:
             return self._pairs[cell, policy]
         if len(deaths := self._deaths.get(cell, [])) >= DEATHS:
-            raise Blocked(f"engines of {cell} failed {len(deaths)} times under faults of the transport, last: {deaths[-1]}")
+            raise Blocked(f"transfers of {cell} on a transport with faults failed {len(deaths)} times, last: {deaths[-1]}")
         if not pattern.current(cell) and not any(other == cell for other, _ in self._pairs):
             bench.drop()  # the engines of another cell
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
@@ -133,7 +133,22 @@ class FaultBench:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
             raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}") from None
         self._pairs[cell, policy] = pair[0], pair[1]
+        self._introduce(cell, policy, *pair)
         return pair[0], pair[1]
+
+    def _introduce(self, cell: Cell, policy: str, p: PatternEngine, d: PatternEngine) -> None:
+        """Hand something over without faults, so that peers have met and what follows is the faults' doing. Raises Blocked if it fails.
+
+        A connector that makes no NIXL agent is not asked: no fault can be planned for it.
+        """
+        if not sum(struck.agents for engine in (p, d) for struck in engine.struck()):
+            return
+        limits = self.pattern.limits
+        seen = observe_transfer(AFTER, p, d, limits, lambda: next(self.pattern.names))
+        if reason := seen.failed.sentence if seen.failed else "; ".join(seen.stuck) or seen.refused:
+            self._end(cell, policy)
+            self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
+            raise Blocked(f"stands on kv::bytes/handover::completes: without any fault a transfer did not end well: {reason}")
 
 
 def observe_faulty(transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str]) -> FaultSeen:

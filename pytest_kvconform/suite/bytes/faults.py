@@ -15,7 +15,7 @@ from pytest_kvconform.suite.bytes._seen import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._store import is_store
 
 PROMPTS = (Prompt(tokens(20)), Prompt(tokens(36, seed=1)))  # the faults of one transfer are those of the first
-SLOW = 25  # rounds; each lets both engines step once, so that whatever else is to happen has happened by then
+SLOW = 20  # rounds; each lets both engines step once, so that whatever else is to happen has happened by then
 NEEDS_NIXL = "needs a connector that moves bytes with NIXL: no agent was made"
 
 
@@ -32,7 +32,7 @@ FIRST = (0,)
 # one policy for failed loads, and so one pair of engines. What P keeps until its lease is over comes first: the rest takes that long.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
-        _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2)),
+        _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)),  # the other request is still loading
         _failed("not_begun", Faults(transfers=FIRST, fail=POST)),
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
         _slow("not_notified", Faults(notifications=NEVER)),
@@ -283,10 +283,11 @@ def _unnoticed(bench: Bench, transfer: Transfer, seen: TransferSeen) -> Finding 
 
 def _story(transfer: Transfer) -> str:
     """What the transport did, in words: "on rank 1 transfer 0 failed"."""
-    told = []
+    told: list[str] = []
     for f in transfer.faults:
         where = f"on rank {', '.join(map(str, f.ranks))} " if f.ranks else ""
-        which = f"transfer {', '.join(map(str, f.transfers))}" if f.transfers else "every transfer"
+        every = "every other transfer" if told else "every transfer"
+        which = f"transfer {', '.join(map(str, f.transfers))}" if f.transfers else every
         if f.fail:
             how = {
                 STATUS: "ended in the state ERR",
