@@ -11,7 +11,7 @@ from pytest_kvconform.result import Cell, Evidence
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
-Body = Callable[..., Evidence]  # body(bench, variant): returns evidence, or raises Violation, Blocked or HarnessError
+Body = Callable[..., Evidence]  # body(bench, variant): returns evidence, or raises Violation, Blocked, NotApplicable, HarnessError
 
 
 @dataclass(frozen=True)

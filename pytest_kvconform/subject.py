@@ -157,4 +157,7 @@ def _read_config(text: str) -> dict[str, Any]:
         raise BadSetting(f"{place}: line {error.lineno} column {error.colno}: {error.msg}") from None
     if not isinstance(value, dict):
         raise BadSetting(f"{place}: expected a JSON object, got {type(value).__name__}")
+    extra = value.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise BadSetting(f"{place}: kv_connector_extra_config: expected an object, got {type(extra).__name__}")
     return value

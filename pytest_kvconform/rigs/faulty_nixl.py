@@ -107,7 +107,7 @@ class FaultyAgent:
 
     def _struck(self) -> Struck:
         with self._lock:
-            open_flights = sum(not (f.posted if not f.faults.fail else f.over or not f.faults.linger) for f in self._flights.values())
+            open_flights = sum(self._is_open(flight) for flight in self._flights.values())
             return Struck(
                 agents=1,
                 transfers=self._begun,
@@ -117,12 +117,23 @@ class FaultyAgent:
                 pending=open_flights + sum(due > self._rounds for due, _, _ in self._waiting),
             )
 
+    def _is_open(self, flight: _Flight) -> bool:
+        """Whether the transfer may still write."""
+        if flight.faults.fail:
+            return bool(flight.faults.linger) and not flight.over
+        if not flight.posted:
+            return True
+        with contextlib.suppress(self.error):
+            return not getattr(flight.handle, "_released", False) and self.real.check_xfer_state(self, flight.handle) == "PROC"
+        return False
+
     # ---- transfers ------------------------------------------------------------------------------------------------------------
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> Any:
         with self._lock:
             faults = _orders.of(self._begun)
             self._begun += 1
+            self._flights.pop(handle, None)  # a handle may be used again
             if faults is None:
                 return self.real.transfer(self, handle, notif_msg)
             self._changed += 1

@@ -44,6 +44,11 @@ class PatternBench:
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
         self._over: dict[Cell, str] = {}  # cells of which nothing more is to be learned, with the id of the case that says why
 
+    @property
+    def patience(self) -> float:
+        """Seconds that one call of a pattern engine may take."""
+        return LOOKS * self.limits.call
+
     def observe(self, transfer: Transfer, longest: int) -> TransferSeen:
         """What a transfer shows in the current cell; runs it on first use. `longest` is the largest number of tokens at once in this cell.
 
@@ -105,7 +110,7 @@ class PatternBench:
         try:
             for role in "PD":
                 spec = self.spec(role, cell, tp[role], longest)
-                pair.append(PatternEngine(self.bench.address, f"{cell}-{role}-{name}", spec, LOOKS * self.limits.call, self.limits.start))
+                pair.append(PatternEngine(self.bench.address, f"{cell}-{role}-{name}", spec, self.patience, self.limits.start))
             self._started[cell] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
             for engine in pair:
@@ -129,7 +134,13 @@ class PatternBench:
         if subject.needs not in ("", facts.device):
             self._excused[None] = Blocked, f"{subject.connector} does not start where vLLM runs on {facts.device}: {said}"
         states = any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
-        if subject.profile == "store" and states and not facts.supports_hma and failed.how == "refused":
+        if (
+            subject.profile == "store"
+            and states
+            and not facts.supports_hma
+            and failed.how == "refused"
+            and "ybrid KV cache manager" in said
+        ):
             sentence = f"{facts.name} does not inherit SupportsHMA, and without it vLLM starts no model with states: {said}"
             self._excused[cell] = NotApplicable, sentence
 

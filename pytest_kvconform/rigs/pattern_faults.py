@@ -104,8 +104,13 @@ class FaultBench:
         """The fields of vLLM's KVTransferConfig, with a short lease for vLLM's own NIXL connectors unless the user has given one."""
         config, subject = self.pattern.config(role), self.pattern.bench.subject
         if subject.module is None and subject.connector.startswith("Nixl"):
-            config = config | {"kv_connector_extra_config": {LEASE: LEASE_S} | config.get("kv_connector_extra_config", {})}
+            config = config | {"kv_connector_extra_config": {LEASE: self.shortest_lease} | config.get("kv_connector_extra_config", {})}
         return config
+
+    @property
+    def shortest_lease(self) -> float:
+        """Seconds: on a slow machine a read takes longer, too."""
+        return LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
 
     def _engines(self, policy: str) -> tuple[PatternEngine, PatternEngine]:
         pattern, bench = self.pattern, self.pattern.bench
@@ -124,7 +129,7 @@ class FaultBench:
                 spec = pattern.spec(role, cell, tp[role], LONGEST)
                 config = {**spec.kv_transfer_config, **self._config(role), "kv_load_failure_policy": policy}
                 spec = msgspec.structs.replace(spec, faulty=True, kv_transfer_config=config)
-                pair.append(PatternEngine(bench.address, f"{cell}-{role}-{name}", spec, pattern.limits.call, pattern.limits.start))
+                pair.append(PatternEngine(bench.address, f"{cell}-{role}-{name}", spec, pattern.patience, pattern.limits.start))
             for engine in pair:
                 engine.wait_ready()
         except EngineFailed as failed:
@@ -139,13 +144,12 @@ class FaultBench:
     def _introduce(self, cell: Cell, policy: str, p: PatternEngine, d: PatternEngine) -> None:
         """Hand something over without faults, so that peers have met and what follows is the faults' doing. Raises Blocked if it fails.
 
-        A connector that makes no NIXL agent is not asked: no fault can be planned for it.
+        A connector that makes no NIXL agent even now is not asked for more: no fault can be planned for it.
         """
-        if not sum(struck.agents for engine in (p, d) for struck in engine.struck()):
-            return
         limits = self.pattern.limits
         seen = observe_transfer(AFTER, p, d, limits, lambda: next(self.pattern.names))
-        if reason := seen.failed.sentence if seen.failed else "; ".join(seen.stuck) or seen.refused:
+        reason = seen.failed.sentence if seen.failed else "; ".join(seen.stuck) or seen.refused
+        if reason and (seen.failed or sum(struck.agents for engine in (p, d) for struck in engine.struck())):
             self._end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(f"stands on kv::bytes/handover::completes: without any fault a transfer did not end well: {reason}")

@@ -29,7 +29,7 @@ class Received:
     prefill: Trace
     decode: Trace
     finish: str  # vLLM's finish reason on D
-    checks: tuple[Check, ...] = ()  # one a rank, of the first load
+    checks: tuple[Check, ...] = ()  # of every rank and load
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _run(seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlin
             prefill=p.trace(sources[i].id),
             decode=d.trace(targets[i].id),
             finish=(ends[targets[i].id].finish or "") if targets[i].id in ends else "",
-            checks=d.taken(targets[i].id)[: d.ranks],
+            checks=d.taken(targets[i].id),
         )
         for i, prompt in enumerate(transfer.prompts)
     )

@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 FIRST = 10240
+APART = 64  # ports between two that are given out: a connector may add its rank to the one it is told
 # Names of abstract Unix sockets that keep other runs off the ports of the youngest engines. They end with this process.
 _taken: deque[socket.socket] = deque(maxlen=64)
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
@@ -22,8 +23,8 @@ def free_port() -> int:
     somebody's end of a connection. Raises OSError if every port is taken.
     """
     end = _first_ephemeral()
-    for _ in range(FIRST, end):
-        port = FIRST + next(_next) % (end - FIRST)
+    for _ in range(FIRST, end, APART):
+        port = FIRST + next(_next) * APART % (end - FIRST)
         token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             token.bind(f"\0kvconform-port-{port}")

@@ -30,7 +30,9 @@ class FaultJury(Jury):
     def judge_faults(self, connector: str, family: str, topology: str, variants: str, scale: float) -> Judged:
         """Outcomes of one cell; `variants` are words that select transfers, "" means all."""
         spec, config = (connector, "") if connector == "NixlConnector" else (f"{self.module}:{connector}", LEASE)
-        settings = Settings(connector=spec, config=config, tier=("bytes",), family=(family,), topology=(topology,), timeout_scale=scale)
+        settings = Settings(
+            connector=spec, config=config, tier=("bytes",), family=(family,), topology=(topology,), matrix="full", timeout_scale=scale
+        )
         bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
         results = []
         try:

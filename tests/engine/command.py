@@ -139,4 +139,5 @@ def arguments(spec: str, *more: str) -> list[str]:
     """The options of a short run: one family, one topology."""
     config = () if spec == "NixlConnector" or any(one.startswith("--kv-config") for one in more) else (f"--kv-config={CONFIG}",)
     cell = () if any(one.startswith("--kv-family") for one in more) else ("--kv-family=llama", "--kv-topology=P1D1")
-    return [f"--kv-connector={spec}", *config, *cell, *more]
+    tier = () if any(one.startswith("kv::") for one in more) else ("--kv-tier=engine",)
+    return [f"--kv-connector={spec}", *config, *cell, *tier, *more]

@@ -93,7 +93,7 @@ def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
     assert said.moved > 10_000_000 and "spares_computing[n17]" in said.passed and "rows_arrive[preempted_on_d]" in said.passed
 
 
-@pytest.mark.parametrize("cell", ["llama3_1_8b-P1D2.b16", "llama3_1_8b-P1D1.b16x64"])
+@pytest.mark.parametrize("cell", ["llama3_1_8b-P1D2.b16", "deepseek_v3-P1D1.b16x64"])
 def test_a_miss_on_an_unlike_engine_is_right(judge: Callable[..., Said], cell: str) -> None:
     said = judge("Right", "n2 n49 n55 n211", cell)
     assert (said.failed, said.blocked) == ({}, {})

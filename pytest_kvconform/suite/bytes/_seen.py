@@ -37,10 +37,12 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
     for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
         if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
             raise HarnessError(f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache")
+        if r.checks and {check.rank for check in r.checks} != set(range(len(seen.audits[1]))):
+            raise HarnessError(f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}")
         if is_store(bench) and not r.decode.external_tokens:
             nothing_given(bench, seen, transfer)
         if not r.decode.external_tokens or not sum(check.rows_due for check in r.checks):
-            raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: D was given nothing for {r.name}")
+            raise Blocked(f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}")
     return seen
 
 
@@ -54,7 +56,11 @@ def wrong_words(check: Check, kind: str) -> int:
     runs = check.pool.runs
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
-    return int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
+    words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
+    if not words and check.pool.truncated:  # of very many runs some blocks are kept; the cells of the picture know all
+        cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
+        words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
+    return words
 
 
 def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: str) -> Finding:
