@@ -139,7 +139,7 @@ class PatternBench:
             and states
             and not facts.supports_hma
             and failed.how == "refused"
-            and "ybrid KV cache manager" in said
+            and "KV cache specs to one unified type" in said
         ):
             sentence = f"{facts.name} does not inherit SupportsHMA, and without it vLLM starts no model with states: {said}"
             self._excused[cell] = NotApplicable, sentence
