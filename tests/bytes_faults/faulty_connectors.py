@@ -101,6 +101,33 @@ class IgnoresRelease(Worker):
         worker._try_release_xfer_handle = lambda *args: release(*args) or True
 
 
+class ClearsLater(Worker):
+    """Clears the blocks of a load that failed some steps after it has reported it: they are free by then."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.caches, self.failures = list(kv_caches.values()), list[tuple[int, list[int]]]()
+        self.steps = 0
+        super().register_kv_caches(kv_caches)
+
+    def change(self, worker: Any) -> None:
+        handle_failed = worker._handle_failed_transfer
+
+        def failed(req_id: str, *args: Any, **kwargs: Any) -> bool:
+            blocks = [block for group in worker._recving_metadata[req_id].local_physical_block_ids for block in group]
+            self.failures.append((self.steps + 6, blocks))
+            return bool(handle_failed(req_id, *args, **kwargs))
+
+        worker._handle_failed_transfer = failed
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        for due, blocks in self.failures:
+            if due == self.steps:
+                for cache in self.caches:
+                    cache[blocks] = 0
+        super().start_load_kv(forward_context, **kwargs)
+
+
 class LeavesSiblings(Worker):
     """Reports a failure at once, while another transfer of the same request is under way."""
 

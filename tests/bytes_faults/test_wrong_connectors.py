@@ -47,6 +47,7 @@ WRONG = [
     Wrong("RaisesOnFailure", on("failed", "ends", "D raised RuntimeError.*no transfer ever fails"), "failed", blocked=STOPPED),
     Wrong("FailsAll", on("failed", "ends", "the failure of one request ends others, too"), "failed", blocked={"rows_arrive"}),
     Wrong("IgnoresRelease", on("lingers", "nothing_written_later", "while one of its transfers was still under way"), "failed lingers"),
+    Wrong("ClearsLater", on("failed", "nothing_written_later", "while one of its transfers was still under way"), "failed"),
     Wrong(
         "LeavesSiblings",
         on("failed_handle", "nothing_written_later", "while one of its transfers was still under way"),
