@@ -92,6 +92,7 @@ def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
             f"--kv-report={folder}",
             "-p",
             "no:cacheprovider",
+            *more,
         ]
         began, first, peak, last = time.monotonic(), 0.0, 0.0, ""
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
