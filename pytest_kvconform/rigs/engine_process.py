@@ -134,18 +134,22 @@ class Engine:
 
     def facts(self) -> EngineFacts:
         """What vLLM made of the specification."""
-        layers = self._workers(kv_access.describe)[0]
         return EngineFacts(
             groups=self.groups,
             num_blocks=self.kv_config.num_blocks,
             block_size=self.scheduler.block_size,
             connector=type(self.scheduler.connector).__name__,
             layout=str(self.config.cache_config.kv_cache_layout),
-            backend=next((d["backend"] for d in layers.values() if d["kind"] == "attention"), ""),
+            backend=self._backend(),
             hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager,
             prefix_caching=self.manager.enable_caching,
             pid=os.getpid(),
         )
+
+    def _backend(self) -> str:
+        """Name of the attention backend; "" if no layer has one."""
+        layers = self._workers(kv_access.describe)[0]
+        return next((d["backend"] for d in layers.values() if d["kind"] == "attention"), "")
 
     def add(self, request: Request) -> None:
         """Hand a request to the scheduler."""

@@ -18,7 +18,7 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.kvspace.mistakes import Source
 from pytest_kvconform.rigs import engine_process, faulty_nixl
 from pytest_kvconform.rigs.engine_process import positions_of
-from pytest_kvconform.rigs.messages import EngineFacts, Group, Request, Step
+from pytest_kvconform.rigs.messages import Group, Request, Step
 from pytest_kvconform.rigs.pattern_messages import PACKED, Check, Judge, Part, PatternSpec, Work
 
 
@@ -101,29 +101,14 @@ class PatternEngine(engine_process.Engine):
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
 
-    def facts(self) -> EngineFacts:
-        """What vLLM made of the specification."""
-        found = self._workers("pattern_facts")[0]
-        return EngineFacts(
-            groups=self.groups,
-            num_blocks=self.kv_config.num_blocks,
-            block_size=self.scheduler.block_size,
-            connector=type(self.scheduler.connector).__name__,
-            layout=str(self.config.cache_config.kv_cache_layout),
-            backend=found["backend"],
-            hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager,
-            prefix_caching=self.manager.enable_caching,
-            pid=os.getpid(),
-        )
+    def _backend(self) -> str:
+        name: str = self._workers("pattern_facts")[0]["backend"]
+        return name
 
     def add(self, request: Request) -> None:
         """Hand a request (PatternRequest) to the scheduler."""
         self.requests[request.id] = request
         super().add(request)
-
-    def abort(self, request_id: str) -> None:
-        """Abort a request in whatever state it is."""
-        super().abort(request_id)
 
     def step(self, seconds: float) -> Step:
         """Run steps, see `engine_process.Engine.step`; an engine without requests serves its peers all the same."""

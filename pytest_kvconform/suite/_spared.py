@@ -25,7 +25,7 @@ class HandedOver(Protocol):
 def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
     """Judge KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens only may leave D the rest of the last one."""
     for r in requests:
-        due = (r.length - 1) // block_size * block_size
+        due = whole_blocks(r.length, block_size)
         if not r.prefill.handed_over:
             raise Violation(
                 Finding(
@@ -50,14 +50,7 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
                     signature="D recomputed what P had",
                 )
             )
-        if r.decode.computed_tokens != r.length - r.decode.first_computed:
-            raise Violation(
-                Finding(
-                    rule="KV-HANDOVER-002",
-                    happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
-                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
-                )
-            )
+        computed_once(r)
     return Evidence(
         looked_at=sum(r.length for r in requests),
         unit="tokens",
@@ -65,3 +58,20 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
         external_tokens=sum(r.decode.external_tokens for r in requests),
         computed_tokens=sum(r.decode.computed_tokens for r in requests),
     )
+
+
+def whole_blocks(length: int, block_size: int) -> int:
+    """Tokens of a prompt that D must be spared: all but the last, which it computes to sample from, rounded down to a block."""
+    return (length - 1) // block_size * block_size
+
+
+def computed_once(r: HandedOver) -> None:
+    """Raise Violation if D computed a token of the prompt twice, or one less than from the first on."""
+    if r.decode.computed_tokens != r.length - r.decode.first_computed:
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-002",
+                happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
+                f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
+            )
+        )

@@ -8,6 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.pattern_bench import side_of
 from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite._spared import computed_once, whole_blocks
 
 SMALL = "D has every whole block before the last token already, and a store may keep whole blocks only"
 UNLIKE = "the store gives nothing of what an engine of another shape has saved, and D computes it: a miss is always right"
@@ -24,14 +25,9 @@ def alike(cell: Cell) -> bool:
     return p == d and side_of(cell, "P") == side_of(cell, "D")
 
 
-def owed(length: int, block_size: int) -> int:
-    """Tokens of a prompt that have to be given back: vLLM computes the last one itself, and a store may keep whole blocks only."""
-    return (length - 1) // block_size * block_size
-
-
 def nothing_given(bench: Bench, seen: TransferSeen, transfer: Transfer) -> None:
     """Called when D was given nothing for a request. Raises NotApplicable where that is right, else Blocked."""
-    if not any(owed(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests):
+    if not any(whole_blocks(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests):
         raise NotApplicable(SMALL)
     if not alike(bench.cell):
         raise NotApplicable(UNLIKE)
@@ -42,7 +38,7 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
     """Judge KV-HANDOVER-002 for a store. `requests`: those of which D was to compute the rest only, once."""
     size, external = seen.decoder.block_size, sum(r.decode.external_tokens for r in seen.requests)
     for r in requests:
-        due = owed(r.length, size)
+        due = whole_blocks(r.length, size)
         if not alike(bench.cell) and r.decode.first_computed < due:
             if not external:
                 raise NotApplicable(UNLIKE)
@@ -65,14 +61,7 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
                     ),
                 )
             )
-        if r.decode.computed_tokens != r.length - r.decode.first_computed:
-            raise Violation(
-                Finding(
-                    rule="KV-HANDOVER-002",
-                    happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
-                    f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
-                )
-            )
+        computed_once(r)
     return Evidence(
         looked_at=sum(r.length for r in seen.requests),
         unit="tokens",

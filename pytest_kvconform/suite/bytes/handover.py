@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Finding, Violation
-from pytest_kvconform.rigs.bench import REQUEST_S, Bench
+from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite._ended import came_to_an_end, said_last
 from pytest_kvconform.suite._spared import computed_what_it_had_to
 from pytest_kvconform.suite.bytes._seen import look, moved, settled
 from pytest_kvconform.suite.bytes._store import gave_back, is_store
@@ -16,27 +17,7 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 def completes(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends, no engine dies, hangs or raises, and the connector does not give up."""
     seen = look(bench, transfer)
-    if seen.failed:
-        raise Violation(
-            Finding(
-                rule="KV-HANDOVER-001",
-                happened=seen.failed.sentence,
-                differs="; ".join(seen.failed.stack),
-                diagnosis=seen.failed.sentence,
-                log=seen.failed.log,
-            )
-        )
-    role, _, said = (seen.logged or ("",))[-1].partition(": ")
-    reason = f"{role} logged {said}" if said else ""
-    if seen.stuck:
-        raise Violation(
-            Finding(
-                rule="KV-HANDOVER-001",
-                happened=f"{'; '.join(seen.stuck)} after {REQUEST_S * bench.settings.timeout_scale:.0f} s",
-                diagnosis=reason or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
-                log=seen.logged,
-            )
-        )
+    came_to_an_end(seen, bench.settings.timeout_scale)
     if seen.refused:
         first = next(r for r in seen.requests if r.finish == "error")
         raise Violation(
@@ -45,7 +26,7 @@ def completes(bench: Bench, transfer: Transfer) -> Evidence:
                 happened=f"D ended {first.name} with an error: the connector gave its load up "
                 f"({seen.prefiller.num_blocks} blocks of {seen.prefiller.block_size} tokens on P, {seen.decoder.num_blocks} of "
                 f"{seen.decoder.block_size} on D)",
-                diagnosis=reason or "the connector gives up loads of this pair of engines",
+                diagnosis=said_last(seen) or "the connector gives up loads of this pair of engines",
                 log=seen.logged,
             )
         )

@@ -25,6 +25,15 @@ def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
     seen = given(bench, transfer)
     for r in seen.requests:
         for check in r.checks:
+            if gone := [m for m in check.missing if not m.window and "attention" in _kinds(check, m.layers)]:
+                raise Violation(
+                    Finding(
+                        rule="KV-BYTES-001",
+                        happened=f"{r.name} of {r.length} tokens: tokens {intervals(gone[0].tokens)} of {gone[0].layers[0]} and "
+                        f"{len(gone[0].layers) - 1} more layers have no block on rank {check.rank} of D, which was to find them loaded",
+                        diagnosis="the block table of a group without a window has null blocks where KV was promised",
+                    )
+                )
             if wrong_words(check, "attention"):
                 raise Violation(finding(bench, seen, r, check, "KV-BYTES-001"))
     return _evidence(seen)

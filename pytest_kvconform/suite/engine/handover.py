@@ -5,8 +5,8 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite._ended import came_to_an_end, said_last
 from pytest_kvconform.suite._spared import computed_what_it_had_to
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
 from pytest_kvconform.suite.engine._settled import moved, settled
@@ -16,25 +16,7 @@ from pytest_kvconform.suite.engine._settled import moved, settled
 def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
     seen = bench.observe(scenario)
-    if seen.failed:
-        raise Violation(
-            Finding(
-                rule="KV-HANDOVER-001",
-                happened=seen.failed.sentence,
-                differs="; ".join(seen.failed.stack),
-                diagnosis=seen.failed.sentence,
-                log=seen.failed.log,
-            )
-        )
-    if seen.stuck:
-        raise Violation(
-            Finding(
-                rule="KV-HANDOVER-001",
-                happened=f"{'; '.join(seen.stuck)} after {_waited(bench)}",
-                diagnosis=_logged(seen) or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
-                log=seen.logged,
-            )
-        )
+    came_to_an_end(seen, bench.settings.timeout_scale)
     ends = [r.got.finish for r in seen.requests if r.got]
     wrong = [
         f"{r.name} ended with {r.got.finish} after {len(r.got.tokens)} tokens"
@@ -43,20 +25,8 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
     ]
     if wrong:
         happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"
-        raise Violation(Finding(rule="KV-HANDOVER-001", happened=happened, diagnosis=_logged(seen), log=seen.logged))
+        raise Violation(Finding(rule="KV-HANDOVER-001", happened=happened, diagnosis=said_last(seen), log=seen.logged))
     return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(seen))
-
-
-def _logged(seen: Observation) -> str:
-    """What an engine wrote to its log about an exception that nobody raised here; the last one is nearest to the end of the request."""
-    role, _, said = (seen.logged or ("",))[-1].partition(": ")
-    return f"{role} logged {said}" if said else ""
-
-
-def _waited(bench: Bench) -> str:
-    from pytest_kvconform.rigs.bench import REQUEST_S
-
-    return f"{REQUEST_S * bench.settings.timeout_scale:.0f} s"
 
 
 @case("KV-HANDOVER-002", variants=transfers)
