@@ -16,7 +16,7 @@ import pytest_kvconform
 
 from .checkout import ROOT, tracked_files
 
-PACKAGES = ("pytest_kvconform", "model_matrix")
+PACKAGES = ("pytest_kvconform", "model_matrix", "reference_connector")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,206 @@
+"""What a rank's KV memory is made of: boxes of named axes over bytes.
+
+A **box** is one layer's KV, or one part of it, on one rank: a rectangle of *cells*. A cell is `width` bytes that lie together and are never
+cut. The cell of token t of block b with coordinates (c0, c1, ...) lies at
+
+    address + b * block_stride + t * token_stride + (c0 - axes[0].start) * axes[0].stride + (c1 - axes[1].start) * axes[1].stride + ...
+
+and that is all there is to know about it. Every layout (LBHNC, LBNHC, BLHNC, ...) is a choice of strides, every split over tensor parallel
+ranks a choice of ranges. Coordinates are **absolute**: KV head 5 is head 5 of the model on whichever rank it lies. So boxes of two engines
+that have nothing but the model in common are compared by intersecting ranges. plan.py does that.
+
+    attention    part "kv", axis head: a cell is [K | V] of one head for one token
+    MLA          the same with a single head, which every rank holds
+    state        a box per part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm" with the axis head. A state has
+                 no tokens; its boxes say so by having one token a block
+    CPU_ATTN     K transposed within a block, so that no token lies together. The part "tile" has cells that hold all tokens of a
+                 block; the parts "k" and "v" are the same bytes cut finely, for a peer whose blocks have another size
+
+Boxes are what ranks publish to their peers: msgspec encodes them, about 150 bytes each.
+`boxes_of` is the only function of this package that knows how vLLM lays out KV memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # what comes from a peer is checked when it is decoded
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+
+
+class Axis(msgspec.Struct, frozen=True, array_like=True):
+    """One axis of a box: the coordinates start <= c < stop, of `whole` that all ranks of the engine hold together."""
+
+    name: str  # "head", "channel", "tap" or "element"
+    start: Offset
+    stop: Offset
+    whole: Offset
+    stride: Offset  # bytes from one coordinate to the next
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's KV, or one part of it, in the memory of one rank."""
+
+    layer: str  # vLLM's name of the layer; P and D agree on it
+    part: str  # "kv"; "conv.q", "conv.k", "conv.v", "ssm", ...; "tile", "k", "v"
+    element: str  # what the bytes mean, like "bfloat16" or "fp8_e4m3"; P and D must agree
+    group: Offset  # index into this engine's KVCacheConfig.transfer_groups, whose block table the layer uses; P's and D's may differ
+    address: Offset  # of the first cell of block 0
+    num_blocks: Size  # kernel blocks in the pool, those of vLLM's null block included
+    block_stride: Offset  # bytes from one kernel block to the next
+    pieces: Size  # kernel blocks per entry of a block table: entry b is the kernel blocks b * pieces, b * pieces + 1, ...
+    tokens: Size  # per kernel block
+    unit: Size  # tokens per cell: 1, or for a tile all tokens of a kernel block
+    token_stride: Offset  # bytes from one cell to that of the next token (the next unit)
+    axes: tuple[Axis, ...]
+    width: Size  # bytes of a cell
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per entry of a block table."""
+        return self.tokens * self.pieces
+
+
+def boxes_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], tp_rank: int, tp_size: int) -> tuple[Box, ...]:
+    """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
+
+    `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token, content] of the allocation; of a
+    state int8 [block, 1, 1, bytes]. A layer that uses another layer's KV has no memory of its own and no box.
+    Raises ValueError, with one sentence, for a layer that boxes cannot describe.
+    Sources in vLLM: `create_kv_cache_views` of v1/kv_cache_interface.py, `bind_kv_cache` of model_executor/layers/mamba/abstract.py.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+
+    owners = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    boxes: list[Box] = []
+    for index, group in enumerate(kv_cache_config.transfer_groups):
+        of_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            spec, view = of_layer.get(name, group.kv_cache_spec), kv_caches.get(name)
+            if name not in owners:
+                continue
+            if view is None:
+                raise ValueError(f"vLLM registered no KV cache for layer {name}, which its group {index} has.")
+            common = {"layer": name, "group": index}
+            if isinstance(spec, MambaSpec):
+                boxes += _state_boxes(common, spec, view, *((0, 1) if spec.tp_replicated else (tp_rank, tp_size)))
+            elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
+                heads = _heads(vllm_config, name, spec, view.shape[1], tp_rank, tp_size)
+                boxes += _attention_boxes(vllm_config, common, spec, view, heads, view.shape[0] // kv_cache_config.num_blocks)
+            else:
+                raise ValueError(f"Layer {name} keeps its KV as {type(spec).__name__} of strides {view.stride()}, which has no boxes here.")
+    return tuple(boxes)
+
+
+def _heads(vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int) -> tuple[int, int, int]:
+    """(first, end, whole) of the KV heads of a rank. With more ranks than heads, neighbouring ranks hold the same head.
+
+    A rank with one head cannot tell from the cache how many there are; the model's configuration says it, the draft's for its layers.
+    """
+    if spec.max_tp_shards is not None:
+        shards = min(spec.max_tp_shards, tp_size)
+    elif here > 1:
+        shards = tp_size
+    else:
+        config, draft = vllm_config.model_config, vllm_config.speculative_config
+        if draft is not None and draft.draft_model_config is not None and _is_draft(vllm_config, name):
+            config = draft.draft_model_config
+        shards = min(config.get_total_num_kv_heads(), tp_size)
+    first = tp_rank * shards // tp_size * here
+    return first, first + here, shards * here
+
+
+def _is_draft(vllm_config: Any, name: str) -> bool:
+    """Draft layers are numbered after those of the model; not every model runner marks them."""
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    numbers = [int(word) for word in name.split(".") if word.isdigit()]
+    return getattr(layer, "is_draft_layer", False) or bool(numbers and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers())
+
+
+def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int) -> Iterator[Box]:
+    size, (blocks, _, tokens, content) = view.element_size(), view.shape
+    block, head, token = (stride * size for stride in view.stride()[:3])
+    width, cache_dtype = content * size, vllm_config.cache_config.cache_dtype
+    quantised = bool(spec.kv_quant_mode)
+    element = cache_dtype if quantised else str(spec.dtype).removeprefix("torch.")
+    axis = Axis("head", *heads, head)
+    backend = _backend(vllm_config, common["layer"])
+    common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block, "pieces": pieces, "tokens": tokens}
+    if backend.get_name() != "CPU_ATTN":
+        if block == tokens * token:  # the tokens of a kernel block follow those of the one before: one block again
+            common |= {"num_blocks": blocks // pieces, "block_stride": block * pieces, "pieces": 1, "tokens": tokens * pieces}
+        yield Box(**common, part="kv", element=element, unit=1, token_stride=token, axes=(axis,), width=width)
+        return
+    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM says it nowhere in Python: the tests look at what
+    # its kernel writes. That of AMX packs K into tiles of its own, which only go from block to block.
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    if token != width:
+        raise ValueError(f"CPU_ATTN keeps the tokens of a block and head together; layer {common['layer']} has heads between them.")
+    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix("16")  # vec16 keeps KV as vec does
+    tile = f"{element} of CPU_ATTN {isa}"
+    yield Box(**common, part="tile", element=tile, unit=tokens, token_stride=0, axes=(axis,), width=tokens * width)
+    if isa == "vec" and not quantised:
+        row = spec.head_size * size
+        inner = Axis("element", 0, spec.head_size, spec.head_size, tokens * size)
+        yield Box(**common, part="k", element=tile, unit=1, token_stride=size, axes=(axis, inner), width=size)
+        common |= {"address": view.data_ptr() + tokens * row}
+        yield Box(**common, part="v", element=tile, unit=1, token_stride=row, axes=(axis,), width=row)
+
+
+def _backend(vllm_config: Any, name: str) -> Any:
+    """The attention backend of a layer, found as `get_current_attn_backends` of vLLM's kv_connector/utils.py does."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    return get_current_attn_backends(vllm_config, [name])[0]
+
+
+def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:
+    """The parts of a state in the order of memory: the convolution's taps, then the matrix of each head.
+
+    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own. Its layout is DS = [channel, tap] or
+    SD = [tap, channel], for all layers of the process.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    kind = spec.mamba_type.name
+    if kind not in _STATES or len(spec.shapes) != _STATES[kind]:
+        raise ValueError(f"Layer {common['layer']} keeps {len(spec.shapes)} states of kind {kind}, which have no boxes here.")
+    common |= {"num_blocks": view.shape[0], "block_stride": view.stride(0), "pieces": 1, "tokens": 1, "unit": 1, "token_stride": 0}
+    address = view.data_ptr()
+    shapes = list(zip(spec.shapes, spec.dtypes, strict=True))
+    if kind != "LINEAR":
+        (shape, dtype), *shapes = shapes
+        (channels, taps), width = shape if is_conv_state_dim_first() else shape[::-1], dtype.itemsize
+        strides = (taps * width, width) if is_conv_state_dim_first() else (width, channels * width)
+        at = address
+        for part, number in _conv_parts(kind, channels, spec.shapes):
+            axes = (
+                Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0]),
+                Axis("tap", 0, taps, taps, strides[1]),
+            )
+            yield Box(**common, part=part, element=str(dtype).removeprefix("torch."), address=at, axes=axes, width=width)
+            at += number * strides[0]
+        address += channels * taps * width
+    for shape, dtype in shapes:
+        width = math.prod(shape[1:]) * dtype.itemsize
+        heads = Axis("head", rank * shape[0], (rank + 1) * shape[0], size * shape[0], width)
+        yield Box(**common, part="ssm", element=str(dtype).removeprefix("torch."), address=address, axes=(heads,), width=width)
+
+
+_STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}  # kind of vLLM's MambaSpec -> number of its states
+
+
+def _conv_parts(kind: str, channels: int, shapes: Any) -> list[tuple[str, int]]:
+    """(part, channels of it on this rank) of a convolution."""
+    if kind not in ("MAMBA2", "GDN_ATTN"):
+        return [("conv", channels)]
+    values = shapes[1][0] * shapes[1][1]  # heads * size of a head
+    others = (channels - values) // 2
+    if kind == "MAMBA2":
+        return [("conv.x", values), ("conv.b", others), ("conv.c", others)]
+    return [("conv.q", others), ("conv.k", others), ("conv.v", values)]

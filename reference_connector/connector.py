@@ -1,0 +1,234 @@
+"""ReferenceConnector: vLLM's interface (KVConnectorBase_V1), and nothing but. Read on in the order of a hand-over:
+
+    scheduler.py               what is handed over, and when
+    messages.py                how P and D say it; what a lease is
+    worker.py                  how a load goes from its order to its last byte
+    peers.py, handshake.py     how a worker of D meets those of P
+    boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
+    transport.py               what moves them: NIXL
+    options.py
+
+vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They speak through `Metadata`
+(scheduler to workers, each step), `Told` (back) and `CardMetadata` (once).
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from reference_connector.boxes import boxes_of
+from reference_connector.handshake import Listener
+from reference_connector.messages import Card, Lease, Orders
+from reference_connector.options import read_options
+from reference_connector.scheduler import Group, Scheduler
+from reference_connector.transport import HOST, Memory, Nixl
+from reference_connector.worker import Worker, no_stats
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    orders: Orders
+
+
+@dataclass
+class CardMetadata(KVConnectorHandshakeMetadata):
+    card: Card
+
+
+@dataclass
+class Told(KVConnectorWorkerMetadata):
+    leases: set[Lease]
+
+    def aggregate(self, other: Any) -> KVConnectorWorkerMetadata:
+        return Told(self.leases | other.leases)
+
+
+class ReferenceStats(KVConnectorStats):
+    """`data`: what a worker counts, see `no_stats` in worker.py."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = no_stats()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return ReferenceStats({name: self.data[name] + other.data[name] for name in self.data})
+
+    def reduce(self) -> dict[str, int | float]:
+        """All loads together, in words and units for a log."""
+        loads, megabytes, seconds = len(self.data["seconds"]), sum(self.data["bytes"]) / 2**20, sum(self.data["seconds"])
+        return {
+            "Loads": loads,
+            "Avg load time (ms)": round(1e3 * seconds / max(loads, 1), 3),
+            "Avg MB per load": round(megabytes / max(loads, 1), 3),
+            "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
+            "Avg number of descriptors": round(sum(self.data["descriptors"]) / max(loads, 1), 1),
+            **{name.replace("_", " ").capitalize(): count for name, count in self.data.items() if isinstance(count, int)},
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
+    """P/D hand-over by pull. Every hook either belongs to one half and is passed on, or has nothing to do here."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        """Raises BadOption, or ValueError for a parallelism that this connector does not know."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._options = read_options(transfer.kv_connector_extra_config)
+        for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(f"ReferenceConnector knows tensor and data parallelism only, but {name} is {getattr(parallel, name)}")
+        self._listener: Listener | None = None
+        self._told: set[Lease] = set()
+        self._scheduler: Scheduler  # of the two an object has one: this one from here on, ...
+        self._worker: Worker  # ... and this one from register_kv_caches on
+        if role == KVConnectorRole.SCHEDULER:
+            self._host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+            given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
+            port = given if self._options.side_channel_port is None else self._options.side_channel_port
+            self._port, self._me = port + parallel.data_parallel_index if port else 0, (transfer.engine_id, str(uuid.uuid4()))
+            names = "remote_host", "remote_port", "remote_engine_id", "remote_incarnation"
+            self._address = dict(zip(names, (self._host, self._port, *self._me), strict=True))
+            lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+            self._scheduler = Scheduler(_groups(kv_cache_config), self._address, lookahead, self._options.heartbeat)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load restores the states of all groups, whatever of attention D has already."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Any will do. Blocks whose heads are outermost have the longest runs where tensor parallel sizes differ."""
+        return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """All workers have registered their memory: listen to peers."""
+        cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
+        if self._listener is not None or not cards:
+            return
+        self._listener = Listener(self._host, self._port, *self._me, cards)
+        self._address["remote_port"] = self._listener.port
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.known(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.placed(request, self._shared(blocks.blocks), num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return Metadata(self._scheduler.orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.loaded(connector_output.finished_recving)
+        if isinstance(told := connector_output.kv_connector_worker_meta, Told):
+            self._scheduler.released(told.leases)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, self._shared((block_ids,)))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, self._shared(block_ids))
+
+    def _shared(self, tables: Any) -> tuple[Any, ...]:
+        """Of block tables of all KV cache groups those of the groups that take part in transfers."""
+        return tuple(tables[index] for index in self._kv_cache_config.transfer_group_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """vLLM's name for: step on, even without a request."""
+        return self._scheduler.busy
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        rank, size, options = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), self._options
+        memory = _allocations(kv_caches)
+        progress = options.progress_thread if options.progress_thread is not None else memory[0].kind != HOST
+        transport = Nixl(list(options.backends), options.num_threads, progress)
+        boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
+        self._worker = Worker(options, rank, size, transport, boxes, memory)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return CardMetadata(self._worker.card)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, Metadata):
+            self._worker.obey(metadata.orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._worker.results()
+        self._told |= results.told
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        told, self._told = self._told, set()
+        return Told(told) if told else None
+
+    # Loads have ended before their request runs, and D reads what lies in P's cache: nothing is done layer by layer.
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return ReferenceStats(self._worker.stats()) if hasattr(self, "_worker") else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ReferenceStats(data or no_stats())
+
+    def shutdown(self) -> None:
+        """May be called twice, and on an object that is not complete."""
+        for half in ("_listener", "_worker"):
+            found = self.__dict__.pop(half, None)
+            if found is not None:
+                found.close()
+
+
+def _groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+    """What the scheduler has to know of each KV cache group that takes part in transfers."""
+    groups = []
+    for spec in (group.kv_cache_spec for group in kv_cache_config.transfer_groups):
+        window = 0 if isinstance(spec, FullAttentionSpec) else getattr(spec, "sliding_window", None) or 0
+        groups.append(Group(spec.block_size, isinstance(spec, MambaSpec), window, getattr(spec, "num_speculative_blocks", 0)))
+    return tuple(groups)
+
+
+def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
+    """The allocations that KV lies in, each once: layers share them."""
+    found = {}
+    for view in kv_caches.values():
+        storage, device = view.untyped_storage(), view.device
+        kind, flat = HOST if device.type == "cpu" else "VRAM", torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        view = partial(lambda flat, start, count: flat[start : start + count].cpu().numpy(), flat)
+        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), kind, device.index or 0, view)
+    return list(found.values())

@@ -1,0 +1,306 @@
+"""Two sets of boxes become runs of bytes: what a rank of D reads from which ranks of P, and where every byte goes.
+
+A hand-over is the intersection of P's boxes and D's boxes (boxes.py) in absolute coordinates. It is found in two steps.
+
+`pair`, once per peer: for every box of D, the boxes of P with the same layer and part whose ranges cover it. What several ranks hold (MLA,
+replicated heads) is read from one of them. A layer that only P has (a draft model) is left alone. Layers of one shape that are evenly
+spaced on both sides become one more axis, "layer", so that whatever follows is done once for all of them.
+
+`runs`, once per request: the tokens are cut where a block ends on either side. Each cut is as wide as its tokens; it is widened axis by
+axis as long as it is contiguous on both sides, and cuts that follow each other on both sides become one. What is left are the longest runs
+that two layouts have in common, as arrays. No loop goes over blocks or tokens, and layers are multiplied last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference_connector.boxes import Box
+
+Ints = NDArray[np.int64]
+EXACT = 1 << 15  # runs of a rank that are compared with each other, 2 ms at most; more have no neighbours but in their own strip, as a rule
+Step = tuple[int, int, int]  # an axis of an intersection: how many, bytes from one to the next on D and on P
+
+
+class Unplannable(Exception):
+    """P's memory cannot become D's. The message is one sentence that says what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one request has in one group of one engine: blocks[i] keeps the tokens from first + i * (tokens per block) on.
+
+    Tokens are counted from the start of the request. A part of a block table is fine; `first` says where it starts. Block 0 is vLLM's null
+    block, which keeps nothing. Of a state: one block, the slot, which keeps "token 0".
+    """
+
+    blocks: Sequence[int] | Ints
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run i: length[i] bytes from address remote[i] of one rank of P to address local[i]. Three int64 arrays [n]; no order is promised."""
+
+    local: Ints
+    remote: Ints
+    length: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+    def descriptors(self, local_device: int = 0, remote_device: int = 0) -> tuple[Ints, Ints]:
+        """(local, remote) as NIXL's get_xfer_descs takes them: int64 arrays [n, 3] of (address, length, device)."""
+        made = np.empty((2, len(self.length), 3), np.int64)
+        for side, address, device in zip(made, (self.local, self.remote), (local_device, remote_device), strict=True):
+            side[:, 0], side[:, 1], side[:, 2] = address, self.length, device
+        return made[0], made[1]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The intersection of boxes of D with boxes of one rank of P that are shaped alike: a box with two addresses."""
+
+    rank: int  # of P
+    mine: Box  # how D cuts tokens into blocks: that of one of the layers
+    theirs: Box
+    local: int  # address on D of the first cell of token 0 of block 0
+    remote: int
+    axes: tuple[Step, ...]  # as far as they are not part of `width`
+    width: int  # bytes that are contiguous on both sides, of one token (one unit)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """How one rank of D reads from one P engine."""
+
+    ranks: tuple[int, ...]  # of P: those that this rank of D reads from, as few as possible, ascending
+    matches: tuple[Match, ...]
+
+
+def pair(local: Sequence[Box], remote: Sequence[Sequence[Box]], rank: int = 0, size: int = 1) -> Pairing:
+    """Pair this rank's boxes with those of P.
+
+    `local`: boxes of rank `rank` of D's `size` tensor parallel ranks; `remote[r]`: boxes of P's tensor parallel rank r, all of them.
+    `rank` and `size` only spread the reading of replicated KV over P's ranks.
+    Raises Unplannable if P lacks a layer of D's, or if the two disagree on elements, axes or sizes.
+    """
+    theirs: dict[tuple[str, str], dict[int, Box]] = defaultdict(dict)
+    for number, boxes in enumerate(remote):
+        for box in boxes:
+            theirs[box.layer, box.part][number] = box
+    nearest = rank * len(remote) // size  # ranks that hold the same are neighbours, so the nearest of each makes the smallest set
+    found = []
+    for mine in _comparable(local, theirs):
+        for source in _sources(mine, theirs[mine.layer, mine.part]):
+            number = min(source, key=lambda number: abs(number - nearest))
+            found.append(_match(mine, source[number], number))
+    return Pairing(tuple(sorted({match.rank for match in found})), tuple(_stack(found)))
+
+
+def runs(pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Table], remote: Sequence[Table]) -> dict[int, Runs]:
+    """What to read for one request: rank of P -> runs, for every rank of `pairing.ranks` (if there is nothing to read, no runs).
+
+    spans[g]: absolute (start, stop) of the tokens that D needs in its group g, any numbers: start is where a prefix hit or the part
+    before a sliding window ends, stop the number of tokens to load. (0, 1) asks for a state, (0, 0) for nothing.
+    local[g]: D's table of its group g; remote[h]: P's table of P's group h. Both are indexed like `transfer_groups`; which group of P
+    belongs to which of D follows from the names of the layers. Tables may reach beyond the span; those of empty spans are not looked at.
+    Tiles (boxes.py) are not cut: of a block of CPU_ATTN that the span touches, the bytes of all its tokens are read.
+    Raises Unplannable if a table does not cover its span, has the null block in it, or names a block that the pool does not have.
+    """
+    found: dict[int, list[_Strip]] = {number: [] for number in pairing.ranks}
+    for match in pairing.matches:
+        start, stop = spans[match.mine.group]
+        if start < stop:
+            if match.theirs.group >= len(remote):
+                raise Unplannable(f"P handed over tables of {len(remote)} groups, and that of group {match.theirs.group} is needed.")
+            found[match.rank] += _strips(match, start, stop, local[match.mine.group], remote[match.theirs.group])
+    return {number: _write(strips) for number, strips in found.items()}
+
+
+# ---- pair -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _comparable(local: Sequence[Box], theirs: dict[tuple[str, str], dict[int, Box]]) -> list[Box]:
+    """D's boxes without the second description of the same bytes: a tile if P has such tiles or D nothing finer, else its parts."""
+    finer = {box.layer for box in local if box.part == "k"}
+    tiled = set()
+    for box in local:
+        alike = any(other.unit == box.unit for other in theirs[box.layer, box.part].values())
+        if box.part == "tile" and (alike or box.layer not in finer):
+            tiled.add(box.layer)
+    return [box for box in local if (box.part == "tile") == (box.layer in tiled)]
+
+
+def _sources(mine: Box, theirs: dict[int, Box]) -> list[dict[int, Box]]:
+    """Boxes of P that together cover `mine`, each cell once: for each of them, the ranks that hold it (rank -> box)."""
+    if not theirs:
+        raise Unplannable(f"P has no {mine.part} of layer {mine.layer}, which D has.")
+    found: dict[tuple[tuple[int, int], ...], dict[int, Box]] = defaultdict(dict)
+    for number, box in theirs.items():
+        for what, ours, other in (
+            ("elements", mine.element, box.element),
+            ("bytes a cell", mine.width, box.width),
+            ("tokens a cell", mine.unit, box.unit),
+            ("cells that are cut by a block's end", 0, box.tokens % box.unit),
+            ("axes", [(axis.name, axis.whole) for axis in mine.axes], [(axis.name, axis.whole) for axis in box.axes]),
+        ):
+            if ours != other:
+                raise Unplannable(f"{mine.part} of layer {mine.layer}: D has {what} {ours}, and rank {number} of P has {other}.")
+        ranges = tuple((max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine.axes, box.axes, strict=True))
+        if all(start < stop for start, stop in ranges):
+            found[ranges][number] = box
+    covered = sum(math.prod(stop - start for start, stop in ranges) for ranges in found)
+    if covered != math.prod(axis.stop - axis.start for axis in mine.axes):
+        has = sorted({_ranges(box) for box in theirs.values()})
+        raise Unplannable(f"{mine.part} of layer {mine.layer}: D needs {_ranges(mine)}, and P's ranks have {' or '.join(has)}.")
+    return list(found.values())
+
+
+def _ranges(box: Box) -> str:
+    return " x ".join(f"{axis.name} {axis.start} to {axis.stop}" for axis in box.axes)
+
+
+def _match(mine: Box, theirs: Box, number: int) -> Match:
+    local, remote, axes = mine.address, theirs.address, []
+    for a, b in zip(mine.axes, theirs.axes, strict=True):
+        start = max(a.start, b.start)
+        local += (start - a.start) * a.stride
+        remote += (start - b.start) * b.stride
+        axes.append((min(a.stop, b.stop) - start, a.stride, b.stride))
+    width, left = _fold(axes, mine.width)
+    return Match(number, mine, theirs, local, remote, left, width)
+
+
+def _fold(axes: Iterable[Step], width: int) -> tuple[int, tuple[Step, ...]]:
+    """Widen `width` contiguous bytes by every axis along which the next bytes follow on both sides: (bytes, axes that are left)."""
+    left = []
+    for many, local, remote in sorted(axes, key=lambda axis: axis[1]):
+        if local == remote == width:
+            width *= many
+        elif many > 1:
+            left.append((many, local, remote))
+    return width, tuple(left)
+
+
+def _stack(matches: Iterable[Match]) -> Iterator[Match]:
+    """Matches of one shape whose addresses are evenly spaced on both sides become one with an axis more."""
+    alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
+    for match in matches:
+        cut = [(b.group, b.num_blocks, b.block_stride, b.pieces, b.tokens, b.unit, b.token_stride) for b in (match.mine, match.theirs)]
+        alike[match.rank, *cut, match.axes, match.width].append(match)
+    for some in alike.values():
+        some.sort(key=lambda match: match.local)
+        steps = [(b.local - a.local, b.remote - a.remote) for a, b in itertools.pairwise(some)]
+        first = 0
+        while first < len(some):
+            last = first
+            while last < len(steps) and steps[last] == steps[first]:
+                last += 1
+            layers = [(last - first + 1, *steps[first])] if last > first else []
+            yield replace(some[first], axes=(*some[first].axes, *layers))
+            first = last + 1
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """Runs that are repeated along axes."""
+
+    local: Ints
+    remote: Ints
+    length: Ints
+    axes: tuple[Step, ...]
+
+    def offsets(self, side: int) -> Ints:
+        """[repetition] bytes; side 1 is D, 2 is P."""
+        made = np.zeros(1, np.int64)
+        for axis in self.axes:
+            made = np.add.outer(np.arange(axis[0], dtype=np.int64) * axis[side], made).ravel()
+        return made
+
+
+def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> Iterator[_Strip]:
+    """The runs of one match. From here on tokens are counted in units."""
+    unit, width = match.mine.unit, match.width
+    start, stop = start // unit, -(-stop // unit)
+    cuts, others = _ends(match.mine, mine, start, stop), _ends(match.theirs, theirs, start, stop)
+    if not np.array_equal(cuts, others):
+        cuts = np.union1d(cuts, others)
+    cuts = np.concatenate([[start], cuts, [stop]])
+    counts = np.diff(cuts)
+    local = match.local + _places("D", match.mine, mine, cuts)
+    remote = match.remote + _places("P", match.theirs, theirs, cuts)
+    if (match.mine.token_stride, match.theirs.token_stride) != (width, width) and (counts > 1).any():
+        # A token does not follow the one before on both sides: every token is a run.
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        local = np.repeat(local, counts) + within * match.mine.token_stride
+        remote = np.repeat(remote, counts) + within * match.theirs.token_stride
+        yield _Strip(local, remote, np.full(len(local), width), match.axes)
+        return
+    kinds: dict[tuple[Step, ...], list[tuple[int, int]]] = defaultdict(list)
+    for count in np.unique(counts).tolist():  # whole blocks, and what the span or the other side's blocks leave of them
+        wide, left = _fold(match.axes, count * width)
+        kinds[left].append((count, wide // count))
+    for left, sizes in kinds.items():
+        some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
+        yield _Strip(*_join(local[some], remote[some], counts[some] * sizes[0][1]), left)
+
+
+def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
+    """Where a kernel block ends, between `start` and `stop`."""
+    size, first = box.tokens // box.unit, table.first // box.unit
+    return np.arange(first + ((start - first) // size + 1) * size, stop, size, dtype=np.int64)
+
+
+def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
+    """Bytes from token 0 of block 0 to the first token of each cut. `cuts`: ascending, the end of the last one included."""
+    size, blocks = box.tokens // box.unit, np.asarray(table.blocks, dtype=np.int64)
+    entry, within = np.divmod(cuts[:-1] - table.first // box.unit, size * box.pieces)
+    if table.first % box.unit or entry[0] < 0 or entry[-1] >= len(blocks):
+        covers = f"{table.first} to {table.first + len(blocks) * box.block_tokens}"
+        wanted = f"{cuts[0] * box.unit} to {cuts[-1] * box.unit}"
+        raise Unplannable(f"Group {box.group} of {side}: the table covers tokens {covers}, and tokens {wanted} are wanted.")
+    ids, last = blocks[entry], box.num_blocks // box.pieces - 1
+    if ids.min() < 1 or ids.max() > last:
+        wanted = f"{ids.min()} to {ids.max()}"
+        raise Unplannable(f"Group {box.group} of {side}: tokens are wanted in blocks {wanted}, and only blocks 1 to {last} hold any.")
+    piece, within = np.divmod(within, size)
+    return (ids * box.pieces + piece) * box.block_stride + within * box.token_stride
+
+
+def _join(local: Ints, remote: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
+    """Runs that follow each other on both sides become one."""
+    if (local[1:] < local[:-1]).any():  # vLLM frees blocks from the last, so neighbours often stand in descending order
+        order = np.argsort(local)
+        local, remote, length = local[order], remote[order], length[order]
+    follows = (local[1:] == local[:-1] + length[:-1]) & (remote[1:] == remote[:-1] + length[:-1])
+    if not follows.any():
+        return local, remote, length
+    firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return local[firsts], remote[firsts], np.add.reduceat(length, firsts)
+
+
+def _write(strips: list[_Strip]) -> Runs:
+    """Repeat every strip along its axes."""
+    total = sum(len(strip.length) * math.prod(axis[0] for axis in strip.axes) for strip in strips)
+    local, remote, length = np.empty((3, total), np.int64)
+    at = 0
+    for strip in strips:
+        here, there = strip.offsets(1), strip.offsets(2)
+        end, shape = at + len(here) * len(strip.length), (len(here), len(strip.length))
+        np.add.outer(here, strip.local, out=local[at:end].reshape(shape))
+        np.add.outer(there, strip.remote, out=remote[at:end].reshape(shape))
+        length[at:end].reshape(shape)[:] = strip.length
+        at = end
+    return Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))

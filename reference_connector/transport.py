@@ -1,0 +1,127 @@
+"""Moving bytes: the few things that the connector asks of a transport, and NIXL, which does them.
+
+Every call is made by the thread that runs the worker's steps: NIXL promises nothing to more threads than one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOST = "DRAM"
+
+
+class TransportError(Exception):
+    """A transfer or a message that failed. The message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A piece of memory that peers may read, or that is read into."""
+
+    address: int
+    nbytes: int
+    kind: str = HOST  # NIXL's name: "DRAM", "VRAM"
+    device: int = 0
+    view: Callable[[int, int], Any] | None = None  # view(i, n): a copy or view of n bytes from byte i on, in host memory
+
+
+class Transport(Protocol):
+    """What moves bytes. Peers are called by the name that `connect` has given them. Every method may raise TransportError."""
+
+    def register(self, memory: Sequence[Memory]) -> None: ...
+    def metadata(self) -> bytes: ...  # what a peer needs to connect, once everything is registered
+    def connect(self, metadata: bytes) -> str: ...
+    def disconnect(self, peer: str) -> None: ...
+    # A read that has not begun. local, remote: int64 [n, 3] of (address, length, device) in memory of these kinds.
+    def prepare(self, peer: str, kinds: tuple[str, str], local: NDArray[Any], remote: NDArray[Any]) -> Any: ...
+    def begin(self, handle: Any) -> None: ...
+    def done(self, handle: Any) -> bool: ...  # False while it is under way; raises if it has failed
+    def release(self, handle: Any) -> bool: ...  # cancel it if need be and forget it; False while it may still write: then ask again
+    def notify(self, peer: str, message: bytes) -> None: ...
+    def notifications(self) -> list[bytes]: ...  # what has come since the last call
+    def close(self) -> None: ...
+
+
+class Nixl:
+    """One NIXL agent (nixl/_api.py)."""
+
+    def __init__(self, backends: list[str], num_threads: int, progress_thread: bool):
+        from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+
+        if NixlWrapper is None or nixl_agent_config is None:
+            raise RuntimeError("NIXL is not installed: pip install nixl")
+        config = nixl_agent_config(enable_prog_thread=progress_thread, num_threads=num_threads, backends=backends)
+        self._agent = NixlWrapper(str(uuid.uuid4()), config)
+        self._registered: list[Any] = []
+
+    def register(self, memory: Sequence[Memory]) -> None:
+        for kind in sorted({piece.kind for piece in memory}):
+            pieces = [(piece.address, piece.nbytes, piece.device, "") for piece in memory if piece.kind == kind]
+            self._registered.append(self._agent.register_memory(pieces, kind))
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes) -> str:
+        with _failing("accept the peer"):
+            name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def disconnect(self, peer: str) -> None:
+        with _failing("part from a peer"):
+            self._agent.remove_remote_agent(peer)
+
+    def prepare(self, peer: str, kinds: tuple[str, str], local: NDArray[Any], remote: NDArray[Any]) -> Any:
+        with _failing("prepare a read"):
+            here, there = (self._agent.get_xfer_descs(np.ascontiguousarray(d), k) for d, k in zip((local, remote), kinds, strict=True))
+            return self._agent.initialize_xfer("READ", here, there, peer)
+
+    def begin(self, handle: Any) -> None:
+        with _failing("begin a read"):
+            _checked(self._agent.transfer(handle))
+
+    def done(self, handle: Any) -> bool:
+        with _failing("read"):
+            return _checked(self._agent.check_xfer_state(handle)) == "DONE"
+
+    def release(self, handle: Any) -> bool:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:  # it cannot be cancelled now
+            return False
+        return True
+
+    def notify(self, peer: str, message: bytes) -> None:
+        with _failing("notify a peer"):
+            self._agent.send_notif(peer, notif_msg=message)
+
+    def notifications(self) -> list[bytes]:
+        with _failing("look for notifications"):
+            return [message for messages in self._agent.get_new_notifs().values() for message in messages]
+
+    def close(self) -> None:
+        for descriptors in self._registered:
+            self._agent.deregister_memory(descriptors)
+        del self._agent  # its threads and sockets end with it
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """NIXL has a class for each of its errors. All that matters here is that it could not."""
+    try:
+        yield
+    except Exception as error:
+        raise TransportError(f"NIXL could not {what}: {error}") from None
+
+
+def _checked(state: str) -> str:
+    if state not in ("DONE", "PROC"):
+        raise TransportError(f"the state of the transfer is {state}")
+    return state

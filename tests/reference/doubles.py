@@ -1,0 +1,157 @@
+"""Stand-ins for what vLLM gives the scheduler half, and a transport within one process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from reference_connector.boxes import Axis, Box
+from reference_connector.scheduler import Group, Scheduler
+from reference_connector.transport import TransportError
+
+ADDRESS = {"remote_engine_id": "p", "remote_incarnation": "first life", "remote_host": "127.0.0.1", "remote_port": 4321}
+FULL, WINDOW, STATE = Group(16), Group(16, window=32), Group(64, state=True, scratch=1)
+
+
+def scheduler(*groups: Group, heartbeat: float = 1000.0) -> Scheduler:
+    return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, heartbeat=heartbeat)
+
+
+def request(name: str, tokens: int, params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+    """What the scheduler half looks at in a vllm.v1.request.Request."""
+    ids = list(range(tokens))
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=params,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens,
+        prompt_token_ids=ids,
+        prompt_embeds=None,
+        _all_token_ids=list(ids),
+        max_tokens=16,
+        status=SimpleNamespace(name=status),
+        get_skip_reading_prefix_cache=lambda: False,
+    )
+
+
+def tables(*groups: str) -> Any:
+    """KVCacheBlocks.blocks, one word a group: "h" is a block of the prefix cache, "0" the null block, "n" a new one. Ids count from 1."""
+
+    def block(index: int, what: str) -> Any:
+        return SimpleNamespace(block_id=0 if what == "0" else index, is_null=what == "0", block_hash=b"" if what == "h" else None)
+
+    return tuple([block(i, what) for i, what in enumerate(word, 1)] for word in groups)
+
+
+@dataclass
+class Wire:
+    """What connects the transports of a test, and its mishaps."""
+
+    inboxes: dict[str, deque[bytes]] = field(default_factory=dict)
+    late: int = 0  # questions for the state of a read before it moves anything
+    failing: int = 0  # so many of the next reads fail
+    stubborn: int = 0  # so often a read refuses its release
+    reads: list[Any] = field(default_factory=list)
+    parted: list[str] = field(default_factory=list)  # from whom somebody has disconnected
+
+
+@dataclass
+class Copy:
+    """A read: memmove, some questions after it was begun."""
+
+    wire: Wire
+    runs: list[tuple[int, int, int]]
+    left: int = 0
+    fails: bool = False
+    stubborn: int = 0
+    state: str = "new"
+
+    def move(self) -> None:
+        for local, remote, length in self.runs:
+            ctypes.memmove(local, remote, length)
+        self.state = "done"
+
+
+class Local:
+    """A Transport (reference_connector/transport.py) whose peers live in this process."""
+
+    def __init__(self, wire: Wire, name: str):
+        self.wire, self.name = wire, name
+        wire.inboxes[name] = deque()
+
+    def register(self, memory: Any) -> None:
+        self.memory = list(memory)
+
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def connect(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def disconnect(self, peer: str) -> None:
+        self.wire.parted.append(peer)
+
+    def prepare(self, peer: str, kinds: Any, local: Any, remote: Any) -> Copy:
+        if peer not in self.wire.inboxes:
+            raise TransportError(f"{peer} is gone")
+        assert (local[:, 1] == remote[:, 1]).all()
+        return Copy(self.wire, [(int(a), int(b), int(n)) for a, b, n in zip(local[:, 0], remote[:, 0], local[:, 1], strict=True)])
+
+    def begin(self, handle: Copy) -> None:
+        handle.left, handle.state = self.wire.late, "open"
+        handle.fails, handle.stubborn = self.wire.failing > 0, self.wire.stubborn
+        self.wire.failing -= handle.fails
+        self.wire.reads.append(handle)
+
+    def done(self, handle: Copy) -> bool:
+        if handle.fails:
+            raise TransportError("it failed")
+        if handle.state == "open":
+            handle.left -= 1
+            if handle.left < 0:
+                handle.move()
+        return handle.state == "done"
+
+    def release(self, handle: Copy) -> bool:
+        handle.stubborn -= 1
+        if handle.stubborn >= 0:
+            return False
+        handle.state = "released"
+        return True
+
+    def notify(self, peer: str, message: bytes) -> None:
+        if peer not in self.wire.inboxes:
+            raise TransportError(f"{peer} is gone")
+        self.wire.inboxes[peer].append(message)
+
+    def notifications(self) -> list[bytes]:
+        inbox = self.wire.inboxes[self.name]
+        return [inbox.popleft() for _ in range(len(inbox))]
+
+    def close(self) -> None:
+        self.wire.inboxes.pop(self.name, None)
+
+
+def box(pool: np.ndarray, layer: str = "layers.0") -> Box:
+    """What tells peers of a pool of uint8 [block, byte]: one KV head, tokens of 4 bytes."""
+    blocks, nbytes = pool.shape
+    return Box(
+        layer=layer,
+        part="kv",
+        element="uint8",
+        group=0,
+        address=pool.ctypes.data,
+        num_blocks=blocks,
+        block_stride=nbytes,
+        pieces=1,
+        tokens=nbytes // 4,
+        unit=1,
+        token_stride=4,
+        axes=(Axis("head", 0, 1, 1, nbytes),),
+        width=4,
+    )

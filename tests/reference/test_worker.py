@@ -1,0 +1,292 @@
+"""The worker half: what it reads, when it says so, and what it does when something goes wrong. Peers live in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from reference_connector.handshake import Listener
+from reference_connector.messages import Address, Handoff, Lease, Load, Orders, Part, Query, encode
+from reference_connector.options import Options
+from reference_connector.transport import Memory
+from reference_connector.worker import Results, Worker
+from tests.reference.doubles import Local, Wire, box
+
+PATIENCE_S = 20.0
+BLOCKS, BYTES, TOKENS = 8, 64, 16
+
+
+class Engine:
+    """One rank with a pool of uint8 [block, byte], and the side channel of its engine."""
+
+    def __init__(self, wire: Wire, name: str, fill: int, layer: str = "layers.0", **options: float | bool):
+        self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
+        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
+        settings = Options(**{"handshake_timeout": 0.5, **options})
+        self.name, self.worker = name, Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory])
+        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card])
+
+    def view(self, start: int, count: int) -> np.ndarray:
+        return self.pool.reshape(-1)[start : start + count]
+
+    @property
+    def address(self) -> Address:
+        return Address("127.0.0.1", self.listener.port, "p", self.name)
+
+    def load(self, lease: int, remote: list[int], local: list[int], tokens: int = 2 * TOKENS) -> Load:
+        """An order for another engine to load from this one."""
+        handoff = Handoff(
+            do_remote_prefill=True,
+            remote_engine_id="p",
+            remote_incarnation=self.name,
+            remote_request_id="x",
+            remote_host="127.0.0.1",
+            remote_port=self.listener.port,
+            remote_lease=lease,
+            remote_num_tokens=tokens,
+            remote_block_ids=[remote],
+            remote_first_tokens=[0],
+        )
+        return Load(handoff, [Part(0, tokens, local, 0)])
+
+    def close(self) -> None:
+        self.listener.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def make(wire: Wire) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def engine(*args: object, **kwargs: object) -> Engine:
+        made.append(Engine(wire, *args, **kwargs))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def until(d: Engine, request: str = "r", steps: list[Results] | None = None) -> Results:
+    """Steps of D until a load has ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        d.worker.obey(Orders())
+        found = d.worker.results()
+        if steps is not None:
+            steps.append(found)
+        if request in found.received:
+            return found
+        time.sleep(0.002)
+    raise AssertionError("the load did not end")
+
+
+def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 1), make("d", 0)
+    p.pool[:] = np.arange(p.pool.size).reshape(p.pool.shape) % 251
+    p.worker.obey(Orders(leases={1: "x"}))
+    d.worker.obey(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
+    found = until(d)
+    assert not found.failed
+    expected = np.zeros_like(d.pool)
+    expected[3], expected[6, :12] = p.pool[5], p.pool[2, :12]
+    assert (d.pool == expected).all()
+    taken = d.worker.stats()
+    assert taken["bytes"] == [BYTES + 12] and not taken["failed_loads"]
+    assert "r" not in d.worker.results().received, "said twice"
+
+
+def test_a_load_is_not_said_to_be_done_before_it_is(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.late = 10
+    d.worker.obey(Orders(loads={"r": p.load(1, [5], [3], tokens=TOKENS)}))
+    until(d)
+    assert (d.pool[3] == 7).all()
+
+
+def test_a_lease_that_is_over_fails_the_load(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 7, kv_lease_duration=0.01), make("d", 0)
+    p.worker.obey(Orders(leases={4: "x"}))
+    time.sleep(0.05)
+    assert p.worker.results().sent == {"x"}
+    d.worker.obey(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
+    assert until(d).failed == {"r"}
+    assert d.worker.stats()["late_reads"] == 1
+    p.worker.obey(Orders(leases={5: "y"}))  # the next lease has nothing to do with it
+    d.worker.obey(Orders(loads={"s": p.load(5, [5, 6], [3, 4])}))
+    assert not until(d, "s").failed
+
+
+def test_a_lease_that_ends_under_the_read_fails_it(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.obey(Orders(leases={4: "x"}))
+    wire.late = 5
+    d.worker.obey(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.advance()
+    p.worker._end(4)
+    p.pool[:] = 9
+    assert until(d).failed == {"r"}
+    assert d.worker.stats()["late_reads"] == 1
+
+
+def test_a_failed_read_is_reported_when_it_cannot_write_any_more(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.failing, wire.stubborn, steps = 1, 10, []
+    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    assert until(d, steps=steps).failed == {"r"}
+    assert len(steps) >= 5 and wire.reads[0].state == "released"
+    wire.stubborn = 0
+    d.worker.obey(Orders(loads={"s": p.load(1, [5, 6], [3, 4])}))
+    assert not until(d, "s").failed
+
+
+def test_a_read_without_end_is_given_up(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0, transfer_timeout=0.2)
+    wire.late = 10**9
+    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    assert until(d).failed == {"r"}
+    assert wire.reads[0].state == "released"
+
+
+def test_failures_stay_with_their_request(make: Callable[..., Engine]) -> None:
+    p, d, stranger = make("p", 7), make("d", 0), make("q", 0, "another.layer")
+    loads = {
+        "short": p.load(1, [5], [3, 4]),  # P has fewer tokens than D wants
+        "null": p.load(1, [0, 5], [3, 4]),
+        "beyond": p.load(1, [5, BLOCKS], [3, 4]),
+        "stranger": stranger.load(1, [5, 6], [3, 4]),
+        "good": p.load(1, [5, 6], [1, 2]),
+    }
+    d.worker.obey(Orders(loads=loads))
+    ended, failed = set[str](), set[str]()
+    deadline = time.monotonic() + PATIENCE_S
+    while ended != set(loads) and time.monotonic() < deadline:
+        found = d.worker.results()
+        ended, failed = ended | found.received, failed | found.failed
+    assert failed == set(loads) - {"good"} and ended == set(loads)
+    assert (d.pool[1:3] == 7).all() and not d.pool[3:].any()
+
+
+def test_nobody_there(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 7), make("d", 0)
+    orders = Orders(loads={"r": p.load(1, [5, 6], [3, 4])}, releases=[Lease(p.address, 1)])
+    p.listener.close()
+    d.worker.obey(orders)
+    found = until(d)
+    assert found.failed == {"r"}
+    deadline, told = time.monotonic() + PATIENCE_S, found.told
+    while not told and time.monotonic() < deadline:
+        told = d.worker.results().told
+    assert told == {Lease(p.address, 1)}, "what cannot be said is given up, and the engine may rest"
+    p.listener = Listener("127.0.0.1", p.listener.port, "p", "p", [p.worker.card])
+
+
+def test_p_ends_each_lease_once(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.obey(Orders(leases={1: "x", 2: "y"}))
+    for sent in ({"x"}, set()):
+        d.worker.obey(Orders(releases=[Lease(p.address, 1)]))
+        while not d.worker.results().told:
+            pass
+        assert p.worker.results().sent == sent
+
+
+def test_d_can_be_faster_than_p_s_own_scheduler(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 7), make("d", 0)
+    d.worker.obey(Orders(releases=[Lease(p.address, 3)]))
+    while not d.worker.results().told:
+        pass
+    assert p.worker.results().sent == set()
+    p.worker.obey(Orders(leases={3: "x"}))
+    assert p.worker.results().sent == {"x"}
+
+
+def test_leases_are_prolonged(make: Callable[..., Engine]) -> None:
+    p, d = make("p", 7, kv_lease_duration=0.6), make("d", 0)
+    p.worker.obey(Orders(leases={1: "kept", 2: "left"}))
+    sent: set[str] = set()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
+        sent |= p.worker.results().sent
+        time.sleep(0.02)
+    assert sent == {"left"}
+    deadline = time.monotonic() + PATIENCE_S
+    while "kept" not in sent and time.monotonic() < deadline:
+        sent |= p.worker.results().sent
+    assert "kept" in sent
+
+
+def test_notifications_that_are_none(make: Callable[..., Engine], wire: Wire) -> None:
+    p = make("p", 7)
+    p.worker.obey(Orders(leases={1: "x"}))
+    wire.inboxes["p"].extend(
+        [
+            b"",
+            b"\xc1",
+            b"HB:1,2",
+            encode({"type": "Leases", "released": "1"}),
+            encode({"type": "Leases", "renewed": [None]}),
+            b"\x91" * 5000,
+        ]
+    )
+    p.worker.obey(Orders())
+    assert p.worker.results().sent == set()
+
+
+def test_p_is_started_anew_on_its_port(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    assert not until(d).failed
+    old = p.load(2, [5, 6], [3, 4])
+    port = p.listener.port
+    p.listener.close()
+    wire.inboxes.pop("p")  # what was there is gone
+    new = make("p, second life", 9)
+    new.listener.close()
+    new.listener = Listener("127.0.0.1", port, "p", "p, second life", [new.worker.card])
+    d.worker.obey(Orders(loads={"old": old, "new": new.load(1, [5, 6], [1, 2])}))
+    failed, ended = set[str](), set[str]()
+    deadline = time.monotonic() + PATIENCE_S
+    while ended != {"old", "new"} and time.monotonic() < deadline:
+        found = d.worker.results()
+        failed, ended = failed | found.failed, ended | found.received
+    assert failed == {"old"} and (d.pool[1:3] == 9).all()
+    assert wire.parted == ["p"], "what has ended is forgotten"
+    p.listener = Listener("127.0.0.1", 0, "p", "p", [])
+
+
+def test_with_integrity_p_is_asked_what_it_has(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0, integrity=True)
+    for request, spoil in (("right", False), ("wrong", True)):
+        wire.reads.clear()
+        d.worker.obey(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
+        deadline, found = time.monotonic() + PATIENCE_S, Results()
+        while request not in found.received and time.monotonic() < deadline:
+            if spoil and wire.reads and wire.reads[0].state == "released":
+                d.pool[4, 5] ^= 1
+                spoil = False
+            found = d.worker.results()
+            p.worker.obey(Orders())
+        assert (request in found.received, request in found.failed) == (True, request == "wrong")
+
+
+def test_nobody_learns_of_memory_that_is_not_kv(make: Callable[..., Engine], wire: Wire) -> None:
+    p, _ = make("p", 7), make("d", 0)
+    for address, length in ((p.pool.ctypes.data - 1, 2), (p.pool.ctypes.data, p.pool.nbytes + 1), (0, 8), (p.pool.ctypes.data, -8)):
+        wire.inboxes["p"].append(encode(Query(1, b"d", np.array([address, length]).tobytes())))
+    wire.inboxes["p"].append(encode(Query(1, b"d", b"odd")))
+    p.worker.obey(Orders())
+    assert not wire.inboxes["d"]
+    wire.inboxes["p"].append(encode(Query(1, b"d", np.array([p.pool.ctypes.data, 8]).tobytes())))
+    p.worker.obey(Orders())
+    assert len(wire.inboxes["d"]) == 1
