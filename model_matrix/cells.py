@@ -1,5 +1,5 @@
 """From the matrix to cells: which families run at which topologies. The lists themselves are in `matrix.toml` (engine
-rig) and `bytes.toml` (byte rig)."""
+rig), `bytes.toml` (byte rig) and `protocol.toml` (scheduler rig)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from model_matrix.geometries import load_geometries
 
 FILE = Path(__file__).with_name("matrix.toml")
 BYTES_FILE = Path(__file__).with_name("bytes.toml")
+PROTOCOL_FILE = Path(__file__).with_name("protocol.toml")
 
 
 class MatrixError(ValueError):
@@ -30,10 +31,10 @@ class UnknownName(ValueError):
 class Place(NamedTuple):
     """One cell of a matrix."""
 
-    family: str  # of the engine rig a family id, of the byte rig a geometry id
+    family: str  # of the engine rig a family id, of the others a geometry id
     topology: str
-    setup: str = ""  # of the byte rig: a word of bytes.toml
-    rig: str = "engine"  # or "bytes"
+    setup: str = ""  # not of the engine rig: a word of bytes.toml
+    rig: str = "engine"  # or "bytes" or "scheduler"
 
 
 class Matrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +72,13 @@ class ByteMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full: dict[str, dict[str, list[str]]]
 
 
+class ProtocolMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Each matrix of the scheduler rig: geometry id -> setup of bytes.toml -> topologies."""
+
+    quick: dict[str, dict[str, list[str]]]
+    full: dict[str, dict[str, list[str]]]
+
+
 def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
     """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose everything.
 
@@ -79,7 +87,7 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
     """
     _know("matrix", matrix, msgspec.structs.asdict(load_matrices()))
     chosen = _places(matrix)
-    words = {place: {place.family, *([load_geometries()[place.family].family] if place.rig == "bytes" else [])} for place in chosen}
+    words = {place: {place.family, *([load_geometries()[place.family].family] if place.rig != "engine" else [])} for place in chosen}
     for family in families:
         _know(f"family in the {matrix} matrix", family, dict.fromkeys(word for place in chosen for word in sorted(words[place])))
     for topology in topologies:
@@ -94,11 +102,19 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
 
 
 def _places(matrix: str) -> list[Place]:
-    """Every cell of one matrix. The byte rig has nothing of its own for the nightly one: its bytes are the same on any day."""
+    """Every cell of one matrix. Only the engine rig has something of its own for the nightly one: bytes are the same on any day."""
     engine: dict[str, list[str]] = getattr(load_matrices(), matrix)
-    pairs: dict[str, dict[str, list[str]]] = getattr(load_byte_matrices(), "full" if matrix == "nightly" else matrix)
+    name = "full" if matrix == "nightly" else matrix
+    others: dict[str, dict[str, dict[str, list[str]]]] = {
+        "bytes": getattr(load_byte_matrices(), name),
+        "scheduler": getattr(load_protocol_matrices(), name),
+    }
     return [Place(family, topology) for family, row in engine.items() for topology in row] + [
-        Place(geometry, topology, setup, "bytes") for geometry, setups in pairs.items() for setup, row in setups.items() for topology in row
+        Place(geometry, topology, setup, rig)
+        for rig, rows in others.items()
+        for geometry, setups in rows.items()
+        for setup, row in setups.items()
+        for topology in row
     ]
 
 
@@ -144,16 +160,37 @@ def read_byte_matrices(path: Path) -> ByteMatrices:
     """Read a matrix file of the byte rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
     try:
         matrices = msgspec.toml.decode(path.read_bytes(), type=ByteMatrices)
-        for name in ("quick", "full"):
-            for geometry, setups in getattr(matrices, name).items():
-                _know(f"geometry for {name}.{geometry}", geometry, load_geometries())
-                for setup, row in setups.items():
-                    _know(f"setup for {name}.{geometry}.{setup}", setup, matrices.setups)
-                    for topology in row:
-                        parse_topology(topology)
+        _check_rows(matrices, matrices.setups)
     except (msgspec.MsgspecError, UnknownName) as error:
         raise MatrixError(f"{path.name}: {error}") from error
     return matrices
+
+
+@functools.cache
+def load_protocol_matrices() -> ProtocolMatrices:
+    """The matrices of `protocol.toml`. Raises MatrixError."""
+    return read_protocol_matrices(PROTOCOL_FILE)
+
+
+def read_protocol_matrices(path: Path) -> ProtocolMatrices:
+    """Read a matrix file of the scheduler rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
+    try:
+        matrices = msgspec.toml.decode(path.read_bytes(), type=ProtocolMatrices)
+        _check_rows(matrices, load_byte_matrices().setups)
+    except (msgspec.MsgspecError, UnknownName) as error:
+        raise MatrixError(f"{path.name}: {error}") from error
+    return matrices
+
+
+def _check_rows(matrices: ByteMatrices | ProtocolMatrices, known: dict[str, Setup]) -> None:
+    """Raise UnknownName unless geometries, setups and topologies are known."""
+    for name in ("quick", "full"):
+        for geometry, setups in getattr(matrices, name).items():
+            _know(f"geometry for {name}.{geometry}", geometry, load_geometries())
+            for setup, row in setups.items():
+                _know(f"setup for {name}.{geometry}.{setup}", setup, known)
+                for topology in row:
+                    parse_topology(topology)
 
 
 def _know(what: str, word: str, valid: Iterable[str]) -> None:

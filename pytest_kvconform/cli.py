@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pytest_kvconform import __version__, doctor, parts, plan, rules
+from pytest_kvconform import __version__, doctor, features, parts, plan, rules
 from pytest_kvconform.report import document
+from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, did_you_mean
 
 
@@ -42,11 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     command("doctor", lambda options: doctor.main(), "say what is installed here, what can run, and what is missing for the rest")
-    one = command("list", _list, "list cases, rules, families or settings")
+    one = command("list", _list, "list cases, rules, clauses, families, features or settings")
     one.add_argument("what", choices=sorted(_LISTS))
     one.add_argument("--matrix", choices=("quick", "full"), default="quick", help="for cases and families (default: %(default)s)")
-    one = command("explain", _explain, "print everything about one rule")
-    one.add_argument("rule", metavar="RULE-ID")
+    one = command("explain", _explain, "print everything about one rule, or about one clause of vLLM's contract")
+    one.add_argument("rule", metavar="ID")
     one = command("verify", _verify, "recompute the verdict of a report from its results")
     one.add_argument("report", metavar="REPORT", type=Path)
     one = command("diff", _diff, "say what changed from one report to another")
@@ -72,25 +73,32 @@ def _rules(matrix: str) -> list[Sequence[str]]:
     return [(rule.id, rule.strength, rule.sentence) for rule in rules.load().values()]
 
 
+def _clauses(matrix: str) -> list[Sequence[str]]:
+    return [(clause.id, " ".join(clause.rules) or "not tested", clause.says) for clause in clauses.load().values()]
+
+
 def _families(matrix: str) -> list[Sequence[str]]:
-    topologies: dict[str, list[str]] = {}
+    topologies: dict[str, dict[str, None]] = {}  # several rigs may have one cell
     for place in parts.expand(matrix):
-        topologies.setdefault(place.family, []).append(place.topology + (f".{place.setup}" if place.setup else ""))
+        topologies.setdefault(place.family, {})[place.topology + (f".{place.setup}" if place.setup else "")] = None
     return [(family, " ".join(words)) for family, words in topologies.items()]
 
 
 def _settings(matrix: str) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("flag", "environment", "[tool.kvconform]", "values", "default", "")]
     for option in OPTIONS:
-        default = str(option.default) if option.default not in ("", ()) else "-"
-        rows.append((option.flag or "-", option.variable or "-", option.key, option.metavar, default, option.help))
+        rows.append(
+            (option.flag or "-", option.variable or "-", option.key, option.metavar or "-", option.shown_default or "-", option.help)
+        )
     return rows
 
 
 _LISTS: dict[str, Callable[[str], list[Sequence[str]]]] = {
     "cases": _cases,
+    "clauses": _clauses,
     "rules": _rules,
     "families": _families,
+    "features": lambda matrix: [(name, feature.says) for name, feature in features.load().items()],
     "settings": _settings,
 }
 
@@ -107,6 +115,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _explain(options: argparse.Namespace) -> int:
     known = rules.load()
+    if (clause := clauses.load().get(options.rule.upper())) is not None:
+        print(f"{clause.id}\n\n  {clause.says}\n\nsource   {clause.source}")
+        print(f"rules    {' '.join(clause.rules)}" if clause.rules else f"untested {clause.untestable}")
+        return 0
     rule = known.get(options.rule.upper())
     if rule is None:
         raise BadSetting(f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: kvconform list rules")
@@ -122,12 +134,22 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     report = document.read(options.report)
-    verdict = document.rejudge(report)
-    if verdict == report.verdict:
-        print(f"{verdict.word}: the verdict follows from the {len(report.results)} results of the report")
-        return 0
-    print(f"the report says {report.verdict.word} ({report.verdict.sentence}), its results give {verdict.word} ({verdict.sentence})")
-    return 1
+    if mistakes := [*document.mistakes(report), *_of_manifest(report)]:
+        print("\n".join(mistakes))
+        return 1
+    print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
+    return 0
+
+
+def _of_manifest(report: document.Report) -> list[str]:
+    """What is wrong with the list of cases that a report calls all of them. Another version of the suite has another list."""
+    if report.suite != __version__:
+        print(f"the report was written by suite {report.suite}, and this is {__version__}: its manifest is not compared", file=sys.stderr)
+        return []
+    expected = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ()).manifest
+    lacking, strange = sorted(set(expected) - set(report.selection.manifest)), sorted(set(report.selection.manifest) - set(expected))
+    said = [f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"] if lacking else []
+    return said + ([f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"] if strange else [])
 
 
 def _diff(options: argparse.Namespace) -> int:

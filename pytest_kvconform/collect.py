@@ -19,6 +19,7 @@ import pytest
 from pytest_kvconform.plan import PREFIX, Planned, load_module
 from pytest_kvconform.report.failure import failure_text
 from pytest_kvconform.result import Blocked, CaseResult, Evidence, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.settle import shown_finding
 
 if TYPE_CHECKING:
     from pytest_kvconform.session import Runner
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit likewise.
 _DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
 
-_ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)  # neither passed nor failed
+_ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
 
 
 class Suite(pytest.Collector):
@@ -102,15 +103,17 @@ class CaseItem(pytest.Item):
                 raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
             result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
         except Violation as error:
-            result = msgspec.structs.replace(result, finding=error.finding, reason="")
+            result = msgspec.structs.replace(result, finding=error.finding, refused=error.refused, reason="")
         except Blocked as error:
-            result = msgspec.structs.replace(result, outcome=Outcome.BLOCKED, reason=str(error) or "no reason was given")
+            reason = str(error) or "no reason was given"
+            result = msgspec.structs.replace(result, outcome=Outcome.BLOCKED, refused=error.refused, reason=reason)
         except NotApplicable as error:
             result = msgspec.structs.replace(result, outcome=Outcome.NOT_APPLICABLE, reason=str(error))
         except _DEFECTS as error:
             result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
             defect = "".join(traceback.format_exception(error))
-        self.result = msgspec.structs.replace(result, seconds=round(time.perf_counter() - started, 3))
+        result = msgspec.structs.replace(result, seconds=round(time.perf_counter() - started, 3))
+        self.result = self.runner.settle(one, result)
         self.user_properties.append(("outcome", self.result.outcome.value))
         if self.result.evidence:
             self.user_properties += [("looked_at", self.result.evidence.looked_at), ("bytes_moved", self.result.evidence.bytes_moved)]
@@ -127,7 +130,7 @@ class CaseItem(pytest.Item):
         if not isinstance(excinfo.value, CaseFailed) or self.result is None:
             return super().repr_failure(excinfo, style)
         shown = excinfo.getrepr(style="value")
-        finding = self.result.finding
+        finding = shown_finding(self.result)
         if shown.reprcrash and finding:  # one line for pytest's short summary and the message of JUnit
             shown.reprcrash.message = f"{finding.rule}: {finding.diagnosis or finding.happened}"
         return shown

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from pytest_kvconform import __version__
-from pytest_kvconform.report.document import version
+from pytest_kvconform.declaration import version
 
 _IMPORT_SECONDS = 120.0  # vLLM takes 7 s on an idle machine
 _IMPORTS = {  # what proves that it can be used, and what is worth knowing about it

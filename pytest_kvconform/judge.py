@@ -13,15 +13,22 @@ import pytest
 
 from pytest_kvconform import parts
 from pytest_kvconform.collect import CaseItem
+from pytest_kvconform.declaration import block_to_paste
 from pytest_kvconform.plan import cell_word
 from pytest_kvconform.report import document, failure, markdown, terminal
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
 from pytest_kvconform.session import CHANNEL, Link, Runner, WorkerInput, write_line
 from pytest_kvconform.settings import non_default
+from pytest_kvconform.subject import cannot_run
 from pytest_kvconform.verdict import signature
 
 _PROBE_SECONDS = 120.0  # importing vLLM on a slow, busy machine, with room
 _MOST_LINES = 20  # of ids with one cause
+_LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
+    Outcome.BLOCKED: ("blocked", "B", ("BLOCKED", {"yellow": True})),
+    Outcome.NOT_APPLICABLE: ("not applicable", "n", ("NOT-APPLICABLE", {})),
+    Outcome.KNOWN: ("known", "k", ("KNOWN", {"yellow": True})),
+}
 
 
 class Judge:
@@ -51,7 +58,10 @@ class Judge:
         if (cache := getattr(self.config, "cache", None)) is not None:
             cache.set("kvconform/seed", self.settings.seed)
         try:
-            self._zygote = parts.bench().start_zygote(self.settings, self.runner.subject)
+            if reason := cannot_run(self.runner.subject):  # said at once, not after vLLM is loaded
+                self.runner.link = Link(refusal="BLOCKED", reason=reason)
+            else:
+                self._zygote = parts.bench().start_zygote(self.settings, self.runner.subject)
         except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
             self.runner.link = Link(refusal="HARNESS", reason=f"the background process did not start: {type(error).__name__}: {error}")
         if self._distributed():  # workers are told the facts when they are started, so they must be known now
@@ -125,9 +135,7 @@ class Judge:
         if hasattr(report, "kv_progress"):
             return "", "", ""
         if report.outcome == "skipped" and hasattr(report, "kv_result"):
-            if _result(report).outcome is Outcome.BLOCKED:
-                return "blocked", "B", ("BLOCKED", {"yellow": True})
-            return "not applicable", "n", ("NOT-APPLICABLE", {})
+            return _LETTERS[_result(report).outcome]
         return None
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -169,7 +177,7 @@ class Judge:
             msgspec.json.decode(self.runner.link.facts),
             self._results,
             self._selected,
-            self.runner.plan().total,
+            self.runner.plan().manifest,
             sorted(self._troubles),
         )
 
@@ -200,6 +208,9 @@ class Judge:
         if self._report is None:
             return
         unicode = _knows(sys.__stdout__, "✓✗·×")
+        if self._results and (block := block_to_paste(self.runner.subject.features)):
+            terminalreporter.write_sep("=", "to declare in pyproject.toml")
+            terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
         title = terminal.title(self._report)
         terminalreporter.write_sep("=", title if unicode else terminal.to_ascii(title))
         width = self.config.get_terminal_writer().fullwidth

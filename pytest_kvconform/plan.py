@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pytest_kvconform import parts, rules
-from pytest_kvconform.case import Case
+from pytest_kvconform import features, parts, rules
+from pytest_kvconform.case import RIGS, Case
 from pytest_kvconform.result import Cell
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
 
@@ -52,13 +52,13 @@ class Plan:
     """What one run could do and was asked to do."""
 
     asked: tuple[Planned, ...]  # what settings and kv:: arguments leave
-    total: int  # how many cases the matrix has when nothing is left out
+    manifest: tuple[str, ...]  # ids of all cases that the matrix has when nothing is left out, sorted
 
 
 def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
     """The cases of the run. `arguments` are those that begin with kv::; none means everything.
 
-    Raises BadSetting for a tier, family, topology, rule or argument that matches nothing, BadSuite for a file that is no module of cases.
+    Raises BadSetting for a tier, family, topology, rule, feature or argument that matches nothing, BadSuite for a file without cases.
     """
     tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
     for tier in settings.tier:
@@ -67,6 +67,10 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
     for pattern in settings.rule:
         if not fnmatch.filter(rules.load(), pattern):
             raise BadSetting(f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: kvconform list rules")
+    for name in settings.feature:
+        if name not in features.load():
+            known = features.load()
+            raise BadSetting(f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
     every = _cases_of(parts.expand(settings.matrix), settings.matrix)
     asked = every
     if settings.family or settings.topology:
@@ -79,8 +83,9 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
         for planned in asked
         if (not settings.tier or planned.case.tier in settings.tier)
         and (not settings.rule or any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in settings.rule))
+        and (not settings.feature or not set(settings.feature).isdisjoint(features.needed(planned)))
     ]
-    return Plan(tuple(_only(asked, arguments, every)), len({planned.id for planned in [*every, *asked]}))
+    return Plan(tuple(_only(asked, arguments, every)), tuple(sorted({planned.id for planned in [*every, *asked]})))
 
 
 def module_names() -> list[str]:
@@ -110,14 +115,14 @@ def tier_order(tier: str) -> tuple[int, str]:
 
 
 def _cases_of(places: Iterable[Any], matrix: str) -> list[Planned]:
-    cells: dict[bool, list[Cell]] = {True: [], False: []}  # whether of the byte rig
+    cells: dict[str, list[Cell]] = {rig: [] for rig in ("engine", "bytes", "scheduler")}
     for place in places:
-        cells[place.rig == "bytes"].append(Cell(place.family, place.topology, place.setup))
+        cells[place.rig].append(Cell(place.family, place.topology, place.setup))
     planned = [
         Planned(module, case, cell, variant)
         for module in module_names()
         for case in load_module(module)[1]
-        for cell in cells[case.tier == "bytes"]
+        for cell in cells[RIGS.get(case.tier, "engine")]
         if case.applies(cell)
         for variant in case.variants(cell, matrix)
     ]

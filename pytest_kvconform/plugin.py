@@ -7,6 +7,7 @@ table alone does not make it so: `pytest` without more goes on running the proje
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -19,15 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         if not option.flag:
             continue
         many = "; may be repeated, or hold commas" if option.repeatable else ""
-        default = f". Default: {option.default}" if option.default not in ("", ()) else ""
-        group.addoption(
-            option.flag,
-            dest=option.dest,
-            metavar=option.metavar,
-            action="append" if option.repeatable else "store",
-            default=None,
-            help=f"{option.help}{many}{default}",
-        )
+        default = f". Default: {option.shown_default}" if option.shown_default else ""
+        how: dict[str, Any] = {"action": "store_true"} if option.switch else {"metavar": option.metavar}
+        if option.repeatable:
+            how["action"] = "append"
+        group.addoption(option.flag, dest=option.dest, default=None, help=f"{option.help}{many}{default}", **how)
 
 
 def _as_case_argument(argument: str) -> str:

@@ -63,22 +63,37 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     rule: str  # the rule the case checks
     outcome: Outcome
     cell: Cell | None = None
-    reason: str = ""  # one sentence for NOT-APPLICABLE, BLOCKED, KNOWN and HARNESS
-    finding: Finding | None = None  # for FAIL and KNOWN
+    reason: str = ""  # one sentence for NOT-APPLICABLE, BLOCKED, KNOWN and HARNESS, and for a FAIL that a declaration makes one
+    finding: Finding | None = None  # for FAIL and KNOWN, and for a refusal that was declared
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
+    needs: tuple[str, ...] = ()  # features without which the case has no meaning
+    refused: bool = False  # the connector declined: it said so, nothing wrong was delivered, nothing died or hung
+    said: Outcome | None = None  # what the case itself said, where the declaration makes another outcome of it
+    against: str = ""  # rule of the declaration that is broken
 
 
 class Violation(Exception):
-    """Raised by a case: the connector broke a rule."""
+    """Raised by a case: the connector broke a rule.
 
-    def __init__(self, finding: Finding):
+    `refused`: it did so by declining cleanly, with a message, without wrong bytes, a crash or a hang. That is right where what the case
+    needs is declared as unsupported.
+    """
+
+    def __init__(self, finding: Finding, refused: bool = False):
         super().__init__(finding.happened)
-        self.finding = finding
+        self.finding, self.refused = finding, refused
 
 
 class Blocked(Exception):
-    """Raised by a case: it applies, but cannot run here. The message says what is missing or which case failed before it."""
+    """Raised by a case: it applies, but cannot run here. The message says what is missing or which case failed before it.
+
+    `refused`: that case failed because the connector declined cleanly, see Violation.
+    """
+
+    def __init__(self, message: str = "", refused: bool = False):
+        super().__init__(message)
+        self.refused = refused
 
 
 class NotApplicable(Exception):

@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import parts, rules
+from pytest_kvconform import features, parts, rules
 from pytest_kvconform.collect import CaseItem, Suite
+from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import BadSuite, Plan, Planned, cell_word, make_plan, ordered
-from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.result import Blocked, CaseResult, HarnessError
 from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.settle import Terms, settle
 from pytest_kvconform.subject import Subject
+from pytest_kvconform.verdict import MOVING_TIERS
 
 CHANNEL = "kvconform"  # key of xdist's workerinput and workeroutput
 
@@ -55,19 +58,31 @@ class Runner:
         if self._plan is None:
             try:
                 plan = make_plan(self.settings, self._arguments or ())
+                if strangers := [entry for entry in self.subject.known if not any(map(entry.matches, plan.manifest))]:
+                    other = make_plan(Settings(matrix="full" if self.settings.matrix == "quick" else "quick"), ())
+                    check_known(strangers, [*plan.manifest, *other.manifest])
             except BadSetting as error:
                 raise pytest.UsageError(str(error)) from None
             except (BadSuite, rules.BadRules) as error:
                 pytest.exit(f"harness: {error}", returncode=11)
-            self._plan = plan if self._arguments is not None else Plan((), plan.total)
+            self._plan = plan if self._arguments is not None else Plan((), plan.manifest)
         return self._plan
+
+    def settle(self, planned: Planned, result: CaseResult) -> CaseResult:
+        """What the declaration makes of what a case said."""
+        return settle(msgspec.structs.replace(result, needs=features.needed(planned)), self.terms)
+
+    @property
+    def terms(self) -> Terms:
+        """What was declared, as every case is judged by it."""
+        return Terms(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
 
     def properties_of(self, planned: Planned) -> list[tuple[str, object]]:
         """What pytest writes into JUnit beside the outcome."""
         rule = self.rules.get(planned.case.rule)
         return [("rule", planned.case.rule), ("strength", rule.strength if rule else "unknown"), ("cell", str(planned.cell))]
 
-    def bench(self, item: pytest.Item) -> Any:
+    def bench(self, item: CaseItem) -> Any:
         """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject could not be looked at."""
         self._item = item
         if self.link.refusal:
@@ -76,6 +91,9 @@ class Runner:
             module = parts.bench()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
+        needs, device = self.subject.needs, getattr(self._bench.facts, "device", "") if self.subject.needs else ""
+        if needs != device and item.planned.case.tier in MOVING_TIERS:
+            raise Blocked(f"{self.subject.connector} moves bytes on {needs} alone, and the installed vLLM runs on {device}")
         return self._bench
 
     def close(self) -> list[str]:

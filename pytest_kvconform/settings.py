@@ -18,6 +18,9 @@ from typing import Any
 
 ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
+PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
+# What pyproject.toml says of the connector that it names. Another one that is tested in the same folder has none of it.
+OF_THE_CONNECTOR = ("config", "declare", "profile", "handover", "features", "known")
 
 
 class BadSetting(ValueError):
@@ -36,8 +39,8 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, got {value!r}")
+    if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
+        raise ValueError(f"expected a text, got {value!r}")  # neither a path nor a report can hold null bytes or halves of characters
     return value
 
 
@@ -46,7 +49,7 @@ def _words(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a text or a list of texts, got {value!r}")
-    return tuple(dict.fromkeys(word.strip() for text in texts for word in text.split(",") if word.strip()))
+    return tuple(dict.fromkeys(word.strip() for text in texts for word in _text(text).split(",") if word.strip()))
 
 
 def _one_of(*valid: str) -> Callable[[Any], str]:
@@ -61,7 +64,7 @@ def _one_of(*valid: str) -> Callable[[Any], str]:
 def _factor(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number < math.inf:
         raise ValueError(f"expected a number above 0, got {value!r}")
@@ -80,9 +83,31 @@ def _seed(value: Any) -> int | str:
     return number
 
 
+def _switch(value: Any) -> bool:
+    if value in (True, "1", "true", "yes"):
+        return True
+    if value in (False, "0", "false", "no"):
+        return False
+    raise ValueError(f"expected true or false, got {value!r}")
+
+
+def _tables(kind: type) -> Callable[[Any], str]:
+    """A table or a list of tables of pyproject.toml becomes JSON, with dates as texts; `declaration` reads it."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, kind):
+            raise ValueError(f"expected {'a table' if kind is dict else 'a list of tables'}, got {value!r}")
+        return json.dumps(value, default=str)
+
+    return parse
+
+
 def _object_or_file(value: Any) -> str:
     """A TOML table becomes JSON; texts stay as they are: `subject.resolve` reads them."""
-    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _text(value)
+    try:
+        return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _text(value)
+    except TypeError:  # TOML has dates, and JSON has not
+        raise ValueError(f"expected what JSON can hold, got {value!r}") from None
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------------------
@@ -102,28 +127,39 @@ class Settings:
     config: str = _option(
         "", _object_or_file, "JSON|FILE", "the object you give vLLM's --kv-transfer-config, as JSON or in a file", is_path=True
     )
+    declare: str = _option("", _text, "FILE", "what the connector supports, in a TOML file; else [tool.kvconform] says it", is_path=True)
     tier: tuple[str, ...] = _option((), _words, "NAME", "only the cases of this tier, a folder of the suite")
     family: tuple[str, ...] = _option((), _words, "ID", "only this model family, e.g. gemma3")
     topology: tuple[str, ...] = _option((), _words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2")
     rule: tuple[str, ...] = _option((), _words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*")
+    feature: tuple[str, ...] = _option((), _words, "NAME", "only the cases that need this feature, e.g. prefix-hit")
     matrix: str = _option("quick", _one_of("quick", "full"), "quick|full", "how many families and topologies to go through")
     device: str = _option("auto", _one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
     timeout_scale: float = _option(1.0, _factor, "X", "multiplies every deadline; more than 1 for a slow machine")
     seed: int = _option(0, _seed, "N|last", "order of cells and cases, 0 for the suite's own; last: the one of the previous run")
     report: str = _option("kv-report", _text, "DIR", "folder for report.json", is_path=True)
+    claim: bool = _option(
+        False, _switch, "", "a run to rely on: nothing left out, no known failures, no hidden abilities; else it does not conform"
+    )
     profile: str = _option(
         "",
-        _one_of("p2p", "store"),
+        _one_of(*PROFILES),
         "p2p|store",
         "what the connector is: one half of a P/D pair (p2p, unless it is known to be a store), or a store: save, restart, load",
         toml_only=True,
     )
     handover: str = _option(
         "",
-        _one_of("handoff", "rendezvous", "none"),
+        _one_of(*HANDOVERS),
         "handoff|rendezvous|none",
         "how P's answer reaches D: in P's output (handoff, unless it is a store), by a transfer id that both get, or not at all (stores)",
         toml_only=True,
+    )
+    features: str = _option(
+        "", _tables(dict), "TABLE", 'what the connector supports: each feature true or { unsupported = "why" }', toml_only=True
+    )
+    known: str = _option(
+        "", _tables(list), "TABLES", "failures that are known: case, issue, expires, reason, and perhaps vllm", toml_only=True
     )
     origins: dict[str, str] = field(default_factory=dict)  # setting -> "command line", the variable, "pyproject.toml" or "default"
 
@@ -160,6 +196,15 @@ class Option:
     def repeatable(self) -> bool:
         return isinstance(self.default, tuple)
 
+    @property
+    def switch(self) -> bool:
+        return self.default is False
+
+    @property
+    def shown_default(self) -> str:
+        """For people; "" where the default is that nothing was said."""
+        return "" if self.default is False or self.default in ("", ()) else str(self.default)
+
 
 def _rows() -> Iterable[Option]:
     for row in fields(Settings):
@@ -183,12 +228,13 @@ def load(command_line: Mapping[str, Any], environment: Mapping[str, str], root: 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
+        of_another = option.name in OF_THE_CONNECTOR and table.get("connector", values.get("connector")) != values.get("connector")
         for raw, origin, place in (
             (command_line.get(option.dest), "command line", option.flag),
             (environment.get(option.variable) or None, option.variable, option.variable),
-            (table.get(option.key), "pyproject.toml", f"pyproject.toml: tool.kvconform.{option.key}"),
+            (None if of_another else table.get(option.key), "pyproject.toml", f"pyproject.toml: tool.kvconform.{option.key}"),
         ):
-            if raw is None or raw == []:
+            if raw is None or (raw == [] and option.repeatable):
                 continue
             try:
                 value = option.parse(raw)
@@ -217,11 +263,14 @@ def _read_table(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("kvconform", {})
+        tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path.name}: {error}") from None
+    except RecursionError:
+        raise BadSetting(f"{path.name}: it is nested too deeply") from None
+    table = tool.get("kvconform", {}) if isinstance(tool, dict) else tool
     if not isinstance(table, dict):
-        raise BadSetting(f"{path.name}: tool.kvconform: expected a table, got {table!r}")
+        raise BadSetting(f"{path.name}: tool{'.kvconform' if isinstance(tool, dict) else ''}: expected a table, got {table!r}")
     return table
 
 

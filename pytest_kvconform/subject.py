@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from pytest_kvconform import declaration
+from pytest_kvconform.declaration import Declared, Known
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
 
 _IDENTIFIER = r"[^\W\d]\w*"
@@ -32,8 +34,12 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
     folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
-    needs: str = ""  # device without which it cannot run: "cuda"
+    needs: str = ""  # device without which its worker half cannot run: "cuda"
+    packages: dict[str, str] = {}  # modules without which its class cannot be imported, with what provides them
     keeps: str = ""  # why what a store saves is not found by a second engine
+    exempt: str = ""  # why it has no part in this suite
+    features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is
+    known: tuple[Known, ...] = ()  # failures that are declared as known
 
 
 def resolve(settings: Settings) -> Subject:
@@ -41,11 +47,14 @@ def resolve(settings: Settings) -> Subject:
     module, name = _parse(settings.connector)
     if module is None:
         _check_registered(name)
-    known = Declaration() if module else declarations().get(name, Declaration())
+    known = Registered(features={}) if module else of_vllm().get(name, Registered(features={}))
+    said = _declared(settings)
     config = _with_defaults(_read_config(settings.config), known.config)
-    profile = settings.profile or known.profile
-    if profile == "store" and settings.handover not in ("", "none"):
-        raise BadSetting(f"pyproject.toml: tool.kvconform.handover is {settings.handover!r}, and a store hands nothing over; leave it out")
+    profile = settings.profile or said.profile or known.profile
+    handover = settings.handover or said.handover or known.handover
+    if profile == "store" and handover not in ("", "none"):
+        place = "pyproject.toml: tool.kvconform.handover" if settings.handover else f"--kv-declare: {settings.declare}: handover"
+        raise BadSetting(f"{place} is {handover!r}, and a store hands nothing over; leave it out")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -56,27 +65,55 @@ def resolve(settings: Settings) -> Subject:
         module=module,
         config=config,
         profile=profile,
-        handover=settings.handover or ("none" if profile == "store" else "handoff"),
+        handover=handover or ("none" if profile == "store" else "handoff"),
         folder=known.folder,
         needs=known.needs,
+        packages=known.packages,
         keeps=known.keeps,
+        exempt=known.exempt,
+        features=declaration.read_features(known.features, f"{name}.toml: features") | said.features,
+        known=said.known,
     )
 
 
-class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a connector that vLLM registers; see connectors.toml."""
+class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of a connector that vLLM registers: a file of declarations/, named as the connector. See `Subject` for the keys."""
 
     profile: str = "p2p"
+    handover: str = ""
     folder: str = ""
     needs: str = ""
+    packages: dict[str, str] = {}
     keeps: str = ""
-    config: dict[str, Any] = {}  # what it does not start without
+    exempt: str = ""
+    config: dict[str, Any] = {}  # fields of KVTransferConfig without which it does not start
+    features: dict[str, Any]
 
 
 @functools.cache
-def declarations() -> dict[str, Declaration]:
-    """Registered name -> what is known of it, where that is not what every connector is taken for."""
-    return msgspec.toml.decode(Path(__file__).with_name("connectors.toml").read_bytes(), type=dict[str, Declaration])
+def of_vllm() -> dict[str, Registered]:
+    """Registered name -> our declaration of it."""
+    folder = Path(__file__).with_name("declarations")
+    return {path.stem: msgspec.toml.decode(path.read_bytes(), type=Registered) for path in sorted(folder.glob("*.toml"))}
+
+
+def cannot_run(subject: Subject) -> str:
+    """Why nothing of the connector can run here, in one sentence; "" if nothing is known against it. Imports nothing of it."""
+    if subject.exempt:
+        return f"{subject.connector} has no part in this suite: {subject.exempt}"
+    for module, provided in subject.packages.items():
+        if importlib.util.find_spec(module) is None:
+            return f"{subject.connector} needs the package {module}, which is not installed here ({provided})"
+    return ""
+
+
+def _declared(settings: Settings) -> Declared:
+    """What the user says of the connector: a file, or else pyproject.toml. Raises BadSetting."""
+    if settings.declare:
+        place = f"--kv-declare: {settings.declare}"
+        return declaration.read(declaration.read_file(Path(settings.declare), place), place)
+    table = {key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))}
+    return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 
 def _with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -153,8 +190,13 @@ def _read_config(text: str) -> dict[str, Any]:
             raise BadSetting(f"{place}: cannot be read: {error}") from None
     try:
         value = json.loads(text)
+        msgspec.json.encode(value)  # as it travels to engines and into the report
     except json.JSONDecodeError as error:
         raise BadSetting(f"{place}: line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise BadSetting(f"{place}: it is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # a number of thousands of digits, half a character
+        raise BadSetting(f"{place}: {error}") from None
     if not isinstance(value, dict):
         raise BadSetting(f"{place}: expected a JSON object, got {type(value).__name__}")
     extra = value.get("kv_connector_extra_config", {})

@@ -10,11 +10,19 @@ from typing import Literal
 
 import msgspec
 
+from pytest_kvconform.declaration import undeclared
 from pytest_kvconform.result import CaseResult, Outcome
+from pytest_kvconform.settle import FeatureRow, Terms, broken_rule, feature_rows, settle, shown_finding
 
-Word = Literal["CONFORMS", "VIOLATES", "INCOMPLETE", "HARNESS"]
-EXIT_CODES: dict[Word, int] = {"CONFORMS": 0, "VIOLATES": 1, "INCOMPLETE": 10, "HARNESS": 11}  # 2 to 6 are pytest's own
-_MOVING_TIERS = ("bytes", "engine", "accuracy")  # their cases hand KV over, so a run of them must have moved bytes
+Word = Literal["CONFORMS", "CONFORMS-EXCEPT", "VIOLATES", "INCOMPLETE", "HARNESS"]
+EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own
+    "CONFORMS": 0,
+    "CONFORMS-EXCEPT": 0,  # but for known failures, which have an issue and a date, and never stand in a claim
+    "VIOLATES": 1,
+    "INCOMPLETE": 10,
+    "HARNESS": 11,
+}
+MOVING_TIERS = ("bytes", "engine", "accuracy")  # their cases hand KV over, so a run of them must have moved bytes
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,42 +42,64 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str  # why, and what to change
     counts: dict[str, int]  # outcome -> cases; only what occurs
     causes: tuple[Cause, ...]  # violations first, then harness, then blocked; the most frequent first
+    features: tuple[FeatureRow, ...] = ()  # declared and observed; none where nobody knows what was declared
+
+    @property
+    def headline(self) -> str:
+        """The verdict as one line."""
+        if self.word == "CONFORMS-EXCEPT":
+            return f"CONFORMS {self.sentence}"
+        return f"{self.word}: {self.sentence}"
 
 
-def judge(results: Sequence[CaseResult], expected: Sequence[str] | None = None, troubles: Sequence[str] = ()) -> Verdict:
+def judge(
+    results: Sequence[CaseResult], expected: Sequence[str] | None = None, troubles: Sequence[str] = (), terms: Terms | None = None
+) -> Verdict:
     """The verdict of a run.
 
     `expected` are the ids that were selected, or None if nobody knows; `troubles` are sentences about our own processes (something would
-    not end, the report could not be written): each makes the verdict HARNESS. The order of the results does not matter.
+    not end, the report could not be written): each makes the verdict HARNESS. `terms` is what was declared; None: nobody asks for a
+    declaration. The order of the results does not matter.
     """
     results = sorted((_sound(result) for result in results), key=lambda result: result.id)
+    if terms is not None:
+        results = [settle(result, terms) for result in results]
     counts = {outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))}
-    word, sentence = _decide(results, sorted(expected) if expected is not None else None, troubles)
-    return Verdict(word=word, exit_code=EXIT_CODES[word], sentence=sentence, counts=counts, causes=_causes(results))
+    word, sentence = _decide(results, sorted(expected) if expected is not None else None, troubles, terms)
+    return Verdict(
+        word=word,
+        exit_code=EXIT_CODES[word],
+        sentence=sentence,
+        counts=counts,
+        causes=_causes(results),
+        features=feature_rows(results, terms) if terms is not None else (),
+    )
 
 
 def signature(result: CaseResult) -> str:
     """Equal for results with one cause."""
     finding = result.finding
-    if finding is None:
+    if finding is None or result.outcome is Outcome.NOT_APPLICABLE:
         return result.reason or f"no reason was given for {result.id}"
     return finding.signature or finding.diagnosis or finding.happened
 
 
 def cause_sentence(result: CaseResult) -> str:
     """The shortest sentence that says what went wrong."""
-    finding = result.finding
+    finding = shown_finding(result)
     return (finding.diagnosis or finding.happened) if finding else signature(result)
 
 
 def _sound(result: CaseResult) -> CaseResult:
     """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
-    if result.outcome is Outcome.PASS and (result.evidence is None or result.evidence.looked_at <= 0):
-        return msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason="the case passed without evidence")
+    if Outcome.PASS in (result.outcome, result.said) and (result.evidence is None or result.evidence.looked_at <= 0):
+        return msgspec.structs.replace(result, outcome=Outcome.HARNESS, said=None, reason="the case passed without evidence")
     return result
 
 
-def _decide(results: Sequence[CaseResult], expected: Sequence[str] | None, troubles: Sequence[str]) -> tuple[Word, str]:
+def _decide(
+    results: Sequence[CaseResult], expected: Sequence[str] | None, troubles: Sequence[str], terms: Terms | None
+) -> tuple[Word, str]:
     def of(outcome: Outcome) -> list[CaseResult]:
         return [result for result in results if result.outcome is outcome]
 
@@ -81,7 +111,7 @@ def _decide(results: Sequence[CaseResult], expected: Sequence[str] | None, troub
     if troubles:
         return "HARNESS", f"the suite did not end cleanly: {troubles[0]}"
     if failed := of(Outcome.FAIL):
-        broken = sorted({result.finding.rule if result.finding else result.rule for result in failed})
+        broken = sorted({broken_rule(result) for result in failed})
         return "VIOLATES", f"{_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_list(broken)}"
     if not results and not expected:
         return "INCOMPLETE", "no case ran, because none was selected; widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
@@ -95,18 +125,44 @@ def _decide(results: Sequence[CaseResult], expected: Sequence[str] | None, troub
         reasons = sorted({result.reason for result in blocked}, key=lambda reason: -sum(result.reason == reason for result in blocked))
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
         return "INCOMPLETE", f"{len(blocked)} of {_cases(len(results))} could not run here: {reasons[0]}{more}"
-    passed = of(Outcome.PASS)
+    passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
+    if terms is not None and (wrong := _declared_wrongly(results, terms, len(known))):
+        return "INCOMPLETE", wrong
     if not passed:
         return "INCOMPLETE", "no case passed: what ran is not applicable or a known failure, so nothing is shown"
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
-    moving = [result for result in passed if result.id.removeprefix("kv::").split("/")[0] in _MOVING_TIERS]
+    moving = [result for result in passed if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
     if moving and not moved:
         return "INCOMPLETE", (
             f"{_cases(len(moving))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
             "or does the connector transfer nothing with this --kv-config?"
         )
     tail = f", {moved:,} bytes moved and compared" if moved else ""
+    if known:
+        failures = "1 known failure" if len(known) == 1 else f"{len(known)} known failures"
+        return "CONFORMS-EXCEPT", f"except {failures}: {_cases(len(passed))} passed{tail}; the first: {known[0].reason}"
     return "CONFORMS", f"{_cases(len(passed))} passed{tail}"
+
+
+def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -> str:
+    """What is to change in the declaration before anything can be said, in one sentence; "" if nothing."""
+    for entry in terms.known:
+        mine = [result for result in results if entry.matches(result.id)]
+        if entry.state == "expired" and (mine or not terms.left_out):
+            return f"{entry.place} ({entry.case}) expired on {entry.expires}: mend it, or see {entry.issue} and give it another date"
+        passed = [result.id for result in mine if result.outcome is Outcome.PASS] if entry.state == "open" else []
+        if passed:
+            what = "remove the entry" if len(passed) == len(mine) else "let it match only what fails"
+            return f"{len(passed)} of {_cases(len(mine))} of {entry.place} ({entry.case}) no longer fail, the first is {passed[0]}: {what}"
+    if missing := undeclared(terms.features):
+        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        what = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
+        return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
+    if terms.claim and terms.left_out:
+        return f"a claim leaves nothing out, and {_cases(terms.left_out)} of the manifest did not run"
+    if terms.claim and known:
+        return f"a claim has no known failures, and there are {known}"
+    return ""
 
 
 def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
@@ -119,7 +175,7 @@ def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
         Cause(
             outcome=outcome,
             sentence=cause_sentence(group[0]),
-            rules=tuple(sorted({result.finding.rule if result.finding else result.rule for result in group})),
+            rules=tuple(sorted({broken_rule(result) for result in group})),
             ids=tuple(result.id for result in group),
         )
         for (outcome, _), group in groups.items()

@@ -5,6 +5,7 @@ What the bytes say is in words.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from pytest_kvconform.kvspace.words import (
     POISON,
     STATE,
     Array,
+    bits_of,
     decode,
     encode,
     fold,
     limit,
-    multiplier,
+    mix,
     part,
     shorten,
     sign,
@@ -45,6 +47,7 @@ __all__ = [
     "encode",
     "poison",
     "poison_bytes",
+    "shares_of",
     "state_rows",
     "token_rows",
     "write_state",
@@ -52,6 +55,7 @@ __all__ = [
 ]
 
 _CHUNK = 1 << 15  # words worked on at a time: fits the second level cache
+_PAGE = 1 << 11  # words of poison that share all but the low bits of their place
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,28 @@ class Region:
             ) from error
 
 
-def token_rows(region: Region, tokens: Any, owners: Any, engine: int, rank: int) -> Array:
-    """The rows of some tokens of an attention layer: uint8 [token, head, plane, byte], contiguous if the width is a multiple of 8."""
+def shares_of(tokens: Any, owners: Any) -> Array:
+    """What tokens (positions) and owners add to the words of every attention layer: uint64 [token]."""
+    return part(FORMATS[ATTENTION, 8], token=tokens, owner=owners)
+
+
+@functools.lru_cache(512)
+def _columns(first: int, heads: int, planes: int, lanes: int) -> Array:
+    """What heads, planes and lanes add to the words of every token, uint64 [head, plane, lane]."""
+    form = FORMATS[ATTENTION, 8]
+    head, plane = first + np.arange(heads)[:, None, None], np.arange(planes)[:, None]
+    return part(form, head=head, plane=plane, lane=np.arange(lanes)) + sign(form)
+
+
+def token_rows(region: Region, shares: Array, engine: int, rank: int) -> Array:
+    """The rows of some tokens of an attention layer: uint8 [token, head, plane, byte], contiguous if the width is a multiple of 8.
+
+    `shares` is `shares_of` tokens and owners.
+    """
     form = FORMATS[ATTENTION, 8]
     _, _, heads, planes, width = region.shape
-    token = part(form, layer=region.number, engine=engine, rank=rank, token=tokens, owner=owners)
-    row = part(
-        form,
-        head=region.first + np.arange(heads)[:, None, None],
-        plane=np.arange(planes)[:, None],
-        lane=np.arange(region.lanes),
-    )
-    words = np.add(token.reshape(-1, 1, 1, 1), row + sign(form))
+    token = shares + part(form, layer=region.number, engine=engine, rank=rank)
+    words = np.add(token.reshape(-1, 1, 1, 1), _columns(region.first, heads, planes, region.lanes))
     fold(words, form)
     if width % 8:
         shorten(words[..., -1], width % 8)
@@ -140,7 +154,7 @@ def write_tokens(storage: Array, region: Region, blocks: Any, tokens: Any, owner
     step = max(1, _CHUNK // max(1, region.lanes * region.shape[2] * region.shape[3]))
     for at in range(0, len(tokens), step):
         some = slice(at, at + step)
-        rows = token_rows(region, tokens[some], owners[some], engine, rank)
+        rows = token_rows(region, shares_of(tokens[some], owners[some]), engine, rank)
         view[blocks[some], tokens[some] % region.block_size] = _as(rows, view.dtype)
 
 
@@ -148,15 +162,21 @@ def _as(rows: Array, dtype: np.dtype[Any]) -> Array:
     return (rows if dtype.itemsize == 1 else np.ascontiguousarray(rows)).view(dtype)
 
 
+@functools.lru_cache(64)
+def _channels(first: int, channels: int, lanes: int, size: int) -> Array:
+    """What channels and lanes add to the words of a state, uint64 [channel, lane]; `size`: bytes of a word."""
+    form = FORMATS[STATE, size]
+    return part(form, head=first + np.arange(channels)[:, None]) + part(form, lane=np.arange(lanes))
+
+
 def state_rows(region: Region, owner: int, tokens: int, engine: int) -> Array:
     """The rows of one segment of a state: uint8 [channel, byte]."""
     form = FORMATS[STATE, min(8, region.width)]
-    common = part(form, layer=region.number, engine=engine, owner=owner, plane=region.segment, token=state_tokens(form, tokens)) + sign(
-        form
-    )
-    channels = part(form, head=region.first + np.arange(region.shape[1]))
-    words = (channels + common)[:, None] + part(form, lane=np.arange(region.lanes))
-    fold(words, form)
+    common = part(form, layer=region.number, engine=engine, owner=owner, plane=region.segment, token=int(state_tokens(form, tokens)))
+    words = _channels(region.first, region.shape[1], region.lanes, min(8, region.width)) + (common + np.array(sign(form)))
+    step = max(1, _CHUNK // region.lanes)
+    for at in range(0, len(words), step):
+        fold(words[at : at + step], form)
     if region.width > 8 and region.width % 8:
         shorten(words[..., -1], region.width % 8)
     return words.view(np.uint8)[..., : region.width]
@@ -172,21 +192,36 @@ def write_state(storage: Array, region: Region, slot: int, owner: int, tokens: i
 
 def poison_bytes(start: int, end: int, engine: int, rank: int) -> Array:
     """The poison of bytes [start, end) of a storage, uint8."""
+    pages = range(start // 8 // _PAGE, -(-end // 8 // _PAGE))
+    words = _of_pages(pages, engine, rank) ^ _of_places()
+    return words.view(np.uint8).reshape(-1)[start - 8 * _PAGE * pages.start :][: end - start]
+
+
+@functools.lru_cache(1 << 14)
+def _of_pages(pages: range, engine: int, rank: int) -> Array:
+    """What words of poison have in common in each of some pages: uint64 [page, 1]."""
     form = FORMATS[POISON, 8]
-    first, last = start // 8, -(-end // 8)
-    limit("offset", [start, end], 8 << 38)
-    words = np.arange(first, last, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        words *= multiplier(form.bits)
-    words += part(form, engine=engine, rank=rank) + sign(form)
-    return spread(fold(words, form)).view(np.uint8)[start - 8 * first : end - 8 * first]
+    limit("offset", [8 * _PAGE * pages.start, 8 * _PAGE * pages.stop - 8], 8 << 38)
+    common = np.arange(pages.start, pages.stop, dtype=np.uint64) * np.uint64(_PAGE)
+    common |= np.uint64(bits_of(form, engine=engine, rank=rank) | form.top)
+    return spread(mix(common))[:, None]
+
+
+@functools.cache
+def _of_places() -> Array:
+    """What the place within a page changes in them: uint64 [word]."""
+    return spread(mix(np.arange(_PAGE, dtype=np.uint64))) ^ np.uint64(0x8080808080808080)
 
 
 def poison(storage: Array, engine: int, rank: int, regions: Iterable[Region] = (), blocks: Any = None) -> None:
     """Poison the whole storage (padding included), or only the rows of `blocks` (slots) of `regions`: each word says where it stands."""
     if blocks is None:
-        for at in range(0, storage.nbytes, 4 * _CHUNK):
-            end = min(at + 4 * _CHUNK, storage.nbytes)
+        whole = 0 if storage.ctypes.data % 8 else storage.nbytes // (8 * _PAGE)
+        if whole:
+            words = storage[: whole * 8 * _PAGE].view(np.uint64).reshape(whole, _PAGE)
+            np.bitwise_xor(_of_pages(range(whole), engine, rank), _of_places(), out=words)
+        for at in range(whole * 8 * _PAGE, storage.nbytes, 8 * _PAGE):
+            end = min(at + 8 * _PAGE, storage.nbytes)
             storage[at:end] = poison_bytes(at, end, engine, rank)
         return
     for region in regions:

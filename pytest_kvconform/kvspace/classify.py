@@ -8,6 +8,7 @@ import numpy as np
 
 from pytest_kvconform.kvspace.address import ATTENTION, COORDINATES, FOREIGN, POISON, STATE, Array, Region, decode, encode
 from pytest_kvconform.kvspace.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.words import follow, nobody
 
 COLLATERAL = GARBLED + 1  # changed although nothing was due there
 
@@ -52,8 +53,8 @@ def decode_rows(rows: Array, aligned: bool = True) -> Array:
         bits = np.uint64((1 << (8 * tail - 1)) - 1)
         data = (follows["kind"] == ATTENTION) | (follows["kind"] == STATE)
         data &= follows["lane"] < 288
-        follows[~data] = _nobody(())
-        follows[data & ((encode(follows) & bits) != words[..., -1])] = _nobody(())
+        follows[~data] = nobody(())
+        follows[data & ((encode(follows) & bits) != words[..., -1])] = nobody(())
         found[..., -1] = follows
     if tail or not aligned:
         present = np.full(words.shape[-1], _HIGH, dtype=np.uint64)
@@ -68,10 +69,16 @@ def decode_rows(rows: Array, aligned: bool = True) -> Array:
     return found
 
 
-def _nobody(shape: tuple[int, ...]) -> Array:
-    nobody = np.full(shape, -1, dtype=COORDINATES)
-    nobody["kind"] = FOREIGN
-    return nobody
+def in_one_piece(rows: Array, known: Array) -> Array:
+    """Whether each row, uint8 [row, byte], is a whole row of one place, a stretch of poison or all zero: its first word tells the rest.
+
+    The rows begin at multiples of 8 in the storage, and their width is one. `known`: see `known_rows`.
+    """
+    words = as_words(rows)
+    first = decode(words[:, 0])
+    is_data = (first["kind"] == ATTENTION) | (first["kind"] == STATE)
+    longer = is_data & (known[first["kind"], first["layer"] * is_data, first["plane"] * is_data] < words.shape[1])
+    return np.asarray((words == follow(first, words.shape[1])).all(axis=1) & ~longer)
 
 
 def known_rows(regions: Iterable[Region]) -> Array:
@@ -95,7 +102,7 @@ def classify_rows(got: Array, want: Array, aligned: bool, known: Array, due: Arr
     kinds = np.full(one.shape, GARBLED, dtype=np.uint8)
     is_data = (holds["kind"] == ATTENTION) | (holds["kind"] == STATE)
     exists = holds["lane"] < known[holds["kind"], holds["layer"] * is_data, holds["plane"] * is_data]
-    holds[is_data & ~exists] = _nobody(())
+    holds[is_data & ~exists] = nobody(())
     kinds[is_data & exists] = MOVED
     zero = one == 0
     short = got.shape[-1] > 8 and got.shape[-1] % 8 > 0  # the last word: its few bytes may be 0, or right, by accident

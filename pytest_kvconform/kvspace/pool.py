@@ -7,13 +7,15 @@ the padding of pages, was changed although nothing was due there.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pytest_kvconform.kvspace.address import COORDINATES, FOREIGN, Array, Region, decode
-from pytest_kvconform.kvspace.classify import COLLATERAL, RUN, classify_rows, known_rows, runs_of
+from pytest_kvconform.kvspace.classify import COLLATERAL, RUN, classify_rows, in_one_piece, known_rows, runs_of
 from pytest_kvconform.kvspace.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
 
 KINDS = {
@@ -31,6 +33,8 @@ _AT_ONCE = 1 << 17  # words classified at a time
 _STRETCH = 1 << 22  # bytes compared at a time when looking for any difference
 
 Blocks = Mapping[str, Iterable[int]]
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t  # the fastest way to see that nothing differs
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,9 @@ def compare_pool(
     none = np.zeros(0, dtype=np.int64)
     ignored = none if isinstance(ignore, np.ndarray) else _union(ignore.values())
     finding = _Finding(tuple(regions), due_ids, most)
+    compared_blocks = {id(blocks): len(np.setdiff1d(blocks, ignored)) for blocks in due_ids.values()}  # layers share their arrays
     compared = sum(
-        int(np.prod(region.shape[1:])) * len(np.setdiff1d(due_ids.get(region.layer, none), ignored)) for region in regions if due_ids
+        math.prod(region.shape[1:]) * compared_blocks[id(due_ids[region.layer])] for region in regions if region.layer in due_ids
     )
     mask = _differences(storage, shadow)
     if mask is not None:
@@ -135,7 +140,10 @@ def _union(many: Iterable[Iterable[int]]) -> Array:
 def _differences(storage: Array, shadow: Array) -> Array | None:
     """bool [byte], or None if all is equal: the common case costs one pass and no memory."""
     starts = range(0, len(storage), _STRETCH)
-    wrong = [at for at in starts if not np.array_equal(storage[at : at + _STRETCH], shadow[at : at + _STRETCH])]
+    one, other, size = storage.ctypes.data, shadow.ctypes.data, len(storage)
+    if not (storage.flags.c_contiguous and shadow.flags.c_contiguous):
+        raise ValueError("storage and shadow must be contiguous")
+    wrong = [at for at in starts if _libc.memcmp(one + at, other + at, min(_STRETCH, size - at))]
     if not wrong:
         return None
     mask = np.zeros(len(storage), dtype=bool)  # pages without a difference are never touched
@@ -155,8 +163,9 @@ class _Finding:
         self.worst: dict[tuple[int, int], dict[int, int]] = {}
         self.truncated = False
 
-    def add(self, index: int, at: tuple[Array, ...], kinds: Array, holds: Array, place: Array) -> None:
-        self.words += np.bincount(kinds.ravel(), minlength=COLLATERAL + 1)
+    def add(self, index: int, at: tuple[Array, ...], kinds: Array, holds: Array, place: Array, words: int = 1) -> Array:
+        """Count rows. Each element of `kinds`, `holds` and `place`, all [row, lane], stands for so many `words`. Returns their runs."""
+        self.words += words * np.bincount(kinds.ravel(), minlength=COLLATERAL + 1)
         rows = kinds.max(axis=-1)
         self.rows += np.bincount(rows, minlength=COLLATERAL + 1)
         for plane in np.unique(at[3]).tolist():
@@ -164,27 +173,35 @@ class _Finding:
             blocks, inverse = np.unique(at[0][here], return_inverse=True)
             worst = np.zeros(len(blocks), dtype=np.int64)
             np.maximum.at(worst, inverse, rows[here].astype(np.int64))
-            self.worst.setdefault((index, plane), {}).update(zip(blocks.tolist(), worst.tolist(), strict=True))
-        self.runs.append(runs_of(index, self.regions[index], at, kinds, holds, place))
+            known = self.worst.setdefault((index, plane), {})
+            known.update({b: max(kind, known.get(b, SAME)) for b, kind in zip(blocks.tolist(), worst.tolist(), strict=True)})
+        runs = runs_of(index, self.regions[index], at, kinds, holds, place)
+        runs["words"] *= words
+        return runs
 
-    def thin(self) -> None:
-        """Keep whole blocks, evenly chosen, of no more than `most` runs (one block at least)."""
-        if sum(len(runs) for runs in self.runs) <= self.most:
+    def thin(self, slack: int = 2) -> None:
+        """Keep whole blocks, evenly chosen, of no more than `most` runs, and of each kind one block at least.
+
+        Nothing is done up to `slack` times as many: looking through all of them after every block would take longer than finding them.
+        """
+        if sum(len(runs) for runs in self.runs) <= slack * self.most:
             return
         runs = np.concatenate(self.runs)
         _, blocks = np.unique(runs["region"].astype(np.int64) << 32 | runs["block"], return_inverse=True)
         count = int(blocks.max()) + 1
         kept = max(1, count * self.most // len(runs))
-        self.runs = [runs[np.isin(blocks, np.linspace(0, count - 1, kept).astype(np.int64))]]
+        rare = [blocks[np.argmax(runs["kind"] == kind)] for kind in np.unique(runs["kind"])]
+        self.runs = [runs[np.isin(blocks, np.append(np.linspace(0, count - 1, kept).astype(np.int64), rare))]]
         self.truncated = True
 
     def result(self, compared: int, held: dict[str, Array], pictured: int, engine: int | None) -> PoolComparison:
-        self.thin()
+        self.thin(slack=1)
         cells = []
         for (index, plane), worst in sorted(self.worst.items()):
             if any(kind > SAME for kind in worst.values()):
                 order = list(dict.fromkeys([*held.get(self.regions[index].layer, np.zeros(0)).tolist(), *sorted(worst)]))
                 cells.append(Cells(index, plane, np.array(order), np.array([worst.get(b, SAME) for b in order], dtype=np.uint8)))
+        as_tuples = {id(blocks): tuple(blocks.tolist()) for blocks in self.due.values()}
         words, rows = ({kind: int(n[kind]) for kind in KINDS if kind != SAME and n[kind]} for n in (self.words, self.rows))
         return PoolComparison(
             self.regions,
@@ -195,7 +212,7 @@ class _Finding:
             self.raw,
             tuple(cells),
             pictured,
-            {layer: tuple(blocks.tolist()) for layer, blocks in self.due.items()},
+            {layer: as_tuples[id(blocks)] for layer, blocks in self.due.items()},
             engine,
             self.truncated,
         )
@@ -216,16 +233,28 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
         at = tuple(axis.ravel() for axis in grid)
         ours, theirs = (of[some].reshape(-1, region.width) for of in (got, want))
         wanted = due[start : start + step].repeat(len(at[0]) // len(some))
-        kinds, holds, place = classify_rows(ours, theirs, aligned, known, wanted)
         changed = differs[some].reshape(-1, region.width).any(axis=-1)
-        kinds[~changed] = SAME  # ignored by a mask, or taken by another region already
         taken = np.ones(len(ours), dtype=bool)
-        if rest:
-            mine = ((kinds != SAME) & (holds["kind"] != FOREIGN)).any(axis=-1)
-            taken = mine | (kinds == SAME).all(axis=-1)
-            at, kinds, holds, place = tuple(axis[mine] for axis in at), kinds[mine], holds[mine], place[mine]
-        if len(kinds):
-            finding.add(index, at, kinds, holds, place)
+        pieces = np.zeros(len(ours), dtype=bool)
+        if aligned and region.lanes > 1 and not region.width % 8:
+            pieces = in_one_piece(ours, known)
+            pieces[pieces] = in_one_piece(theirs[pieces], known)
+        runs = []
+        for rows, bytes_ in ((pieces, 8), (~pieces, region.width)):  # of a row in one piece the first word says all
+            if not rows.any():
+                continue
+            kinds, holds, place = classify_rows(ours[rows, :bytes_], theirs[rows, :bytes_], aligned, known, wanted[rows])
+            kinds[~changed[rows]] = SAME  # ignored by a mask, or taken by another region already
+            there = tuple(axis[rows] for axis in at)
+            if rest:
+                mine = ((kinds != SAME) & (holds["kind"] != FOREIGN)).any(axis=-1)
+                taken[rows] = mine | (kinds == SAME).all(axis=-1)
+                there, kinds, holds, place = tuple(axis[mine] for axis in there), kinds[mine], holds[mine], place[mine]
+            if len(kinds):
+                runs.append(finding.add(index, there, kinds, holds, place, region.width // bytes_ if bytes_ == 8 else 1))
+        if runs:
+            joined = np.concatenate(runs)
+            finding.runs.append(joined[np.argsort(joined, order=("block", "slot", "row", "plane", "lane"))] if len(runs) > 1 else joined)
         shape = differs[some].shape
         differs[some] &= ~np.broadcast_to(taken[:, None], (len(taken), region.width)).reshape(shape)
         finding.thin()

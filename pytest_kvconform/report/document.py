@@ -5,7 +5,6 @@ Canonical: sorted keys, results sorted by id. Two runs that say the same differ 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import tempfile
@@ -16,8 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import __version__
+from pytest_kvconform.declaration import version
 from pytest_kvconform.result import CaseResult
 from pytest_kvconform.settings import OPTIONS, Settings
+from pytest_kvconform.settle import Terms, settle
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import Verdict, judge
 
@@ -35,8 +36,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    total: int  # cases of the matrix when nothing is left out
+    manifest: tuple[str, ...]  # ids of all cases of the matrix, sorted: what is expected when nothing is left out
     selected: tuple[str, ...]  # ids that were to run, sorted
+
+    @property
+    def left_out(self) -> int:
+        """Cases of the manifest that were not to run."""
+        return len(set(self.manifest) - set(self.selected))
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,11 +66,11 @@ def make(
     facts: dict[str, Any] | None,
     results: Sequence[CaseResult],
     selected: Sequence[str],
-    total: int,
+    manifest: Sequence[str],
     troubles: Sequence[str],
 ) -> Report:
     """The report of a run, with its verdict."""
-    return Report(
+    report = Report(
         suite=__version__,
         environment=environment(),
         settings={
@@ -73,11 +79,12 @@ def make(
         },
         subject=subject,
         facts=facts,
-        selection=Selection(total=total, selected=tuple(sorted(selected))),
+        selection=Selection(manifest=tuple(sorted(manifest)), selected=tuple(sorted(selected))),
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(troubles),
-        verdict=judge(results, selected, troubles),
+        verdict=judge(()),
     )
+    return msgspec.structs.replace(report, verdict=rejudge(report))
 
 
 def environment() -> dict[str, str | None]:
@@ -92,19 +99,31 @@ def environment() -> dict[str, str | None]:
     }
 
 
-def version(*distributions: str) -> str | None:
-    """Version of the first of these distributions that is installed: vLLM's CPU build has a name of its own."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return None
-
-
 def rejudge(report: Report) -> Verdict:
     """The verdict that the report's own results give."""
-    return judge(report.results, report.selection.selected, report.troubles)
+    return judge(report.results, report.selection.selected, report.troubles, terms(report))
+
+
+def terms(report: Report) -> Terms:
+    """What the run was judged by besides its results."""
+    subject, claim = report.subject, report.settings["claim"].value is True
+    return Terms(features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out)
+
+
+def mistakes(report: Report) -> list[str]:
+    """Sentences about what in a report does not follow from the rest of it. `kvconform verify` prints them."""
+    said, held = [], terms(report)
+    for result in report.results:
+        settled = settle(result, held)
+        if (settled.outcome, settled.said, settled.against) != (result.outcome, result.said, result.against):
+            said.append(f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}")
+    if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
+        said.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
+    if (verdict := rejudge(report)) != report.verdict:
+        said.append(
+            f"the report says {report.verdict.word} ({report.verdict.sentence}), its results give {verdict.word} ({verdict.sentence})"
+        )
+    return said
 
 
 def encode(report: Report) -> bytes:

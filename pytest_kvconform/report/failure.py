@@ -10,19 +10,21 @@ from pathlib import Path
 from pytest_kvconform.result import CaseResult
 from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
+from pytest_kvconform.settle import shown_finding
 
 _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
-    """The sections of a FAIL, always in the same order: rule, happened, differs, diagnosis, check, log, again, report."""
-    finding = result.finding
+    """The sections of a FAIL, always in the same order: rule, happened, known, differs, diagnosis, check, log, again, report."""
+    finding = shown_finding(result)
     if finding is None:
         return result.reason or f"{result.id} failed and said nothing"
     rule = rules.get(finding.rule)
     rows: list[tuple[str, Sequence[str]]] = [
         ("rule", [rule.sentence, f"{rule.id} {rule.strength}, since vLLM {rule.since}"] if rule else [finding.rule]),
         ("happened", [finding.happened]),
+        ("known", [result.reason] if result.reason and not result.against else []),
         ("differs", [line for line in (finding.differs, *finding.picture) if line]),
         ("diagnosis", [finding.diagnosis] if finding.diagnosis else []),
         ("check", [f"- {line}" for line in (finding.check or (rule.check if rule else ()))]),
@@ -42,7 +44,7 @@ def again(settings: Settings, *arguments: str) -> str:
             continue  # an id is the whole selection
         value = getattr(settings, option.name)
         if value != option.default and settings.origins.get(option.name) != "pyproject.toml":
-            words.append(f"{option.flag}={value}")
+            words.append(option.flag if option.switch else f"{option.flag}={value}")
     return shlex.join([*words, *arguments])
 
 

@@ -12,16 +12,27 @@ _MOST = 10
 def markdown(report: Report) -> str:
     """Headline, verdict, counts and causes. Ends with a blank line, because other steps append to the same file."""
     verdict = report.verdict
-    lines = [f"### {title(report)}", "", f"**{verdict.word}**: {verdict.sentence}", ""]
+    word = verdict.headline.removesuffix(verdict.sentence).strip()
+    lines = [f"### {title(report)}", "", f"**{word.rstrip(':')}**{word[len(word.rstrip(':')) :]} {verdict.sentence}", ""]
     if verdict.counts:
         lines += [", ".join(f"{count} {outcome}" for outcome, count in verdict.counts.items()), ""]
-    if len(report.selection.selected) < report.selection.total:
-        lines += [f"Selection: {len(report.selection.selected)} of {report.selection.total}", ""]
+    if report.selection.left_out:
+        lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
+    if any(row.cases for row in verdict.features):
+        lines += ["| feature | declared | observed | |", "|---|---|---|---|"]
+        lines += [
+            _row(row.name, f"{row.declared}: {row.reason}" if row.reason else row.declared, row.observed, row.sentence)
+            for row in verdict.features
+        ]
+        lines.append("")
     if verdict.causes:
         lines += ["| outcome | cases | cause | rules | first |", "|---|---|---|---|---|"]
         for cause in verdict.causes[:_MOST]:
-            words = (cause.outcome.value, len(cause.ids), cause.sentence, ", ".join(cause.rules), f"`{compress(cause.ids)[0]}`")
-            lines.append("| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in words) + " |")
+            lines.append(_row(cause.outcome.value, len(cause.ids), cause.sentence, ", ".join(cause.rules), f"`{compress(cause.ids)[0]}`"))
         if len(verdict.causes) > _MOST:
             lines.append(f"\n{len(verdict.causes) - _MOST} more causes are in the report.")
     return "\n".join(lines).rstrip() + "\n\n"
+
+
+def _row(*words: object) -> str:
+    return "| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in words) + " |"

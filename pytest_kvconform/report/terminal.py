@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
+from pytest_kvconform.settle import FeatureRow
 from pytest_kvconform.verdict import Cause
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
-_MOST_ROWS = 7
-_MOST_CAUSES = {Outcome.FAIL: 4, Outcome.HARNESS: 1, Outcome.BLOCKED: 1}  # so that a headline and all of it are at most 25 lines
+_MOST_LINES = 24  # under the headline; what is left of them by the rest shows violations
+_MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
+_GROUPS = ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case"))
 _SIGNS = {Outcome.PASS: "✓", Outcome.FAIL: "✗", Outcome.BLOCKED: "B", Outcome.HARNESS: "!", Outcome.NOT_APPLICABLE: "n", Outcome.KNOWN: "k"}
 _ASCII = {"✓": " ok", "✗": " bad", "·": ".", "—": "-"}
-_COLOURS = {"CONFORMS": "green", "VIOLATES": "red", "HARNESS": "red", "INCOMPLETE": "yellow"}
+_COLOURS = {"CONFORMS": "green", "CONFORMS-EXCEPT": "yellow", "VIOLATES": "red", "HARNESS": "red", "INCOMPLETE": "yellow"}
 
 
 def title(report: Report) -> str:
@@ -30,14 +32,16 @@ def title(report: Report) -> str:
 def summary(report: Report, report_path: str, width: int, unicode: bool) -> list[Line]:
     """Everything under the headline. `width` in columns; without `unicode` every character is ASCII."""
     verdict = report.verdict
-    lines: list[Line] = [(row, {}) for row in _table(report, width)]
-    selected, total = len(report.selection.selected), report.selection.total
-    if selected < total:
-        lines.append((f"selection: {selected} of {total}", {}))
-    lines += _causes(verdict.causes)
-    lines += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:2]]
-    lines.append((f"{verdict.word}: {verdict.sentence}", {_COLOURS[verdict.word]: True, "bold": True}))
-    lines.append((f"report: {report_path}", {}))
+    above: list[Line] = [(row, {}) for row in _table(report, width)]
+    if report.selection.left_out:
+        above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
+    above += [(row, {}) for row in _features(verdict.features, width)]
+    below: list[Line] = [line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)]
+    below += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:1]]
+    below.append((verdict.headline, {_COLOURS[verdict.word]: True, "bold": True}))
+    below.append((f"report: {report_path}", {}))
+    room = _MOST_LINES - len(above) - len(below) - 1
+    lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
     return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
 
 
@@ -48,17 +52,36 @@ def to_ascii(text: str) -> str:
     return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
 
 
-def _causes(causes: Sequence[Cause]) -> list[Line]:
-    lines: list[Line] = []
-    for outcome, word in ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case")):
-        mine = [cause for cause in causes if cause.outcome is outcome]
-        if mine:
-            lines.append((f"{_count(sum(len(cause.ids) for cause in mine), word)}, {_count(len(mine), 'cause')}:", {}))
-            shown = mine[: _MOST_CAUSES[outcome]]
-            lines += [(f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})", {}) for cause in shown]
-            if len(mine) > len(shown):
-                lines.append((f"  and {_count(len(mine) - len(shown), 'more cause')}, in the report", {}))
-    return lines
+def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> list[Line]:
+    """How many there are of an outcome, and their most frequent causes."""
+    mine = [cause for cause in causes if cause.outcome is outcome]
+    if not mine:
+        return []
+    some = f", the first {most}" if len(mine) > most > 1 else ", the first" if len(mine) > most else ""
+    head = f"{_count(sum(len(cause.ids) for cause in mine), word)}, {_count(len(mine), 'cause')}{some}:"
+    shown = [f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})" for cause in mine[:most]]
+    return [(text, {}) for text in (head, *shown)]
+
+
+def _features(rows: Sequence[FeatureRow], width: int) -> list[str]:
+    """declared | observed | which: one line for each pair that occurs, and one for each declaration that is wrong."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.cases:  # what no case of this run looks at is in the report
+            groups.setdefault((row.declared, row.observed), []).append(row.name)
+    order = sorted(groups.items(), key=lambda group: (not _surprises(*group[0]), -len(group[1])))
+    lines = [("declared", "observed", "features")] if groups else []
+    for (declared, observed), names in order[:_MOST_PAIRS]:
+        lines.append((declared, observed, f"{len(names)}: {' '.join(names)}"))
+    widths = [max((len(line[n]) for line in lines), default=0) for n in range(2)]
+    texts = [f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}" for line in lines]
+    texts += [f"  {row.rule}: {row.sentence}" for row in rows if row.rule][:_MOST_WRONG]
+    return [text if len(text) <= max(width, 40) else text[: max(width, 40) - 3] + "..." for text in texts]
+
+
+def _surprises(declared: str, observed: str) -> bool:
+    """Whether a declaration and what was seen do not go together."""
+    return (declared, observed) not in (("supported", "works"), ("unsupported", "refused")) and observed != "not looked at"
 
 
 def _count(number: int, word: str) -> str:

@@ -28,12 +28,14 @@ from model_matrix import (
     load_geometries,
     parse_topology,
 )
+from pytest_kvconform.case import RIGS
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect
 from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.pattern_bench import PatternBench
 from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.protocol_bench import ProtocolBench
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 from pytest_kvconform.rigs.zygote import SOCKET
 
@@ -101,12 +103,15 @@ class Zygote:
 
 def start_zygote(settings: Settings, subject: Subject) -> Zygote:
     """Start the background process; its imports go on while pytest collects."""
+    rigs = {RIGS.get(tier, "engine") for tier in settings.tier} or {"engine", "bytes", "scheduler"}
     models: dict[str, dict[str, Family] | dict[str, Geometry]] = {"engine": load_families(), "bytes": load_geometries()}
     wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
     with contextlib.suppress(UnknownName):  # said where cases are collected
         for place in expand(settings.matrix, settings.family, settings.topology):
-            wanted[place.rig] |= set(models[place.rig][place.family].config["architectures"])
-    return launch_zygote(*(names if not settings.tier or rig in settings.tier else () for rig, names in wanted.items()))
+            if place.rig in rigs:
+                kind = "engine" if place.rig == "engine" else "bytes"
+                wanted[kind] |= set(models[kind][place.family].config["architectures"])
+    return launch_zygote(*wanted.values())
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
@@ -262,6 +267,7 @@ class Bench:
         self.limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale)
         config = functools.partial(transfer_config, subject, device=facts.device)
         self.pattern = PatternBench(self, self._names, config, self.limits)
+        self.protocol = ProtocolBench(self, self._names, config, self.limits)
         if settings.device not in ("auto", facts.device):
             raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
 
@@ -293,7 +299,8 @@ class Bench:
             try:
                 p, d = self._engines()
             except EngineFailed as failed:
-                raise Blocked(f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}") from None
+                on = f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}"
+                raise Blocked(on, refused=failed.declined) from None
             limits = self.limits
             dtype = load_families()[self.cell.family].dtype
             try:
@@ -340,6 +347,7 @@ class Bench:
     def close(self) -> None:
         """End the engines."""
         self.drop()
+        self.protocol.drop()
 
     def _refuse_dead(self) -> None:
         if self.cell in self._dead:

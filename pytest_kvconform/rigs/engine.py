@@ -31,6 +31,12 @@ class EngineFailed(Exception):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
 
+    @property
+    def declined(self) -> bool:
+        """Whether it refused to start and said why: a clean end, which is right for what the connector does not support."""
+        said = self.sentence.partition("did not start: ")[2]
+        return self.how == "refused" and ": " in said and not said.startswith("WorkerDied")  # a rank that is gone has refused nothing
+
 
 class Process:
     """A child of the zygote: a connection, a log, and an end with a deadline."""

@@ -171,6 +171,12 @@ class FaultyAgent:
             self._flights.pop(handle, None)
         return self.real.release_xfer_handle(self, handle)
 
+    def _let_go(self) -> None:
+        with self._lock:
+            for flight in self._flights.values():
+                flight.faults = msgspec.structs.replace(flight.faults, hold=0)
+            self._advance_all()
+
     def _advance_all(self) -> None:
         """One round of the agent."""
         self._rounds += 1
@@ -275,6 +281,12 @@ def arm(orders: tuple[Faults, ...], rank: int) -> None:
     _orders.notifications = next((faults for faults in mine if faults.notifications), NOTHING)
     for agent in _orders.agents:
         agent._forget()
+
+
+def let_go() -> None:
+    """Begin every transfer that is held, whatever its rounds."""
+    for agent in _orders.agents:
+        agent._let_go()
 
 
 def progress() -> None:

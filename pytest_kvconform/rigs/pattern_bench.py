@@ -19,6 +19,7 @@ from pytest_kvconform.rigs.pattern import PatternEngine
 from pytest_kvconform.rigs.pattern_faults import FaultBench
 from pytest_kvconform.rigs.pattern_handover import TransferSeen, observe_transfer
 from pytest_kvconform.rigs.pattern_messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.peer_bench import PeerBench
 from pytest_kvconform.rigs.ports import free_port
 from pytest_kvconform.rigs.scenario import Transfer
 
@@ -35,6 +36,7 @@ class PatternBench:
     def __init__(self, bench: Bench, names: Iterator[str], config: Callable[..., dict[str, Any]], limits: Deadlines):
         self.bench, self.names, self.config, self.limits = bench, names, config, limits
         self.faulty = FaultBench(self)
+        self.peers = PeerBench(self)
         self._pair: tuple[PatternEngine, PatternEngine] | None = None
         self._pair_cell: Cell | None = None
         self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
@@ -42,7 +44,8 @@ class PatternBench:
         self._folder: Path | None = None  # where a store of the current cell saves to
         # Cells (None: all) whose engines cannot start through no fault of the connector: what to raise, and why.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        self._over: dict[Cell, str] = {}  # cells of which nothing more is to be learned, with the id of the case that says why
+        # Cells of which nothing more is to be learned, with the id of the case that says why, and whether the connector declined cleanly.
+        self._over: dict[Cell, tuple[str, bool]] = {}
 
     @property
     def patience(self) -> float:
@@ -58,15 +61,17 @@ class PatternBench:
         key = (cell, transfer.name)
         if key not in self._seen:
             if cell in self._over:
-                raise Blocked(f"stands on {self._over[cell]}")
+                on, declined = self._over[cell]
+                raise Blocked(f"stands on {on}", refused=declined)
             try:
                 p, d = self._engines(longest)
             except EngineFailed as failed:
-                raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}") from None
+                on = f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}"
+                raise Blocked(on, refused=failed.declined) from None
             seen = observe_transfer(transfer, p, d, self.limits, lambda: next(self.names), self.bench.subject.profile == "store")
             self._seen[key] = seen
             if seen.failed or seen.stuck or seen.refused:
-                self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]"
+                self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]", seen.declined
                 self.drop()
         return self._seen[key]
 

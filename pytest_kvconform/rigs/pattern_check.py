@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pytest_kvconform.kvspace.address import ATTENTION, Array, Region, decode
+from pytest_kvconform.kvspace.address import ATTENTION, Array, Region, decode, shares_of
 from pytest_kvconform.kvspace.compare import UNWRITTEN
 from pytest_kvconform.kvspace.pool import compare_pool
 from pytest_kvconform.rigs.pattern_memory import Memory
@@ -114,63 +115,98 @@ class Inspector:
         memory, groups, rows, size = self.memory, self.groups, 0, 0
         due: dict[str, Array] = {}
         missing: dict[int, tuple[int, tuple[int, ...]]] = {}  # group -> window, tokens
+        spans: dict[tuple[int, int], _Span] = {}  # (group, window): the same for all layers
+        blocks: dict[tuple[int, int], Array] = {}  # likewise
+        attention: list[tuple[str, _Span]] = []
         for name, group in groups.of.items() if judge.computed > judge.local else ():
-            table, window = judge.tables[group], groups.windows[name]
             if name in groups.states:
-                slot = groups.state_slot(table, judge.computed, group)
+                slot = groups.state_slot(judge.tables[group], judge.computed, group)
                 if not slot:
                     missing[group] = 0, (judge.computed,)
                     continue
                 for region in memory.regions[name]:
-                    word = np.zeros((1, 8), dtype=np.uint8)
-                    word[0, : min(8, region.width)] = region.of(memory.storage)[slot, 0, :8]
-                    (engine,) = self._computed_by(decode(word.view(np.uint64)[0], min(8, region.width))["engine"])
-                    memory.write_state((memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, int(engine))
+                    engine = self._writer_of_state(region, slot)
+                    memory.write_state((memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, engine)
                     rows, size = rows + region.shape[1], size + region.shape[1] * region.width
                 due[name] = np.array([slot])
                 continue
-            tokens = np.arange(max(judge.local, judge.computed - window + 1 if window else 0), judge.computed)
-            blocks = table[tokens // groups.block_sizes[group]]
-            if not blocks.all():
-                missing[group] = window, tuple(tokens[blocks == 0].tolist())
-            tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]
-            if len(tokens):
-                (region,) = memory.regions[name]
-                engines = self._computed_by(self._first_words(region, blocks, tokens)[:, 0]["engine"])
-                for engine in np.unique(engines).tolist():
-                    some = engines == engine
-                    for piece, rank in self._sources(region, blocks[some][:1], tokens[some][:1]):
-                        memory.write_tokens((memory.shadow,), piece, blocks[some], tokens[some], judge.owners[tokens[some]], engine, rank)
-                due[name] = memory.expand(name, np.array(list(dict.fromkeys(blocks.tolist()))))
-                rows, size = rows + len(tokens) * region.shape[2] * region.shape[3], size + len(tokens) * int(np.prod(region.shape[2:]))
+            key = group, groups.windows[name]
+            if key not in spans:
+                spans[key] = _span(judge, *key, groups.block_sizes[group])
+            if spans[key].gone:
+                missing[group] = key[1], spans[key].gone
+            if len(spans[key].tokens):
+                attention.append((name, spans[key]))
+        for (name, span), ranks in zip(attention, self._ranks(attention), strict=True):
+            (region,) = memory.regions[name]
+            self._expect_tokens(region, span, ranks)
+            due[name] = blocks.setdefault((id(span), memory.ratio(name)), memory.expand(name, span.due))
+            rows, size = rows + len(span.tokens) * math.prod(region.shape[2:4]), size + len(span.tokens) * math.prod(region.shape[2:])
         said = [
             Missing(group, groups.layers[group], window, groups.block_sizes[group], tokens)
             for group, (window, tokens) in sorted(missing.items())
         ]
         return rows, size, due, said
 
-    def _computed_by(self, engines: Array) -> Array:
-        """Which engine has to have computed rows of which `engines` stand there: P, but a store may give D back what D itself has saved."""
-        return np.where(self.store & (engines == 1), 1, 0)
+    def _expect_tokens(self, region: Region, span: _Span, ranks: Array) -> None:
+        """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
+        if self.store:
+            found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])["engine"]
+            parts = [(engine, (found == 1) == bool(engine)) for engine in (0, 1)]  # a store may give D back what D itself has saved
+        else:
+            parts = [(0, np.ones(len(span.tokens), dtype=bool))]
+        starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+        for start, end in itertools.pairwise(starts):
+            piece = region
+            if len(starts) > 2:
+                shape, offset = (*region.shape[:2], end - start, *region.shape[3:]), region.offset + start * region.strides[2]
+                piece = replace(region, offset=offset, shape=shape, first=region.first + start)
+            for engine, some in parts:
+                if some.any():
+                    shares = span.shares[some]
+                    self.memory.write_tokens(
+                        (self.memory.shadow,), piece, span.blocks[some], span.tokens[some], shares, engine, int(ranks[start])
+                    )
+
+    def _writer_of_state(self, region: Region, slot: int) -> int:
+        """Which engine has to have computed a state: P, but a store may give D back what D itself has saved."""
+        if not self.store:
+            return 0
+        word = np.zeros((1, 8), dtype=np.uint8)
+        word[0, : min(8, region.width)] = region.of(self.memory.storage)[slot, 0, :8]
+        return int(decode(word.view(np.uint64)[0], min(8, region.width))["engine"][0] == 1)
 
     def _first_words(self, region: Region, blocks: Array, tokens: Array) -> Array:
-        """What the first word of every head's first plane says: COORDINATES [token, head]."""
+        """The first word of every head's first plane: uint64 [token, head]."""
         ratio = region.shape[0] // self.memory.num_blocks
         at = blocks * ratio + tokens % (region.block_size * ratio) // region.block_size
         rows = region.of(self.memory.storage)[at, tokens % region.block_size, :, 0, :8]
-        return decode(np.ascontiguousarray(rows).view(np.uint64)[..., 0])
+        return np.ascontiguousarray(rows).view(np.uint64)[..., 0]
 
-    def _sources(self, region: Region, block: Array, token: Array) -> list[tuple[Region, int]]:
-        """The region cut into heads that came from one rank of P each, with that rank, as the row of one token says.
+    def _ranks(self, layers: list[tuple[str, _Span]]) -> list[Array]:
+        """For each layer which rank of P every head came from, as the row of one token says: int [head].
 
         Which of the ranks that have a row it came from does not matter; guessing it right is what makes the comparison fast.
         """
-        (found,) = self._first_words(region, block, token)
+        words = [self._first_words(self.memory.regions[name][0], span.blocks[:1], span.tokens[:1])[0] for name, span in layers]
+        found = decode(np.concatenate([np.zeros(0, dtype=np.uint64), *words]))
         ranks = np.where((found["kind"] == ATTENTION) & (found["rank"] >= 0), found["rank"], 0)
-        starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
-        pieces = []
-        for start, end in itertools.pairwise(starts):
-            shape = (*region.shape[:2], end - start, *region.shape[3:])
-            offset = region.offset + start * region.strides[2]
-            pieces.append((replace(region, offset=offset, shape=shape, first=region.first + start), int(ranks[start])))
-        return pieces
+        return np.split(ranks, np.cumsum([len(some) for some in words])[:-1]) if words else []
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What layers of one group and window are owed."""
+
+    tokens: Array  # positions
+    blocks: Array  # of each token
+    shares: Array  # of each token, see `shares_of`
+    due: Array  # blocks, each once, in the order of the block table
+    gone: tuple[int, ...]  # positions of which the block is the null block
+
+
+def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
+    tokens = np.arange(max(judge.local, judge.computed - window + 1 if window else 0), judge.computed)
+    blocks = judge.tables[group][tokens // size]
+    gone, tokens, blocks = tuple(tokens[blocks == 0].tolist()), tokens[blocks != 0], blocks[blocks != 0]
+    return _Span(tokens, blocks, shares_of(tokens, judge.owners[tokens]), np.array(list(dict.fromkeys(blocks.tolist()))), gone)

@@ -136,7 +136,7 @@ class FaultBench:
             for engine in pair:
                 engine.end()
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
-            raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}") from None
+            raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}", refused=failed.declined) from None
         self._pairs[cell, policy] = pair[0], pair[1]
         self._introduce(cell, policy, *pair)
         return pair[0], pair[1]

@@ -55,6 +55,12 @@ class TransferSeen:
             return ""
         return self.logged[-1] if self.logged else "no engine logged a reason"
 
+    @property
+    def declined(self) -> bool:
+        """Whether the connector gave requests up, and did nothing worse: no engine failed, nothing is stuck, no word of D's is wrong."""
+        clean = not (self.failed or self.stuck) and not any(check.pool.wrong for r in self.requests for check in r.checks)
+        return clean and any(r.finish == "error" for r in self.requests)
+
 
 def observe_transfer(
     transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str], store: bool = False
@@ -152,9 +158,12 @@ class _Requests:
         prompt = self.transfer.prompts[index].tokens
         length = tokens or len(prompt)
         return PatternRequest(
-            id=f"{self.salt}-{index}-{side}",
+            # As vLLM's servers name requests: what the router called it on both sides, and 8 hexadecimal digits of the server's own. A
+            # connector that pushes pairs P's request with D's by the first part (`get_base_request_id` of nixl/utils.py).
+            id=f"{self.salt}-{index}-{'pwd'.index(side):08x}",
             tokens=prompt[:length],
-            max_tokens=2 if side == "d" and self.transfer.preempt == "D" else 1,  # one that still runs when it is preempted
+            # One that still runs when it is preempted says two.
+            max_tokens={"p": self.transfer.says, "d": 2 if self.transfer.preempt == "D" else 1}.get(side, 1),
             kv_transfer_params={"p": self.prefill, "d": handed.kv_transfer_params if handed else None}.get(side),
             salt=self.salt,
             watch=side == "d",

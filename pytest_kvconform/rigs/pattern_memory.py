@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
-from pytest_kvconform.kvspace.address import Array, Region, poison, state_rows, token_rows
+from pytest_kvconform.kvspace.address import Array, Region, poison, poison_bytes, state_rows, token_rows
 from pytest_kvconform.rigs.geometry import kv_heads, state_segments
 
 SPLIT = frozenset({"CPU_ATTN"})  # backends that keep [K of all tokens; V of all tokens] per (block, head); the rest: [K | V] per token
@@ -85,12 +85,11 @@ class Memory:
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
         poison(self.shadow, engine, rank)
-        self.untouched = self.shadow.copy()  # to copy from: three times as fast as making poison anew
         if self.device.is_cuda:
             self.storage = self.shadow.copy()
             self.device.copy_(torch.from_numpy(self.storage))
         else:
-            self.storage[:] = self.shadow
+            poison(self.storage, engine, rank)
 
     # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the memory itself.
 
@@ -113,7 +112,8 @@ class Memory:
     def _spans(self, blocks: Array | None) -> list[tuple[int, int]]:
         if blocks is None:
             return []
-        return [(base + int(b) * stride, base + int(b) * stride + size) for base, size, stride in self.pages for b in np.unique(blocks)]
+        ids = np.unique(blocks).tolist()
+        return [(base + b * stride, base + b * stride + size) for base, size, stride in self.pages for b in ids]
 
     def page_views(self, of: Array) -> list[Array]:
         """All bytes of every block: views [block, byte]."""
@@ -136,7 +136,9 @@ class Memory:
         blocks = blocks[self.dirty[blocks]]
         self.dirty[blocks] = False
         for start, end in self._spans(blocks):
-            self.storage[start:end] = self.shadow[start:end] = self.untouched[start:end]
+            for at in range(start, end, 8 * _WORDS):
+                some = slice(at, min(at + 8 * _WORDS, end))
+                self.storage[some] = self.shadow[some] = poison_bytes(some.start, some.stop, self.engine, self.rank)
         self.flush(blocks)
 
     def zero(self, blocks: Array) -> None:
@@ -156,9 +158,9 @@ class Memory:
         self.flush(target)
 
     def write_tokens(
-        self, to: tuple[Array, ...], region: Region, blocks: Array, tokens: Array, owners: Array, engine: int, rank: Any
+        self, to: tuple[Array, ...], region: Region, blocks: Array, tokens: Array, shares: Array, engine: int, rank: int
     ) -> None:
-        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`."""
+        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`. `shares`: `shares_of` tokens and owners."""
         size = region.block_size
         self.dirty[blocks] = True
         if region.shape[0] > self.num_blocks:  # the region counts kernel blocks
@@ -169,7 +171,7 @@ class Memory:
         step = max(1, _WORDS // (region.lanes * region.shape[2] * region.shape[3]))
         for at in range(0, len(tokens), step):
             some = slice(at, at + step)
-            rows = np.ascontiguousarray(token_rows(region, tokens[some], owners[some], engine, rank)).view(width)
+            rows = np.ascontiguousarray(token_rows(region, shares[some], engine, rank)).view(width)
             for view in views:
                 view[blocks[some], tokens[some] % size] = rows
 
@@ -183,16 +185,21 @@ class Memory:
 
     def held(self, layers: dict[str, int], groups: Array, first: dict[int, Array]) -> dict[str, Array]:
         """Layer -> the blocks of its regions whose content is its group's. `layers`: name -> group; `first`: blocks to name first."""
-        ids = {}
-        for group in set(layers.values()):
-            ordered = first.get(group, np.zeros(0, dtype=np.int64))
-            rest = np.flatnonzero(groups == group)
-            ids[group] = np.concatenate([ordered, rest[~np.isin(rest, ordered)]])
-        return {name: self.expand(name, ids[group]) for name, group in layers.items()}
+        found: dict[tuple[int, int], Array] = {}  # group, kernel blocks to a block
+        for name, group in layers.items():
+            if (group, self.ratio(name)) not in found:
+                ordered = first.get(group, np.zeros(0, dtype=np.int64))
+                rest = np.flatnonzero(groups == group)
+                found[group, self.ratio(name)] = self.expand(name, np.concatenate([ordered, rest[~np.isin(rest, ordered)]]))
+        return {name: found[group, self.ratio(name)] for name, group in layers.items()}
+
+    def ratio(self, layer: str) -> int:
+        """Blocks of the layer's regions to one logical block."""
+        return self.regions[layer][0].shape[0] // self.num_blocks
 
     def expand(self, layer: str, blocks: Array) -> Array:
         """Logical blocks as the layer's regions count them."""
-        ratio = self.regions[layer][0].shape[0] // self.num_blocks
+        ratio = self.ratio(layer)
         return (np.asarray(blocks, dtype=np.int64)[:, None] * ratio + np.arange(ratio)).ravel()
 
 

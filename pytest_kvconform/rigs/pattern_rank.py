@@ -27,7 +27,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.kvspace.address import Region
+from pytest_kvconform.kvspace.address import Region, shares_of
 from pytest_kvconform.rigs import faulty_nixl
 from pytest_kvconform.rigs.geometry import layer_specs
 from pytest_kvconform.rigs.pattern_check import Groups, Inspector
@@ -79,7 +79,7 @@ class PatternWorker(WorkerBase):
         self.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
-        caches = allocate_kv_cache(kv_cache_config, self.device, layout, self._kernel_blocks(kv_cache_config))
+        caches = allocate_kv_cache(kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config))
         self.config, self.caches = kv_cache_config, {name: caches[name] for name in self.layers}
         for name, layer in self.layers.items():
             layer.bind_kv_cache(caches[name])
@@ -105,7 +105,7 @@ class PatternWorker(WorkerBase):
         self.memory, self.inspector = memory, Inspector(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
 
-    def _kernel_blocks(self, config: Any) -> list[int]:
+    def kernel_blocks(self, config: Any) -> list[int]:
         """Tokens of a kernel block per group, chosen as `prepare_kernel_block_sizes` of v1/worker/utils.py does."""
         packed = any(tensor.block_stride > tensor.layer_stride for tensor in config.kv_cache_tensors)
         sizes = []
@@ -181,7 +181,7 @@ class PatternWorker(WorkerBase):
             self.inspector.failed |= set(output.invalid_block_ids or ())
 
     def _slots(self, work: Work, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(block, position, owner) of each scheduled token whose block is not the null block."""
+        """(block, position, share) of each scheduled token whose block is not the null block; see `shares_of`."""
         if self.groups.is_state(group):
             nothing = np.zeros(0, dtype=np.int64)
             return nothing, nothing, nothing
@@ -190,7 +190,7 @@ class PatternWorker(WorkerBase):
         blocks = np.concatenate([part.tables[group][some // size] for part, some in zip(work.parts, tokens, strict=True)])
         positions, owners = np.concatenate(tokens), np.concatenate([part.owners for part in work.parts])
         real = blocks != 0
-        return blocks[real], positions[real], owners[real]
+        return blocks[real], positions[real], shares_of(positions[real], owners[real])
 
     def _metadata(self, work: Work) -> dict[str, Any]:
         """Layer name -> attention metadata of this step."""
@@ -209,10 +209,10 @@ class PatternWorker(WorkerBase):
 
     # ---- the pattern model ----------------------------------------------------------------------------------------------------
 
-    def _write_tokens(self, name: str, blocks: np.ndarray, tokens: np.ndarray, owners: np.ndarray) -> None:
+    def _write_tokens(self, name: str, blocks: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> None:
         memory, (region,) = self.memory, self.memory.regions[name]
         memory.fetch(blocks)
-        memory.write_tokens((memory.storage, memory.shadow), region, blocks, tokens, owners, memory.engine, self.rank)
+        memory.write_tokens((memory.storage, memory.shadow), region, blocks, tokens, shares, memory.engine, self.rank)
         memory.flush(blocks)
 
     def _write_states(self, work: Work, name: str) -> None:

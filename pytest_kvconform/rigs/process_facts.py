@@ -82,14 +82,19 @@ def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
     return {file for file in found if os.path.exists(file)}
 
 
-def thread_names() -> Counter[str]:
-    """Names of all threads of this process, native ones included, and how many there are of each."""
+def threads() -> dict[str, str]:
+    """Id -> name of every thread of this process, native ones included. A thread may take its name some time after it was started."""
     python = {str(thread.native_id): thread.name for thread in threading.enumerate()}  # Linux has the program's name for most of them
-    names: Counter[str] = Counter()
+    found = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            names[python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
-    return names
+            found[task] = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    return found
+
+
+def thread_names() -> Counter[str]:
+    """Names of all threads of this process, and how many there are of each."""
+    return Counter(threads().values())
 
 
 def listening_sockets(pid: int) -> tuple[str, ...]:

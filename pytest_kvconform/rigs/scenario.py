@@ -52,6 +52,7 @@ class Transfer:
     prompts: tuple[Prompt, ...]
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     reuse: bool = False  # P overwrites blocks the moment they are free
+    says: int = 1  # tokens P generates before it hands over
     preempt: str = ""  # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
     faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
     fails: bool = False  # whether the faults let the load of a request fail

@@ -237,6 +237,7 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
 
     import pytest_kvconform.rigs.engine_process
     import pytest_kvconform.rigs.pattern_engine
+    import pytest_kvconform.rigs.protocol_host
 
     pytest_kvconform.rigs.engine_process.preload()
     load_general_plugins()
@@ -254,6 +255,7 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     type(current_platform).register_triton_kernel_overrides = lambda self: None
     if geometries:
         pytest_kvconform.rigs.pattern_engine.preload()
+        pytest_kvconform.rigs.protocol_host.preload()
     for architecture in geometries - set(architectures):
         register(architecture)  # last: one of them brings numba, whose objects break that look through every module
     return {

@@ -1,6 +1,7 @@
 """The contract, one record a rule, in TOML files by theme in this folder. `kvconform explain ID` prints one.
 
 A file holds tables `[KV-BYTES-001]` with the keys of `Rule`; the table's name is the id. Ids are never used again for something else.
+`clauses.toml` is no file of rules: it says which rules test which clause of vLLM's contract, see `clauses.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from pytest_kvconform import parts
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
+CLAUSES = "clauses.toml"
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +30,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     source: str  # file in vLLM, or issue
     done: str  # what the suite does to see
     check: tuple[str, ...] = ()  # if this fails, check
+    until: str = ""  # vLLM version that does not ask for it any more
+    untestable: str = ""  # why no case checks it; such a rule has none
 
 
 class BadRules(ValueError):
@@ -42,7 +46,7 @@ def load(folder: Path | None = None) -> dict[str, Rule]:
 @functools.cache
 def _read(folder: Path) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
-    for path in sorted(folder.glob("*.toml")):
+    for path in sorted(path for path in folder.glob("*.toml") if path.name != CLAUSES):
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

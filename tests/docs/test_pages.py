@@ -15,11 +15,13 @@ from model_matrix import load_families
 from model_matrix.cells import read_matrices
 from model_matrix.families import Family
 from pytest_kvconform import rules
+from pytest_kvconform.declaration import check_known
+from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import bench
-from pytest_kvconform.settings import load
-from pytest_kvconform.subject import Subject, declarations, resolve
+from pytest_kvconform.settings import Settings, load
+from pytest_kvconform.subject import Subject, of_vllm, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
@@ -77,7 +79,7 @@ def test_sources_of_rules_name_files_of_vllm() -> None:
 # ---- generated parts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rules", "settings"])
+@pytest.mark.parametrize("name", ["rules", "clauses", "settings", "features"])
 def test_a_table_is_up_to_date(name: str) -> None:
     script = regenerate()
     found = script.block(PAGES[f"docs/{script.PAGES[name]}"], name)[2]
@@ -177,7 +179,7 @@ def test_every_field_of_a_family_is_described() -> None:
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 2,
+        "docs/authors.md": 4,
         "docs/families.md": 1,
         "docs/rules.md": 1,
     }
@@ -193,14 +195,30 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_store(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(blocks(PAGES["docs/authors.md"], "toml")[1])
+    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "profile" in block]
+    (tmp_path / "pyproject.toml").write_text(block)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("store", "none", "my_pkg.mod")
     assert bench.transfer_config(subject, "P", "cpu")["kv_role"] == bench.transfer_config(subject, "D", "cpu")["kv_role"] == "kv_both"
 
 
-def test_vllms_stores_are_named() -> None:
-    assert f"The suite knows vLLM's {' and '.join(sorted(declarations()))} as stores" in PAGES["docs/authors.md"]
+def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
+    text = "\n".join(block for block in blocks(PAGES["docs/authors.md"], "toml") if ".features]" in block or ".known]" in block)
+    (tmp_path / "pyproject.toml").write_text(text)
+    subject = resolve(load({"kv_connector": "m:C"}, {}, tmp_path))
+    assert subject.features == {"full-attention": "", "sliding-window": "", "mamba-state": "state groups are refused at start-up"}
+    assert [entry.case for entry in subject.known] == ["kv::engine/bytes::window_is_whole[gemma3-*]"]
+    check_known(subject.known, make_plan(Settings(), ()).manifest)
+
+
+def test_connectors_of_vllm_are_named() -> None:
+    stores = sorted(name for name, known in of_vllm().items() if known.profile == "store")
+    assert f"({', '.join(stores)});" in PAGES["docs/authors.md"]
+    packages = dict.fromkeys(package for known in of_vllm().values() for package in known.packages)
+    exempt = sorted(name for name, known in of_vllm().items() if known.exempt)
+    [sentence] = re.findall(r"A connector of vLLM whose package.*?one sentence\.", re.sub(r"\s+", " ", PAGES["docs/authors.md"]))
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(packages)
+    assert f"({', '.join(exempt)})" in sentence
 
 
 def test_the_lines_for_the_matrix(tmp_path: Path) -> None:

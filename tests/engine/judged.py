@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pytest_kvconform.features import needed
 from pytest_kvconform.plan import Planned, make_plan, ordered
-from pytest_kvconform.result import Blocked, CaseResult, Evidence, Finding, HarnessError, Outcome, Violation
+from pytest_kvconform.result import Blocked, CaseResult, Evidence, Finding, HarnessError, NotApplicable, Outcome, Violation
 from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -15,6 +17,7 @@ from pytest_kvconform.verdict import judge as judge_results
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
+OF_VLLM = ("NixlConnector", "NixlPushConnector", "ExampleConnector")  # by their registered names
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,22 @@ class Jury:
         scale: float = 1.0,
         setup: str = "",
         matrix: str = "quick",
+        only: Callable[[Planned], bool] = lambda planned: True,
+        profile: str = "",
+        config: str = CONFIG,
     ) -> Judged:
-        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all. `setup` is of the byte rig."""
-        spec, config = (connector, "") if connector == "NixlConnector" else (f"{self.module}:{connector}", CONFIG)
+        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all. `setup` is of the byte rig; `only`
+        chooses by whatever a planned case is."""
+        spec, config = (connector, "") if connector in OF_VLLM else (f"{self.module}:{connector}", config)
         settings = Settings(
-            connector=spec, config=config, tier=(self.tier,), family=(family,), topology=(topology,), matrix=matrix, timeout_scale=scale
+            connector=spec,
+            config=config,
+            profile=profile,
+            tier=(self.tier,),
+            family=(family,),
+            topology=(topology,),
+            matrix=matrix,
+            timeout_scale=scale,
         )
         bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
         try:
@@ -92,7 +106,9 @@ class Jury:
                 [
                     _result(bench, planned)
                     for planned in ordered(make_plan(settings, ()).asked, settings.seed)
-                    if planned.cell.setup == setup and (planned.variant is None or not variants or str(planned.variant) in variants.split())
+                    if planned.cell.setup == setup
+                    and only(planned)
+                    and (planned.variant is None or not variants or str(planned.variant) in variants.split())
                 ]
             )
         finally:
@@ -100,16 +116,26 @@ class Jury:
 
 
 def _result(bench: Bench, planned: Planned) -> CaseResult:
-    outcome, reason, finding, evidence = Outcome.PASS, "", None, None
+    outcome, reason, finding, evidence, refused = Outcome.PASS, "", None, None, False
     bench.use(planned.cell)
     try:
         evidence = planned.case.body(bench, planned.variant)
     except Violation as error:
-        outcome, finding = Outcome.FAIL, error.finding
+        outcome, finding, refused = Outcome.FAIL, error.finding, error.refused
     except Blocked as error:
-        outcome, reason = Outcome.BLOCKED, str(error)
+        outcome, reason, refused = Outcome.BLOCKED, str(error), error.refused
+    except NotApplicable as error:
+        outcome, reason = Outcome.NOT_APPLICABLE, str(error)
     except HarnessError as error:
         outcome, reason = Outcome.HARNESS, str(error)
     return CaseResult(
-        id=planned.id, rule=planned.case.rule, outcome=outcome, cell=planned.cell, reason=reason, finding=finding, evidence=evidence
+        id=planned.id,
+        rule=planned.case.rule,
+        outcome=outcome,
+        cell=planned.cell,
+        reason=reason,
+        finding=finding,
+        evidence=evidence,
+        needs=needed(planned),
+        refused=refused,
     )

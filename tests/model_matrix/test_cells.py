@@ -5,6 +5,7 @@ import pytest
 from model_matrix.cells import (
     BYTES_FILE,
     FILE,
+    PROTOCOL_FILE,
     MatrixError,
     UnknownName,
     expand,
@@ -12,6 +13,7 @@ from model_matrix.cells import (
     parse_topology,
     read_byte_matrices,
     read_matrices,
+    read_protocol_matrices,
 )
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
@@ -140,3 +142,16 @@ def test_a_mistake_in_the_file_is_named(tmp_path, old, new, said):
     (tmp_path / "matrix.toml").write_text(FILE.read_text().replace(old, new))
     with pytest.raises(MatrixError, match=f"^matrix.toml: .*({said})"):
         read_matrices(tmp_path / "matrix.toml")
+
+
+def test_cells_of_the_scheduler_rig_are_cells_of_the_byte_rig_where_both_have_them():
+    quick, full = ({place[:3] for place in expand(matrix) if place.rig == "scheduler"} for matrix in ("quick", "full"))
+    assert quick <= full and {place[2] for place in full} <= set(load_byte_matrices().setups)
+    assert full <= set(pairs("full"))
+    assert {load_geometries()[place[0]].family for place in full} == {geometry.family for geometry in load_geometries().values()}
+
+
+def test_a_mistake_in_the_file_of_the_scheduler_rig_is_named(tmp_path):
+    (tmp_path / "protocol.toml").write_text(PROTOCOL_FILE.read_text().replace("b16 =", "b17 =", 1))
+    with pytest.raises(MatrixError, match=r"^protocol\.toml: .*setup for quick\.llama3_1_8b\.b17.*did you mean b16"):
+        read_protocol_matrices(tmp_path / "protocol.toml")

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-QUIET = ("-p", "no:cacheprovider")
+from pytest_kvconform import features
+
+
+def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
+    """Write a declaration of every feature."""
+    lines = [f"{name} = {{ unsupported = '{unsupported[name]}' }}" if name in unsupported else f"{name} = true" for name in features.load()]
+    path.write_text("\n".join([more, "[features]", *lines]))
+    return path
 
 
 class Run:
@@ -19,7 +26,7 @@ class Run:
         self.code, self.lines, self.errors = int(result.ret), result.outlines, result.errlines
         self.text = "\n".join([*result.outlines, *result.errlines])
         self.log = log.read_text().splitlines() if log.exists() else []
-        self.path = folder / "kv-report" / "report.json"
+        self.path, self.declared = folder / "kv-report" / "report.json", folder / "declared.toml"
 
     @property
     def report(self) -> dict[str, Any]:
@@ -48,7 +55,8 @@ class Run:
 def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """kv(*arguments, deeds={glob: deed}, bench="what goes wrong", env={}): run pytest in the current folder of `pytester`.
 
-    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own.
+    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own. `unsupported`: feature -> why; all others are
+    declared as supported, unless `undeclared`.
     """
     monkeypatch.syspath_prepend(Path(__file__).parent)
     here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -59,8 +67,17 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         monkeypatch.delenv(name, raising=False)
     log = pytester.path / "bench.log"
 
-    def run(*arguments: str, deeds: dict[str, str] | None = None, bench: str = "", plain: bool = False, apart: bool = False) -> Run:
+    def run(
+        *arguments: str,
+        deeds: dict[str, str] | None = None,
+        bench: str = "",
+        plain: bool = False,
+        apart: bool = False,
+        unsupported: dict[str, str] | None = None,
+        undeclared: bool = False,
+    ) -> Run:
         log.unlink(missing_ok=True)
+        monkeypatch.setenv("KVCONFORM_DECLARE", "" if undeclared else str(declare(pytester.path / "declared.toml", unsupported or {})))
         monkeypatch.setenv("FAKEKV_LOG", str(log))
         monkeypatch.setenv("FAKEKV", json.dumps(deeds or {}))
         monkeypatch.setenv("FAKEKV_BENCH", bench)

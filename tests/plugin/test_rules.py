@@ -48,8 +48,18 @@ def test_every_case_of_the_suite_has_a_rule():
     assert {case.rule for case in cases()} <= set(rules.load())
 
 
-def test_every_rule_has_a_case():
-    assert set(rules.load()) <= {case.rule for case in cases()}
+def test_every_rule_has_a_case_or_says_why_not():
+    assert {rule.id for rule in rules.load().values() if not rule.untestable} == {case.rule for case in cases()}
+
+
+def test_a_rule_may_end_and_may_have_no_case(tmp_path):
+    loaded = load(tmp_path, a=f'[KV-A-001]\n{GOOD}until = "0.33"\nuntestable = "why"\n[KV-A-002]\n{GOOD}')
+    assert (loaded["KV-A-001"].until, loaded["KV-A-001"].untestable) == ("0.33", "why")
+    assert (loaded["KV-A-002"].until, loaded["KV-A-002"].untestable) == ("", "")
+
+
+def test_the_file_of_clauses_holds_no_rules(tmp_path):
+    assert list(load(tmp_path, a=f"[KV-A-001]\n{GOOD}", clauses="[C2]\n")) == ["KV-A-001"]
 
 
 def test_every_rule_is_a_sentence():

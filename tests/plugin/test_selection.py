@@ -113,6 +113,9 @@ def test_last_failed(kv):
         (["--kv-topology=P1D2", "--kv-family=gemma3"], 5),
         (["--kv-rule=KV-BYTES-002"], 2),
         (["--kv-rule=KV-BYTES-*"], 10),
+        (["--kv-feature=tp-heterogeneous"], 5),
+        (["--kv-feature=tp-heterogeneous,sliding-window"], 10),
+        (["--kv-feature=mla"], 0),
         (["--kv-matrix=full"], 16),
         (["--kv-matrix=full", "--kv-family=llama", "--kv-topology=P1D2"], 3),
     ],
@@ -131,6 +134,11 @@ def test_the_summary_says_what_was_left_out(kv):
     [
         ("--kv-tier=engin", "--kv-tier: there is no tier 'engin' (did you mean engine?); there are interface, engine"),
         ("--kv-rule=KV-BYTE-001", "--kv-rule: no rule is called 'KV-BYTE-001' (did you mean KV-BYTES-001?)"),
+        (
+            "--kv-feature=sliding-windw",
+            "--kv-feature: there is no feature 'sliding-windw' (did you mean sliding-window?); there are full-attention, mla",
+        ),
+        ("--kv-declare=nowhere.toml", "--kv-declare: nowhere.toml: there is no such file"),
         ("--kv-family=gemma", "there is no family called 'gemma' (did you mean gemma3?)"),
         ("--kv-matrix=ful", "--kv-matrix: expected quick or full, got 'ful' (did you mean full?)"),
         ("--kv-device=tpu", "--kv-device: expected auto or cpu or cuda, got 'tpu'"),
@@ -302,14 +310,17 @@ def test_help_lists_exactly_these_options(kv):
     assert flags == [
         "--kv-connector",
         "--kv-config",
+        "--kv-declare",
         "--kv-tier",
         "--kv-family",
         "--kv-topology",
         "--kv-rule",
+        "--kv-feature",
         "--kv-matrix",
         "--kv-device",
         "--kv-timeout-scale",
         "--kv-seed",
         "--kv-report",
+        "--kv-claim",
     ]
     assert run.log == []

@@ -21,6 +21,9 @@ SAMPLES = {
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
     "seed": [("3", 3), ("4", 4)],
     "report": [("a", "a"), ("b", "b")],
+    "declare": [("a.toml", "a.toml"), ("b.toml", "b.toml")],
+    "feature": [("mla", ("mla",)), ("mla,abort", ("mla", "abort"))],
+    "claim": [("true", True), ("1", True)],
 }
 
 
@@ -32,7 +35,7 @@ def toml(folder: Path, body: str) -> Path:
 def test_the_table_is_consistent():
     assert {option.name for option in OPTIONS if option.flag} == set(SAMPLES)
     for option in OPTIONS:
-        assert option.default == "" or option.parse(option.default) == option.default
+        assert option.default in ("", None) or option.parse(option.default) == option.default
         assert option.help[-1] not in ".!"
     assert len({option.key for option in OPTIONS}) == len(OPTIONS)
 
@@ -40,7 +43,7 @@ def test_the_table_is_consistent():
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.flag], ids=lambda option: option.key)
 def test_precedence_and_origin(option, tmp_path):
     (text, value), (other_text, other_value) = SAMPLES[option.name]
-    command_line = {option.dest: [text] if option.repeatable else text}
+    command_line = {option.dest: [text] if option.repeatable else True if option.switch else text}
     settings = load(command_line, {option.variable: other_text}, tmp_path)
     assert (getattr(settings, option.name), settings.origins[option.name]) == (value, "command line")
     settings = load({}, {option.variable: other_text}, tmp_path)
@@ -50,6 +53,7 @@ def test_precedence_and_origin(option, tmp_path):
     settings = load({}, {option.variable: other_text}, toml(tmp_path, f"{option.key} = {raw}"))
     assert getattr(settings, option.name) == other_value
     settings = load({}, {option.variable: ""}, tmp_path)
+    assert getattr(settings, option.name) == (str(tmp_path / value) if option.is_path and text != "{}" else value)
     assert settings.origins[option.name] == "pyproject.toml"
     (tmp_path / "pyproject.toml").unlink()
     assert getattr(load({}, {}, tmp_path), option.name) == option.default

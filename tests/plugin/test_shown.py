@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_kvconform import features
 from pytest_kvconform.report import terminal
 from pytest_kvconform.report.failure import compress
 
@@ -24,7 +25,7 @@ def test_the_sections_of_a_failure_come_in_order(kv):
     assert "           KV-BYTES-001 MUST, since vLLM 0.9" in run.lines
     assert "           layer  5 K  . . . U" in run.lines
     assert "check      - is the partial tail in the block list?" in run.lines
-    assert "again      pytest --kv-connector=m:C 'kv::engine/bytes::arrive[llama-P1D1-n63]'" in run.lines
+    assert f"again      pytest --kv-connector=m:C --kv-declare={run.declared} 'kv::engine/bytes::arrive[llama-P1D1-n63]'" in run.lines
 
 
 def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch):
@@ -34,7 +35,7 @@ def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch
     run = kv("--kv-config=my.json", "--kv-matrix=full", "--kv-seed=3", "--kv-family=llama", deeds={"arrive(llama-P1D2-n63*": "violate"})
     [again] = [line.removeprefix("again").strip() for line in run.lines if line.startswith("again")]
     assert again == (
-        "pytest --kv-connector=m:C --kv-config=my.json --kv-matrix=full --kv-timeout-scale=2.0 --kv-seed=3 "
+        f"pytest --kv-connector=m:C --kv-config=my.json --kv-declare={run.declared} --kv-matrix=full --kv-timeout-scale=2.0 --kv-seed=3 "
         "'kv::engine/bytes::arrive[llama-P1D2-n63]'"
     )
     run = kv(*again.replace("'", "").split()[2:], deeds={"arrive(llama-P1D2-n63*": "violate"})
@@ -106,6 +107,7 @@ def test_without_unicode_everything_is_ascii(kv, monkeypatch):
 def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     from pytest_kvconform.report.document import Selection, read
     from pytest_kvconform.result import CaseResult, Finding, Outcome
+    from pytest_kvconform.settle import Terms
     from pytest_kvconform.verdict import judge
 
     small = read(kv().path)
@@ -125,10 +127,13 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     troubles = tuple(f"trouble {n}" for n in range(9))
     import msgspec
 
-    selection = Selection(total=9999, selected=tuple(result.id for result in results))
-    big = msgspec.structs.replace(
-        small, results=results, troubles=troubles, selection=selection, verdict=judge(results, selection.selected, troubles)
-    )
+    names = tuple(features.load())
+    results = tuple(msgspec.structs.replace(r, needs=names[n % 17 : n % 17 + 3]) for n, r in enumerate(results))
+    declared = {name: ("", "why")[n % 2] for n, name in enumerate(names) if n % 7}
+    selection = Selection(manifest=tuple(map(str, range(9999))), selected=tuple(result.id for result in results))
+    verdict = judge(results, selection.selected, troubles, Terms(features=declared))
+    assert {row.rule for row in verdict.features} >= {"", "KV-DECLARE-003"}
+    big = msgspec.structs.replace(small, results=results, troubles=troubles, selection=selection, verdict=verdict)
     lines = terminal.summary(big, "kv-report/report.json", width, unicode=True)
     assert 8 < len(lines) + 1 <= 25
     table = [text for text, _ in lines[: next(n for n, (text, _) in enumerate(lines) if text.startswith("selection"))]]
@@ -156,4 +161,7 @@ def test_the_header_says_what_was_set_and_where(kv, pytester, monkeypatch):
     run = kv("--kv-tier=engine")
     [line] = [line for line in run.lines if line.startswith("kv: m:C,")]
     assert "matrix quick, seed 6, device auto" in line
-    assert "connector=m:C (command line), tier=engine (command line), timeout-scale=2.0 (pyproject.toml), seed=6 (KVCONFORM_SEED)" in line
+    declare = f"declare={run.declared} (KVCONFORM_DECLARE)"
+    assert line.endswith(
+        f"connector=m:C (command line), {declare}, tier=engine (command line), timeout-scale=2.0 (pyproject.toml), seed=6 (KVCONFORM_SEED)"
+    )

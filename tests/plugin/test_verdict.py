@@ -32,7 +32,8 @@ PASS = result(Outcome.PASS)
     [
         ([], "INCOMPLETE"),
         (["PASS"], "CONFORMS"),
-        (["PASS", "NOT-APPLICABLE", "KNOWN"], "CONFORMS"),
+        (["PASS", "NOT-APPLICABLE"], "CONFORMS"),
+        (["PASS", "NOT-APPLICABLE", "KNOWN"], "CONFORMS-EXCEPT"),
         (["NOT-APPLICABLE", "KNOWN"], "INCOMPLETE"),
         (["PASS", "BLOCKED"], "INCOMPLETE"),
         (["BLOCKED"], "INCOMPLETE"),

@@ -27,7 +27,7 @@ def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
     """The observation, if every request came to its end; otherwise Blocked, in one line."""
     seen = look(bench, transfer)
     if seen.failed or seen.stuck or seen.refused:
-        raise Blocked(f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]")
+        raise Blocked(f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=seen.declined)
     return seen
 
 
@@ -42,7 +42,7 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
         if is_store(bench) and not r.decode.external_tokens:
             nothing_given(bench, seen, transfer)
         if not r.decode.external_tokens or not sum(check.rows_due for check in r.checks):
-            raise Blocked(f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}")
+            raise Blocked(f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}", refused=True)
     return seen
 
 

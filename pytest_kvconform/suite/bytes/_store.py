@@ -31,7 +31,7 @@ def nothing_given(bench: Bench, seen: TransferSeen, transfer: Transfer) -> None:
         raise NotApplicable(SMALL)
     if not alike(bench.cell):
         raise NotApplicable(UNLIKE)
-    raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: the store gave D nothing")
+    raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: the store gave D nothing", refused=True)
 
 
 def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_moved: int) -> Evidence:
@@ -59,7 +59,8 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
                         "is the whole prompt saved, also when it was computed in chunks?",
                         "a store that saves in the background: does it keep the blocks (request_finished returns True) until it has?",
                     ),
-                )
+                ),
+                refused=not r.decode.external_tokens,
             )
         computed_once(r)
     return Evidence(

@@ -20,16 +20,15 @@ def completes(bench: Bench, transfer: Transfer) -> Evidence:
     came_to_an_end(seen, bench.settings.timeout_scale)
     if seen.refused:
         first = next(r for r in seen.requests if r.finish == "error")
-        raise Violation(
-            Finding(
-                rule="KV-HANDOVER-001",
-                happened=f"D ended {first.name} with an error: the connector gave its load up "
-                f"({seen.prefiller.num_blocks} blocks of {seen.prefiller.block_size} tokens on P, {seen.decoder.num_blocks} of "
-                f"{seen.decoder.block_size} on D)",
-                diagnosis=said_last(seen) or "the connector gives up loads of this pair of engines",
-                log=seen.logged,
-            )
+        finding = Finding(
+            rule="KV-HANDOVER-001",
+            happened=f"D ended {first.name} with an error: the connector gave its load up "
+            f"({seen.prefiller.num_blocks} blocks of {seen.prefiller.block_size} tokens on P, {seen.decoder.num_blocks} of "
+            f"{seen.decoder.block_size} on D)",
+            diagnosis=said_last(seen) or "the connector gives up loads of this pair of engines",
+            log=seen.logged,
         )
+        raise Violation(finding, refused=seen.declined)
     return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
 
 

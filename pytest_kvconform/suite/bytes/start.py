@@ -17,5 +17,5 @@ def comes_up(bench: Bench, variant: None) -> Evidence:
     except EngineFailed as failed:
         stack = "; ".join(failed.stack)
         finding = Finding(rule="KV-START-001", happened=failed.sentence, differs=stack, diagnosis=failed.sentence, log=failed.log)
-        raise Violation(finding) from None
+        raise Violation(finding, refused=failed.declined) from None
     return Evidence(looked_at=sum(len(group.layers) for facts in (p, d) for group in facts.groups), unit="layers")

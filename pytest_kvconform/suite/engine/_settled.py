@@ -17,5 +17,5 @@ def settled(bench: Bench, scenario: Scenario) -> Observation:
     """The observation, if every request of the scenario came to its end; otherwise Blocked, in one line."""
     seen = bench.observe(scenario)
     if seen.failed or seen.stuck:
-        raise Blocked(f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]")
+        raise Blocked(f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]")  # which died or hung: no clean refusal
     return seen

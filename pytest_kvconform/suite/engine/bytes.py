@@ -20,7 +20,8 @@ def _given(bench: Bench, scenario: Scenario) -> Observation:
     seen = settled(bench, scenario)
     for r in seen.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
-            raise Blocked(f"stands on kv::engine/handover::spares_computing[{bench.cell}-{scenario}]: D was given nothing for {r.name}")
+            on = f"stands on kv::engine/handover::spares_computing[{bench.cell}-{scenario}]: D was given nothing for {r.name}"
+            raise Blocked(on, refused=True)
     return seen
 
 

@@ -19,7 +19,8 @@ def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
         ends = bench.leftovers()
     except EngineFailed as failed:
         if failed.how == "refused":
-            raise Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}") from None
+            on = f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}"
+            raise Blocked(on, refused=failed.declined) from None
         raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
     for role, left in zip("PD", ends, strict=True):
         if left.error:

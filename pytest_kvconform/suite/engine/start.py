@@ -15,7 +15,8 @@ def comes_up(bench: Bench, _: None) -> Evidence:
     try:
         p, d = bench.facts_of_engines()
     except EngineFailed as failed:
-        raise Violation(Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
+        finding = Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)
+        raise Violation(finding, refused=failed.declined) from None
     return Evidence(
         looked_at=2,
         unit="engines",
@@ -53,4 +54,4 @@ def groups_stay_apart(bench: Bench, _: None) -> Evidence:
 def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     from pytest_kvconform.result import Blocked
 
-    return Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}")
+    return Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}", refused=failed.declined)

@@ -1,0 +1,140 @@
+"""What a connector says of itself: answers to questions that vLLM asks beside the transfers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.of_vllm import ask_class, class_named
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.suite.interface._cells import once
+
+ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
+
+
+@case("KV-LAYOUT-001", inside=True)
+def layout_asked_for_is_one(rig: Rig, _: None) -> Evidence:
+    """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
+    names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
+    answers = [ask_class(rig, "get_required_kvcache_layout", rig.host.config(role, "fail", 16, True, {})) for role in "PDPD"]
+    for answer in answers:
+        if answer is not None and (not isinstance(answer, str) or answer not in names):
+            raise rig.broken(
+                "",
+                f"get_required_kvcache_layout returned {answer!r}; vLLM knows {', '.join(names)}",
+                diagnosis=f"{answer!r} is no name of a layout",
+            )
+    if answers[:2] != answers[2:]:
+        raise rig.broken("", f"get_required_kvcache_layout answered {answers[:2]} and then {answers[2:]} to the same questions")
+    return Evidence(looked_at=len(answers), unit="answers", notes={"layout": answers[0] or "any"})
+
+
+@case("KV-CAPS-001", applies=once, inside=True)
+def graphs_are_a_yes_or_no(rig: Rig, _: None) -> Evidence:
+    """requires_piecewise_for_cudagraph answers with a bool, for no extra configuration and for the engine's own."""
+    config = rig.host.config("P", "fail", 16, True, {})
+    asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
+    for extra in asked:
+        if not isinstance(answer := ask_class(rig, "requires_piecewise_for_cudagraph", extra), bool):
+            raise rig.broken("", f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}", diagnosis="the answer is no bool")
+    return Evidence(looked_at=len(asked), unit="answers")
+
+
+@case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
+def promises_are_bools(rig: Rig, which: str) -> Evidence:
+    """vLLM reads supports_divergent_local_hybrid_hits and requires_kv_delivery as attributes: a method would always be true."""
+    connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
+    names = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery")
+    for name in names:
+        first, again = getattr(connector, name), getattr(connector, name)
+        if not isinstance(first, bool):
+            made = "a method and no property" if callable(first) else f"a {type(first).__name__}"
+            raise rig.broken("", f"{name} of the {which} half is {made}, and vLLM takes it for a bool", diagnosis=f"{name} is {made}")
+        if first != again:
+            raise rig.broken("", f"{name} of the {which} half is {first} and then {again}", diagnosis=f"{name} changes")
+    return Evidence(looked_at=len(names), unit="promises", notes={name: str(getattr(connector, name)) for name in names})
+
+
+@case("KV-CAPS-003", inside=True)
+def loaded_groups_are_those_of_the_load(rig: Rig, _: None) -> Evidence:
+    """The groups that a load fills are groups that are transferred; a hand-over of a request's own blocks fills them all."""
+    d = rig.side("D")
+    hand_over = rig.subject.profile == "p2p"
+    prompt = rig.prompt(3 * d.block_size + 5)
+    id = rig.load(rig.side("P"), d, prompt)[1] if hand_over else d.add(prompt)
+    found = d.ask("get_loaded_kv_cache_group_ids", d.request(id))
+    transferred = set(d.kv_config.transfer_group_ids)
+    try:
+        groups = list(found)
+    except TypeError:
+        groups = [found, None]
+    if any(not isinstance(group, int) or isinstance(group, bool) for group in groups) or len(set(groups)) != len(groups):
+        raise rig.broken("", f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM expects group numbers, each once")
+    if extra := set(groups) - transferred:
+        raise rig.broken(
+            "", f"get_loaded_kv_cache_group_ids names {sorted(extra)}, and the groups that are transferred are {sorted(transferred)}"
+        )
+    if hand_over and set(groups) != transferred:
+        raise rig.broken(
+            "",
+            f"get_loaded_kv_cache_group_ids names {sorted(groups)} of the groups {sorted(transferred)}: vLLM zeroes new blocks of the "
+            "others while the load writes to them",
+            diagnosis="a hand-over fills every group that is transferred, and this one says that it does not",
+        )
+    return Evidence(looked_at=len(transferred), unit="groups", notes={"loaded": len(groups)})
+
+
+@case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), inside=True)
+def optional_hooks_answer(rig: Rig, role: str) -> Evidence:
+    """Events, pending work, hit sources and the cache's reset: before, during and after a request every answer is of its kind."""
+    side = rig.side(role)
+    asked = _answers(rig, side)
+    id = side.add(rig.prompt(2 * side.block_size + 1), max_tokens=4)
+    side.step()
+    asked += _answers(rig, side)
+    asked += _hit_sources(rig, side, side.request(id))
+    side.abort(id)
+    side.run()
+    side.step()
+    asked += _answers(rig, side)
+    if side.ask("has_pending_push_work"):
+        side.needs_no_other_reports()
+        raise rig.broken(
+            "", "has_pending_push_work() is True with no request left, so the engine steps for ever", diagnosis="work never ends"
+        )
+    if (answer := side.ask("reset_cache")) is not None and not isinstance(answer, bool):
+        raise rig.broken("", f"reset_cache() returned {answer!r}", diagnosis="reset_cache is neither None nor a bool")
+    return Evidence(looked_at=asked + 2, unit="answers")
+
+
+def _answers(rig: Rig, side: Side) -> int:
+    for hook in ("has_pending_push_work", "has_pending_block_frees"):
+        if not isinstance(answer := side.ask(hook), bool):
+            raise rig.broken("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} is no bool")
+    events = side.ask("take_events")
+    try:
+        listed = list(events)
+    except TypeError:
+        raise rig.broken(
+            "", f"take_events() returned {events!r}, and vLLM makes a list of it", diagnosis="take_events is no iterable"
+        ) from None
+    if wrong := [event for event in listed if not isinstance(event, class_named("KVCacheEvent"))]:
+        raise rig.broken(
+            "", f"take_events() gave a {type(wrong[0]).__name__}, which is no KVCacheEvent", diagnosis="take_events: another class"
+        )
+    return 3
+
+
+def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
+    counts, kind = (1, side.block_size, 2 * side.block_size), class_named("CacheHitSource")
+    for count in counts:
+        found = side.ask("get_external_cache_hit_sources", request, count)
+        if not isinstance(found, dict) or not all(isinstance(key, kind) for key in found) or sum(found.values()) != count:
+            raise rig.broken(
+                "",
+                f"get_external_cache_hit_sources(request, {count}) returned {found!r}",
+                diagnosis="hit sources are no dict of CacheHitSource that adds up to the number of tokens",
+            )
+    return len(counts)

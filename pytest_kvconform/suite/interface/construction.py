@@ -1,0 +1,103 @@
+"""What vLLM asks of a connector's class, and of what its constructor leaves behind."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.of_vllm import class_named, connector_class
+from pytest_kvconform.rigs.scheduler_rig import Rig
+from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.suite.interface._calls import OF_THE_CLASS, OF_THE_SCHEDULER_HALF, OF_THE_WORKER_HALF, WITH_GROUPS
+from pytest_kvconform.suite.interface._cells import has_groups, once
+
+
+@case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
+def base_keeps_what_it_was_given(rig: Rig, which: str) -> Evidence:
+    """After the constructor the base class has the configuration, the role and the KV cache configuration that vLLM passed."""
+    if which == "worker":
+        half = WorkerHalf(rig, "P")
+        found, config, kv_config = half.construct(), half.config, half.kv_config
+    else:
+        side = rig.side("P")
+        found, config, kv_config = side.connector, side.config, side.kv_config
+    if not isinstance(found, class_named("KVConnectorBase_V1")):
+        raise rig.broken("", f"{type(found).__name__} is no subclass of KVConnectorBase_V1", diagnosis="the class has another base")
+    given = {
+        "_vllm_config": config,
+        "_role": class_named("KVConnectorRole")[which.upper()],
+        "_kv_cache_config": kv_config,
+        "_kv_transfer_config": config.kv_transfer_config,
+    }
+    for name, value in given.items():
+        if (kept := getattr(found, name, None)) is not value:
+            raise rig.broken(
+                "",
+                f"the base class of the {which} half has {_short(kept)} as {name}, and vLLM built the connector with {_short(value)}",
+                diagnosis=f"super().__init__(vllm_config, role, kv_cache_config) was not called with what came: {name} differs",
+            )
+    return Evidence(looked_at=len(given), unit="attributes")
+
+
+@case("KV-CLASS-002", applies=once, inside=True)
+def hooks_take_what_vllm_passes(rig: Rig, _: None) -> Evidence:
+    """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
+    found, signatures = connector_class(rig), 0
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise rig.broken("", f"{found.__name__} does not implement {', '.join(missing)}", diagnosis=f"{missing[0]} is missing")
+    of_objects = OF_THE_SCHEDULER_HALF | OF_THE_WORKER_HALF | (WITH_GROUPS if rig.host.spec.supports_hma else {})
+    for calls, of_class in ((OF_THE_CLASS, True), (of_objects, False)):
+        for hook, (positions, names) in calls.items():
+            method = getattr(found, hook, None)
+            if not callable(method):
+                raise rig.broken("", f"{found.__name__}.{hook} is {_short(method)}, and vLLM calls it", diagnosis=f"{hook} is no method")
+            if inspect.iscoroutinefunction(method):
+                raise rig.broken("", f"{found.__name__}.{hook} is a coroutine, and vLLM awaits nothing", diagnosis=f"{hook} is async")
+            try:
+                inspect.signature(method).bind(*[None] * (positions + (not of_class)), **dict.fromkeys(names))
+            except TypeError as error:
+                called = f"{hook}({', '.join(['_'] * positions + [f'{name}=_' for name in names])})"
+                raise rig.broken(
+                    "",
+                    f"vLLM calls {called} on the {'class' if of_class else 'object'}, and {found.__name__} has "
+                    f"{hook}({_parameters(method)}): {error}",
+                    diagnosis=f"{hook} does not take what vLLM passes: {error}",
+                ) from None
+            signatures += 1
+    return Evidence(looked_at=signatures, unit="hooks")
+
+
+@case("KV-CLASS-003", applies=has_groups, inside=True)
+def allocator_is_what_the_class_says(rig: Rig, _: None) -> Evidence:
+    """The hybrid memory allocator is on if the class can finish all groups, and vLLM did not turn it off in silence."""
+    found, hma = connector_class(rig), rig.host.spec.supports_hma
+    finishes = callable(getattr(found, "request_finished_all_groups", None))
+    if finishes and not hma:
+        raise rig.broken(
+            "",
+            f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM turned the hybrid memory "
+            f"allocator off without a word, and all layers of {rig.cell.family} share one block table",
+            diagnosis=f"{found.__name__} does not inherit SupportsHMA",
+        )
+    side = rig.side("P")
+    on, groups = not side.config.scheduler_config.disable_hybrid_kv_cache_manager, len(side.kv_config.kv_cache_groups)
+    if on != hma or (groups > 1) != hma:
+        raise rig.broken(
+            "",
+            f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid memory allocator is "
+            f"{'on' if on else 'off'} with {groups} KV cache groups",
+            diagnosis="the connector changed what vLLM decides about the hybrid memory allocator",
+        )
+    return Evidence(looked_at=groups, unit="groups", notes={"hybrid memory allocator": "on" if on else "off", "groups": groups})
+
+
+def _parameters(method: Any) -> str:
+    """`self, forward_context, **kwargs`: without annotations."""
+    return ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in inspect.signature(method).parameters.values())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"

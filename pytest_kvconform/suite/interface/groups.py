@@ -1,0 +1,39 @@
+"""What becomes of KV cache groups that are not part of the state that is transferred."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.leaks import integers
+from pytest_kvconform.rigs.scheduler_rig import APART, BLOCKS, Rig, Side
+from pytest_kvconform.suite.interface._cells import has_groups
+
+
+@case("KV-GROUPS-001", applies=has_groups, inside=True)
+def other_groups_stay_out(rig: Rig, _: None) -> Evidence:
+    """With the last group marked as not transferred, none of its blocks stands in what P hands over or in what D is told to load."""
+    p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))
+    prompt = rig.prompt(3 * d.block_size + 5)
+    first, second = rig.hand_over(p, d, prompt)
+    step = d.step()
+    last = len(d.group_sizes) - 1
+    blocks = {
+        "P hands over": (p.calls_of("request_finished", first)[0].arguments["blocks"][last], integers(p.params(first))),
+        "D's workers are told to load": (d.blocks(second)[last], step.orders(second)),
+    }
+    for what, (own, found) in blocks.items():
+        if wrong := sorted((set(own) - {0} - set(prompt)) & found):
+            raise rig.broken(
+                "",
+                f"group {last} is not transferred (enable_kv_transfer=False), and its blocks {wrong[:8]} are among what {what}",
+                diagnosis="block ids of every group are exchanged, and not those of select_transfer_block_ids",
+            )
+    return Evidence(looked_at=sum(len(own) for own, _ in blocks.values()), unit="blocks", external_tokens=d.announced(second)[0])
+
+
+def _without_last_group(rig: Rig, role: str, index: int) -> Side:
+    """A side whose last KV cache group is not transferred; block ids tell the two apart."""
+    config = rig.host.config(role, "fail", 16, True, {})
+    kv_config = rig.host.kv_config(role, config, APART * index + BLOCKS + 1)
+    kv_config.kv_cache_groups[-1].enable_kv_transfer = False
+    return Side(rig, role, 0, config, kv_config, APART * index)

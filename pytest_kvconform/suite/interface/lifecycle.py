@@ -1,0 +1,211 @@
+"""How an engine starts, call by call, and what its parts tell one another."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.of_vllm import class_named, has_process_groups, has_worker_half, uses_accelerator
+from pytest_kvconform.rigs.recorder import HookRaised
+from pytest_kvconform.rigs.scheduler_rig import Rig
+from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.suite.interface._cells import each_memory, once
+
+FOREVER_S = 2.0  # a hook of the start that has nothing to wait for and takes longer waits for ever
+
+
+def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
+    """Producer and consumer for the control, else the consumer, which registers no less."""
+    return ("P", "D") if once(cell) or matrix != "quick" else ("D",)
+
+
+@case(
+    "KV-ROLE-001",
+    applies=each_memory,
+    variants=lambda cell, matrix: roles(cell, matrix) if once(cell) or matrix != "quick" else (),
+    inside=True,
+)
+def worker_half_starts_alone(rig: Rig, role: str) -> Evidence:
+    """The worker half is built, registered and asked what it publishes before there is a scheduler."""
+    half = WorkerHalf(rig, role)
+    half.construct()
+    half.register(half.allocate())
+    return Evidence(looked_at=len(half.layers), unit="layers", notes={"publishes": len(half.handshake_metadata())})
+
+
+@case("KV-ROLE-002", variants=roles, inside=True)
+def scheduler_half_starts_alone(rig: Rig, role: str) -> Evidence:
+    """In a process without process groups, KV memory or a worker half, the scheduler half sees a request through to its end."""
+    if has_process_groups() or has_worker_half():
+        raise HarnessError("the process of the case has process groups or a worker half before it began")
+    on_device = uses_accelerator()
+    side = rig.side(role)
+    id = side.add(rig.prompt(side.block_size + 3))
+    side.run()
+    if has_worker_half():
+        raise rig.broken("", "the scheduler half built a worker half in its own process", diagnosis="the scheduler half plays both roles")
+    if uses_accelerator() and not on_device:
+        raise rig.broken("", "the scheduler half took the accelerator into use", diagnosis="the scheduler half touches device memory")
+    return Evidence(looked_at=len(side.calls), unit="calls", notes={"finish": side.results[id].finish or ""})
+
+
+@case("KV-LIFE-001", applies=each_memory, variants=roles, inside=True)
+def starts_in_vllms_order(rig: Rig, role: str) -> Evidence:
+    """Worker half, memory, scheduler half, count of reports, published metadata; then two steps in which nothing is computed."""
+    half = WorkerHalf(rig, role)
+    side = half.start()
+    count = side.connector.get_finished_count()
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise rig.broken("", f"get_finished_count() returned {count!r}", diagnosis="get_finished_count is neither None nor a count")
+    for _ in range(2):
+        said = half.idle_step(side)
+        for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
+            if found := getattr(said, name, None):
+                raise rig.broken("", f"in a step without any request the worker half reports {name} = {found}")
+    return Evidence(looked_at=2, unit="steps", notes={"reports that make one": count or "one a rank"})
+
+
+@case("KV-LIFE-002", applies=once, variants=roles, inside=True)
+def both_halves_have_vllms_engine_id(rig: Rig, role: str) -> Evidence:
+    """vLLM's engine_id is left as it is, and every engine_id that a half or a part of it keeps is this one."""
+    half = WorkerHalf(rig, role)
+    given = half.config.kv_transfer_config.engine_id
+    side = half.start()
+    kept = {"KVTransferConfig": half.config.kv_transfer_config.engine_id}
+    for which, connector in (("worker", half.connector), ("scheduler", side.connector)):
+        kept |= {f"the {which} half's {name}": found for name, found in _engine_ids(connector).items()}
+    for place, found in kept.items():
+        if found != given:
+            raise rig.broken(
+                "",
+                f"vLLM gave the engine the engine_id {given}, and {place} has {found}",
+                diagnosis=f"{place.partition(chr(39))[0]} goes by an engine_id of its own",
+            )
+    return Evidence(looked_at=len(kept), unit="engine ids")
+
+
+def _engine_ids(connector: Any) -> dict[str, str]:
+    """Attribute -> engine_id, of a connector and of the objects of its own that it keeps."""
+    own = {
+        name: value
+        for name, value in vars(connector).items()
+        if hasattr(value, "__dict__") and not type(value).__module__.startswith("vllm.config")
+    }
+    found = {name: getattr(value, "engine_id", None) for name, value in {"object": connector, **own}.items()}
+    return {f"{name}.engine_id": value for name, value in found.items() if isinstance(value, str)}
+
+
+@case("KV-LIFE-003", applies=once, variants=lambda cell, matrix: ("no_rank", "one_rank", "two_stages"), inside=True)
+def metadata_of_some_ranks(rig: Rig, which: str) -> Evidence:
+    """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
+    half = WorkerHalf(rig, "P")
+    half.construct()
+    half.register(half.allocate())
+    side, published = half.scheduler_side(), half.handshake_metadata()
+    if which != "no_rank" and not published:
+        raise NotApplicable(f"{rig.subject.connector} publishes no handshake metadata")
+    given = {} if which == "no_rank" else published if which == "one_rank" else {(stage, 0): published[0, 0] for stage in (0, 1)}
+    hook = "set_xfer_handshake_metadata_pp_aware"
+    try:
+        side.recorder.guard(hook, side.connector.set_xfer_handshake_metadata_pp_aware, given)
+    except HookRaised as raised:  # the base class refuses stages, too
+        if which != "two_stages" or not isinstance(raised.error, ValueError | NotImplementedError) or not str(raised.error):
+            raise
+        return Evidence(looked_at=1, unit="calls", notes={"refused": str(raised.error).splitlines()[0][:120]})
+    half.idle_step(side)
+    return Evidence(looked_at=1, unit="calls", notes={"ranks": len(given)})
+
+
+@case("KV-LIFE-004", applies=once, inside=True)
+def taken_port_is_no_reason_to_wait(rig: Rig, _: None) -> Evidence:
+    """A second engine with the port of the first one: the start raises or finds another port, and does not wait for ever."""
+    half = WorkerHalf(rig, "P")
+    half.start()
+    if not (taken := half.ports()):
+        raise NotApplicable(f"{rig.subject.connector} listens on none of the ports that it was given")
+    second, published, said = half.scheduler_side(), half.handshake_metadata(), list[BaseException]()
+
+    def introduce() -> None:
+        try:
+            second.connector.set_xfer_handshake_metadata_pp_aware(published)
+        except BaseException as error:
+            said.append(error)
+
+    thread = threading.Thread(target=introduce, daemon=True)
+    thread.start()
+    thread.join(FOREVER_S)
+    if thread.is_alive():
+        raise rig.broken(
+            "",
+            f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port still waits in "
+            f"set_xfer_handshake_metadata after {FOREVER_S:g} s",
+            diagnosis="the start waits for a listener that could not bind its port, and says nothing",
+        )
+    return Evidence(
+        looked_at=len(taken), unit="ports", notes={"the second engine": f"{type(said[0]).__name__}: {said[0]}" if said else "started"}
+    )
+
+
+@case("KV-WIRE-001", applies=once, variants=roles, inside=True)
+def published_metadata_travel(rig: Rig, role: str) -> Evidence:
+    """What the worker half publishes, and what it says at the end of a step, are of vLLM's classes and survive pickling."""
+    half = WorkerHalf(rig, role)
+    side = half.start()
+    step = half.idle_step(side)
+    said = {
+        "get_handshake_metadata": (half.ask("get_handshake_metadata"), "KVConnectorHandshakeMetadata"),
+        "build_connector_worker_meta": (getattr(step, "kv_connector_worker_meta", None), "KVConnectorWorkerMetadata"),
+        "get_kv_connector_stats": (getattr(step, "kv_connector_stats", None), "KVConnectorStats"),
+    }
+    given = {hook: (value, kind) for hook, (value, kind) in said.items() if value is not None}
+    if not given:
+        raise NotApplicable(f"{rig.subject.connector} publishes no handshake metadata, and a step without requests says nothing")
+    for hook, (value, kind) in given.items():
+        if not isinstance(value, class_named(kind)):
+            raise rig.broken("", f"{hook} returned a {type(value).__name__}, which is no {kind}", diagnosis=f"{hook}: another class")
+        try:
+            pickle.loads(pickle.dumps(value))
+        except Exception as error:
+            text = (str(error).splitlines() or [""])[0][:160]
+            raise rig.broken(
+                "",
+                f"a {type(value).__name__} of {hook} does not survive pickle: {type(error).__name__}: {text}",
+                diagnosis=f"{hook}: what it returns cannot leave the worker's process",
+            ) from None
+    return Evidence(looked_at=len(given), unit="answers", notes=dict.fromkeys(given, "survives"))
+
+
+@case("KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), inside=True)
+def every_layer_is_registered(rig: Rig, which: str) -> Evidence:
+    """Every layer of the model is registered, beside a name in no group whose tensor is another layer's."""
+    half = WorkerHalf(rig, "P")
+    half.construct()
+    caches = half.allocate()
+    source = next(name for name in caches if "self_attn" in name or "attn" in name)
+    shared = f"model.layers.{len(caches) + 3}.self_attn.attn"
+    half.layers[shared] = half.config.compilation_config.static_forward_context[shared] = half.layers[source]
+    half.register(caches | {shared: caches[source]})
+    return Evidence(
+        looked_at=len(caches) + 1, unit="layers", notes={"memory": len({c.untyped_storage().data_ptr() for c in caches.values()})}
+    )
+
+
+@case(
+    "KV-LAYOUT-002",
+    applies=once,
+    variants=lambda cell, matrix: ("LBHNC", "LBNHC") if matrix == "quick" else ("LBHNC", "LBNHC", "BLHNC"),
+    inside=True,
+)
+def registers_in_the_layout_that_was_resolved(rig: Rig, layout: str) -> Evidence:
+    """Whatever the connector asked for, it registers memory in the layout that vLLM resolved, and works in a step."""
+    half = WorkerHalf(rig, "P", layout=layout)
+    side = half.start()
+    half.idle_step(side)
+    if (now := half.config.cache_config.kv_cache_layout) != layout:
+        raise rig.broken(
+            "", f"vLLM resolved the layout {layout}, and the connector changed it to {now}", diagnosis="the layout was changed"
+        )
+    return Evidence(looked_at=len(half.layers), unit="layers", notes={"layout": layout})

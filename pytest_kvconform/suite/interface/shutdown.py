@@ -1,0 +1,112 @@
+"""How a connector ends: what is left of it, and whether another one can follow."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.process_facts import children_of, listening_sockets, mapped_shared_memory, threads
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.suite.interface._cells import once
+
+MOMENT_S = 4.0  # that threads which were told to end may take to do so
+
+
+@case("KV-SHUTDOWN-001", applies=once, inside=True)
+def leaves_nothing(rig: Rig, _: None) -> Evidence:
+    """After a start and shutdown of both halves there is no thread, listening port or process that was not there before."""
+    half = WorkerHalf(rig, "P")
+    before = set(threads()), set(listening_sockets(os.getpid()))
+    _end(half, half.start())
+    left: dict[str, Any] = {}
+    deadline = time.monotonic() + MOMENT_S
+    while (left := _left(*before)) and time.monotonic() < deadline:
+        gc.collect()  # some things end when the halves are collected
+        time.sleep(0.02)
+    if left:
+        said = " and ".join(f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items())
+        raise rig.broken(
+            "", f"after shutdown of both halves there are still {said}", diagnosis=f"shutdown() leaves {' and '.join(left)} behind"
+        )
+    return Evidence(looked_at=2, unit="halves")
+
+
+def _left(known: set[str], ports: set[str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {
+        "threads": sorted(name for id, name in threads().items() if id not in known),
+        "listening ports": [port for port in listening_sockets(os.getpid()) if port not in ports],
+        "processes": children_of(os.getpid()),
+    }
+    return {what: things for what, things in found.items() if things}
+
+
+@case("KV-SHUTDOWN-002", applies=once, variants=lambda cell, matrix: ("started", "half_built"), inside=True)
+def twice_is_once(rig: Rig, which: str) -> Evidence:
+    """shutdown() can be called again, and on halves that were built and never registered."""
+    half = WorkerHalf(rig, "P")
+    if which == "started":
+        side = half.start()
+    else:
+        half.construct()
+        side = half.scheduler_side()
+    connector = half.connector
+    for _ in range(2):
+        half.ask("shutdown")
+        side.ask("shutdown")
+    _end(half, side)
+    del connector
+    gc.collect()  # where a connector ends once more
+    return Evidence(looked_at=6, unit="calls of shutdown()")
+
+
+@case("KV-SHUTDOWN-003", applies=once, inside=True)
+def another_one_can_follow(rig: Rig, _: None) -> Evidence:
+    """The same process starts a second engine on the same port, and holds no more files and memory after it than after the first one."""
+    held, ports = [], []
+    for _engine in range(2):
+        half = WorkerHalf(rig, "P")
+        side = half.start()
+        half.idle_step(side)
+        ports.append(half.ports())
+        _end(half, side)
+        del half, side
+        gc.collect()
+        held.append(_held())
+    if ports[0] != ports[1]:
+        raise rig.broken(
+            "", f"the first engine listened on {ports[0]}, and the second one on {ports[1]}", diagnosis="the port is not given back"
+        )
+    if more := {what: things for what, things in (held[1] - held[0]).items() if things}:
+        said = ", ".join(f"{number} more {what}" for what, number in more.items())
+        raise rig.broken(
+            "", f"after the second engine's end the process has {said} than after the first one's", diagnosis=f"each engine leaves {said}"
+        )
+    return Evidence(
+        looked_at=2, unit="engines", notes={"ports": ", ".join(map(str, ports[0])) or "none", "open files": sum(held[0].values())}
+    )
+
+
+def _held() -> Counter[str]:
+    """What this process has open, by kind: sockets, files by name, shared memory."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the one that listed them
+        found["sockets" if name.startswith("socket:") else "open files"] += 1
+    found["files of shared memory"] = len(mapped_shared_memory([os.getpid()]))
+    return found
+
+
+def _end(half: WorkerHalf, side: Side) -> None:
+    """Shut both halves down as vLLM does: workers first."""
+    half.shutdown()
+    side.scheduler.shutdown()
+    side.scheduler.connector = side.connector = None

@@ -1,0 +1,138 @@
+"""What cases about peers begin with: a story that was told to its end, and words for what became of its requests."""
+
+from __future__ import annotations
+
+from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.peer_desk import NO_TRANSFER, Ended, EngineSeen, StorySeen
+from pytest_kvconform.suite.bytes._seen import wrong_words
+from pytest_kvconform.suite.bytes._store import is_store
+
+RIGHT, COMPUTED, REFUSED, WRONG, STUCK = "right", "computed", "refused", "wrong", "stuck"  # what became of a request
+
+
+def one_rank(cell: Cell) -> bool:
+    """The cell in which many engines stand side by side."""
+    return (cell.family, cell.topology, cell.setup) == ("llama3_1_8b", "P1D1", "b16")
+
+
+def any_ranks(cell: Cell) -> bool:
+    """The same, and the one in which ranks of D can differ."""
+    return one_rank(cell) or (cell.family, cell.topology, cell.setup) == ("llama3_1_8b", "P1D2", "b16")
+
+
+def observe(bench: Bench, name: str) -> StorySeen:
+    """A story, whatever became of it. Raises NotApplicable for a store."""
+    has_peers(bench)
+    return bench.pattern.peers.observe(name)
+
+
+def has_peers(bench: Bench) -> None:
+    """Raises NotApplicable for a store."""
+    if is_store(bench):
+        raise NotApplicable("a store has no peers: whoever saved a prompt may be gone")
+
+
+def look(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
+    """A story that was told to its end.
+
+    Raises Violation if one of the engines `owns` failed, or if P did not come as far as a hand-over; NotApplicable where the connector
+    need not have what the story is about; Blocked if an engine failed that is another case's to judge, or nothing can be said.
+    """
+    seen = observe(bench, name)
+    if seen.failed:
+        if not seen.begun or seen.broken not in owns.split():
+            raise Blocked(f"an engine had failed in another story: {seen.failed.sentence}")
+        raise Violation(
+            Finding(
+                rule=rule,
+                happened=seen.failed.sentence,
+                differs="; ".join(seen.failed.stack),
+                diagnosis=seen.failed.sentence,
+                log=seen.failed.log,
+            )
+        )
+    if seen.stuck:
+        raise Blocked(seen.stuck)
+    if seen.missing == NO_TRANSFER:
+        raise Blocked(seen.missing)
+    if seen.missing:
+        raise NotApplicable(seen.missing)
+    return seen
+
+
+def engine(seen: StorySeen, name: str) -> EngineSeen:
+    """What an engine did in all stories. Raises Blocked if it is gone: another case says why."""
+    if name not in seen.engines:
+        raise Blocked(f"engine {name} failed in another story, and what it had reported is lost")
+    return seen.engines[name]
+
+
+def became(ended: Ended) -> str:
+    """RIGHT: D was given every byte. COMPUTED: D did it itself. REFUSED: the request ended with an error. Otherwise WRONG or STUCK."""
+    if not ended.finish:
+        return STUCK
+    if ended.finish == "error":
+        return REFUSED
+    if not ended.trace.external_tokens or ended.trace.first_computed <= ended.trace.local_tokens:
+        return COMPUTED
+    if not sum(check.rows_due for check in ended.checks):
+        raise HarnessError("D was given something and no rank looked at what")
+    return WRONG if any(wrong_words(check, "attention") for check in ended.checks) else RIGHT
+
+
+def seconds(ended: Ended) -> float:
+    """How long a request took."""
+    return ended.ended - ended.added
+
+
+def violation(rule: str, happened: str, seen: StorySeen, ended: Ended | None = None, diagnosis: str = "") -> Violation:
+    """A broken rule; with the picture of what stands wrong in D's pool, if a request was given wrong bytes."""
+    wrong = next((check for check in (ended.checks if ended else ()) if check.pool.wrong), None)
+    return Violation(
+        Finding(
+            rule=rule,
+            happened=happened,
+            differs=count_pool(wrong.pool) if wrong else "",
+            picture=draw_pool(wrong.pool) if wrong else (),
+            diagnosis=diagnosis or (explain_pool(wrong.pool) if wrong else ""),
+            log=seen.logged[-4:],
+        )
+    )
+
+
+def all_right(rule: str, seen: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
+    """Rows that D was given. `requests`: name in the story -> how it is called in a sentence. Raises Violation if one is not RIGHT.
+
+    A request that took longer than a lease may find anything: then it is Blocked, since it is the machine that is slow.
+    """
+    for name, words in requests.items():
+        ended = seen.requests[name]
+        if (what := became(ended)) == RIGHT:
+            continue
+        if what == WRONG and seconds(ended) > lease_s:
+            raise Blocked(f"{words} took {seconds(ended):.1f} s, and the lease is {lease_s:.0f} s: --kv-timeout-scale makes it longer")
+        raise violation(rule, f"{words} {_WORDS[what]}", seen, ended, "" if what == WRONG else _last(seen))
+    return sum(check.rows_due for name in requests for check in seen.requests[name].checks)
+
+
+_WORDS = {
+    COMPUTED: "was computed by D, although P had it",
+    REFUSED: "ended with an error",
+    WRONG: "was given wrong bytes",
+    STUCK: "did not end",
+}
+
+
+def _last(seen: StorySeen) -> str:
+    role, _, said = (seen.logged or ("",))[-1].partition(": ")
+    return f"{role[:1]} logged {said}" if said else ""
+
+
+def evidence(looked_at: int, unit: str, seen: StorySeen, **notes: float | int | str) -> Evidence:
+    """Proof of what was looked at, with the seconds of every request."""
+    times = {f"{name}_s": round(seconds(ended), 3) for name, ended in seen.requests.items()}
+    moved = sum(check.bytes_due for ended in seen.requests.values() for check in ended.checks if not check.pool.wrong)
+    return Evidence(looked_at=looked_at, unit=unit, bytes_moved=moved, notes={**times, **notes})

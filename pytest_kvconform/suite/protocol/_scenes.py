@@ -1,0 +1,85 @@
+"""What several cases begin with."""
+
+from __future__ import annotations
+
+from model_matrix import load_geometries
+from model_matrix.geometries import SlidingWindow, State
+from pytest_kvconform.result import Cell, NotApplicable
+from pytest_kvconform.rigs.leaks import integers
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+
+PROMPT = "3b+5"  # several blocks, the last one partly filled
+
+# Who, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and plain ones carry no params.
+PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-running", "p-error-running")
+DECODES = ("d-length", "d-stop", "d-abort-new", "d-abort-waiting", "d-abort-loading", "d-error-loading", "d-abort-running")
+PLAIN = ("plain-length", "plain-abort-waiting", "plain-abort-running")
+ENDINGS = (*PLAIN, *PREFILLS, *DECODES)
+FEW = ("plain-length", "p-length", "p-abort-running", "d-length", "d-abort-loading")
+STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
+
+
+def hands_over(rig: Rig) -> None:
+    """Raise NotApplicable for a store: it hands nothing from one engine to another."""
+    if rig.subject.profile == "store":
+        raise NotApplicable(f"{rig.subject.connector} is a store, and hands no request from one engine to another")
+
+
+def names_loads_alone(rig: Rig) -> None:
+    """Raise NotApplicable if metadata names blocks of requests that load nothing: to save them, say. A load cannot be told from that."""
+    d = rig.side("D")
+    d.add(rig.prompt(several(PROMPT, d.block_size)), max_tokens=3)
+    if any(map(d.owns, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))):
+        raise NotApplicable("the metadata names the blocks of a request that loads nothing, too: a load cannot be told from that")
+
+
+def endings(cell: Cell, matrix: str) -> tuple[str, ...]:
+    """Every ending, where what is checked may be right at one and wrong at another; some in the quick matrix."""
+    return FEW if matrix == "quick" else ENDINGS
+
+
+def one_group(cell: Cell) -> bool:
+    """Whether every layer has the same KV cache: a model with one KV cache group."""
+    return not any(isinstance(kind, (SlidingWindow, State)) for kind in load_geometries()[cell.family].kinds.values())
+
+
+def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
+    """Bring one request to an end. Returns its side, its id, and all sides; what is kept is kept, what loads still loads."""
+    who, how, state = [*ending.split("-"), ""][:3]
+    p = rig.side("P")
+    sides: tuple[Side, ...]
+    if who == "d":
+        hands_over(rig)
+        d = rig.side("D")
+        prompt = rig.prompt(several(PROMPT, d.block_size))
+        _, id = rig.hand_over(p, d, prompt, max_tokens=3, stop=how == "stop")
+        side, sides = d, (p, d)
+    else:
+        side, sides = p, (p,)
+        prompt = rig.prompt(several(PROMPT, p.block_size))
+        id = p.add(prompt, rig.ask_prefill() if who == "p" else None, max_tokens=1 if how == "length" else 3, stop=how == "stop")
+    if not state:
+        side.run(lambda: id in side.results)
+    elif state == "new":
+        side.abort(id, STATUS[how])
+    elif state == "waiting":
+        side.starve()
+        side.step()
+        side.abort(id, STATUS[how])
+        side.starve(False)
+    elif state == "loading":
+        rig.begin(side, id)
+        side.abort(id, STATUS[how])
+    else:
+        side.budget(side.block_size)
+        side.run(lambda: side.status(id) == "RUNNING")
+        side.abort(id, STATUS[how])
+    return side, id, sides
+
+
+def settle(*sides: Side) -> None:
+    """Let the workers report everything that is still kept: loads of cancelled requests as received, the others as sent."""
+    for side in sides:
+        loading = [id for id in side.kept() if side.cancelled(id)]
+        side.step(received=loading, sent=[id for id in side.kept() if id not in loading])

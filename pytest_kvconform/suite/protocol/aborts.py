@@ -1,0 +1,92 @@
+"""Requests of D that end from outside, in every state in which they can be; and what P learns of it."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over
+from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+
+ENDED = "request_finished"
+STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running", "preempted")
+
+
+@case("KV-ABORT-001", variants=lambda cell, matrix: STATES, inside=True)
+def spares_the_others_on_d(rig: Rig, state: str) -> Evidence:
+    """One of two requests of D is aborted: the other one loads and ends as ever, the report of the first may come late, nothing is left."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D", policy="recompute")
+    prompts = [rig.prompt(several(PROMPT, d.block_size), seed=seed) for seed in range(2)]
+    _, alone = rig.load(p, twin := rig.side("D"), prompts[1])
+    _, id = rig.hand_over(p, d, prompts[0], max_tokens=4)
+    _bring(d, id, state)
+    _, other = rig.hand_over(p, d, prompts[1], max_tokens=2)
+    loading = d.parked(id)
+    d.abort(id)
+    d.starve(False)
+    ended = d.calls_of(ENDED, id)
+    if len(ended) != 1 or ended[0].result[0]:
+        answers = " and ".join(f"{call.hook} returned {call.result}" for call in ended)
+        raise rig.broken("", f"a request of D was aborted while {state}: {answers or 'it did not end'}")
+    d.run(lambda: other in d.results)
+    if loading:
+        if id not in d.kept():
+            raise rig.broken("", f"the load of {id} was not reported, and its blocks are free")
+        d.step(received=[id])  # late: the other request has come and gone
+    computed, given = d.computed_by_itself(other), d.announced_first(other)
+    if d.results[other].finish != "length" or given != twin.announced_first(alone) or computed > max(1, len(prompts[1]) - given):
+        raise rig.broken("", f"{id} was aborted while {state}, and {other}, which was given {given} tokens, computed {computed}")
+    p.step(sent=p.kept())
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=given)
+
+
+def _bring(d: Side, id: str, state: str) -> None:
+    """Bring a request of D into a state: asked: no block is free; begun: it is parked; loading: some steps later; loaded: reported."""
+    if state == "waiting":
+        return
+    if state == "asked":
+        d.starve()
+        d.step()
+        return
+    d.step()
+    if state == "loading":
+        d.step()
+        d.step()
+    elif state in ("loaded", "failed"):
+        report = [id] if d.parked(id) else []
+        d.step(failed=report) if state == "failed" else d.step(received=report)
+    elif state != "begun":
+        d.run(lambda: d.status(id) == "RUNNING")
+        if state == "preempted":
+            d.preempt(id)
+            d.step()
+
+
+@case("KV-ABORT-002", variants=lambda cell, matrix: ("waiting", "asked"), inside=True)
+def lets_p_go_before_a_load(rig: Rig, state: str) -> Evidence:
+    """D gives a request up before it had a block: P, which keeps blocks for it, is told."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    first = p.add(prompt, rig.ask_prefill())
+    p.run()
+    params = p.params(first)
+    waiting = while_it_waits(rig.side("D"), prompt, params)
+    d.add(prompt, params, id=SAME)
+    _bring(d, SAME, state)
+    d.abort(SAME)
+    d.starve(False)
+    d.step()
+    d.step()
+    if first in p.kept() and not let_go(d, params, waiting):
+        raise rig.broken(
+            "",
+            f"D gave a request up while it was {state}; P keeps {p.free_at_start - p.free()} blocks for it, and no step's metadata tells P",
+            diagnosis="request_finished of a request that was never scheduled is not taken for the end of the hand-over",
+        )
+    p.run(sent=True)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps")

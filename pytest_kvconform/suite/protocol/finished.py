@@ -1,0 +1,133 @@
+"""What a connector does when a request ends, in whatever way and state."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.leaks import integers
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import ENDINGS, PREFILLS, PROMPT, end, endings, hands_over, settle
+
+ENDED = "request_finished"
+
+
+def _ends(*sides: Side) -> Evidence:
+    return Evidence(looked_at=sum(len(side.calls_of(ENDED)) for side in sides), unit="ends")
+
+
+@case("KV-FINISH-001", variants=endings, inside=True)
+def answers_whether_it_keeps_the_blocks(rig: Rig, ending: str) -> Evidence:
+    """At every end the answer is (bool, dict or None)."""
+    _, _, sides = end(rig, ending)
+    return _ends(*sides)
+
+
+@case("KV-FINISH-002", variants=lambda cell, matrix: ("p-length", "p-stop"), inside=True)
+def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
+    """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
+    hands_over(rig)
+    p, first, _ = end(rig, ending)
+    params, d = p.params(first), rig.side("D")
+    second = d.add(p.prompts[first], params)
+    d.run()
+    if d.results[second].finish != "length":
+        raise rig.broken("", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}")
+    settle(p)
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced(second)[0])
+
+
+@case("KV-FINISH-003", variants=lambda cell, matrix: ENDINGS, inside=True)
+def everything_comes_back(rig: Rig, ending: str) -> Evidence:
+    """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
+    _, _, sides = end(rig, ending)
+    settle(*sides)
+    rig.no_leaks(*sides)
+    return _ends(*sides)
+
+
+@case("KV-FINISH-003", variants=lambda cell, matrix: ("length+abort", "abort+stop", "stop+length"), inside=True)
+def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
+    """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
+    p, ids = rig.side("P"), {}
+    for seed, how in enumerate(ends.split("+")):
+        prompt = rig.prompt(several(PROMPT, p.block_size), seed=seed)
+        ids[p.add(prompt, rig.ask_prefill() or None, max_tokens=1 if how == "length" else 3, stop=how == "stop")] = how
+    p.step()
+    for id, how in ids.items():
+        if how == "abort":
+            p.abort(id)
+    p.run()
+    settle(p)
+    rig.no_leaks(p)
+    return _ends(p)
+
+
+@case("KV-FINISH-004", variants=lambda cell, matrix: [one for one in PREFILLS if "abort" in one or "error" in one], inside=True)
+def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
+    """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
+    hands_over(rig)
+    p, id, _ = end(rig, ending)
+    [call] = p.calls_of(ENDED, id)
+    if call.result[0]:
+        raise rig.broken(
+            "", f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps blocks that nobody reads"
+        )
+    if call.result[1] and any(map(p.owns, integers(call.result[1]))):
+        raise rig.broken("", f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name its blocks")
+    if p.free() != p.free_at_start:
+        raise rig.broken("", f"{p.free_at_start - p.free()} blocks are not free although the prefill ended as {call.arguments['status']}")
+    return Evidence(looked_at=1, unit="ends")
+
+
+@case("KV-FINISH-005", variants=lambda cell, matrix: ("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"), inside=True)
+def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
+    """Params name the blocks that P has at the end, whatever blocks it had before."""
+    hands_over(rig)
+    p = rig.side("P")
+    prompt = rig.prompt(several(PROMPT, p.block_size))
+    id = p.add(prompt, rig.ask_prefill(), max_tokens=2 if way == "two_tokens" else 1)
+    before: set[int] = set()
+    if way in ("chunked", "preempted", "preempted_at_the_end"):
+        p.budget(p.block_size)
+        p.run(lambda: p.status(id) == "RUNNING" and (way != "preempted_at_the_end" or p.computed(id) > len(prompt) - p.block_size - 6))
+        before = {block for group in p.blocks(id) for block in group}
+    if way.startswith("preempted"):
+        p.preempt(id)
+        p.run(lambda: p.status(id) == "PREEMPTED")
+        p.budget(1 << 12)
+        p.drop_cache()
+        p.add(rig.prompt(2 * p.block_size, seed=1), max_tokens=40)  # takes blocks that the request had
+        p.step()
+    p.run(lambda: id in p.results)
+    [call] = p.calls_of(ENDED, id)
+    named = frozenset(filter(p.owns, integers(p.params(id))))
+    owned = {block for group in call.arguments["blocks"] for block in group} - {0}
+    if not named:
+        raise NotApplicable("the params name no block in a form that can be read")
+    if wrong := sorted(named - owned):
+        older = " (it had them before it was preempted)" if set(wrong) & before else ""
+        raise rig.broken("", f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}")
+    due = {block for group in p.full_groups() for block in call.arguments["blocks"][group]}
+    if missing := sorted(due - named):
+        raise rig.broken("", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt")
+    return Evidence(looked_at=len(named), unit="blocks")
+
+
+@case("KV-FINISH-006", variants=lambda cell, matrix: ("p-length", "p-stop"), inside=True)
+def keeps_the_blocks_that_it_hands_over(rig: Rig, ending: str) -> Evidence:
+    """Blocks that params name are P's until the workers report them as sent, and free then."""
+    hands_over(rig)
+    p, id, _ = end(rig, ending)
+    named = frozenset(filter(p.owns, integers(p.params(id))))
+    if not named:
+        raise NotApplicable("the params name no block in a form that can be read")
+    other = p.add(rig.prompt(p.block_size * 2, seed=1), max_tokens=3)
+    p.run(lambda: p.status(other) == "RUNNING")
+    theirs = {block for group in p.blocks(other) for block in group}
+    if (lost := sorted(named & theirs)) or id not in p.kept():
+        raise rig.broken("", f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them")
+    p.abort(other)
+    settle(p)
+    rig.no_leaks(p)
+    return Evidence(looked_at=len(named), unit="blocks")

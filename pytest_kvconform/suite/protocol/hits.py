@@ -1,0 +1,141 @@
+"""D has a part of the prompt in its own prefix cache, or all of it: what is loaded then, and what P is told."""
+
+from __future__ import annotations
+
+from model_matrix import load_geometries
+from model_matrix.geometries import State
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import lengths, several
+from pytest_kvconform.suite.protocol._scenes import hands_over
+from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+
+ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
+HITS = ("2b+5_b", "2b+5_2b", "3b_b", "3b_2b", "2b+1_b", "2b+1_2b", "b+1_b")  # length of the prompt, and what of it D has computed before
+
+
+def has_states(cell: Cell) -> bool:
+    """Whether layers keep a state, in KV cache groups of their own."""
+    return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
+
+
+def _end_of(p: Side, first: str) -> int:
+    """Number of tokens that P has computed of a request."""
+    return max(step.scheduled[first][1] for step in p.steps if first in step.scheduled)
+
+
+@case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), inside=True)
+def lets_p_go_without_a_load(rig: Rig, why: str) -> Evidence:
+    """D loads nothing, since its own cache has the prompt or since vLLM drops the answer: P is told all the same."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(2 * d.block_size + 1)
+    first = p.add(prompt, rig.ask_prefill())
+    p.run()
+    params = p.params(first)
+    waiting = while_it_waits(rig.side("D"), prompt, params)
+    if why == "whole":
+        d.hit(prompt, len(prompt))
+    d.add(prompt, params, id=SAME, read_cache=why == "whole")
+    d.run()
+    if external := d.announced_first(SAME):
+        raise NotApplicable(f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens")
+    d.step()
+    if first in p.kept() and not let_go(d, params, waiting):
+        raise rig.broken(
+            "",
+            f"D computed its request without a load, P keeps {p.free_at_start - p.free()} blocks for it, and no step's metadata tells P",
+            diagnosis="update_state_after_alloc with 0 tokens is not taken for the end of the hand-over",
+        )
+    p.run(sent=True)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.computed_by_itself(SAME))
+
+
+@case("KV-HIT-002", variants=lambda cell, matrix: HITS, inside=True)
+def loads_what_a_hit_leaves(rig: Rig, hit: str) -> Evidence:
+    """D loads up to the same token whatever it has, and what it has it does not load."""
+    hands_over(rig)
+    p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
+    length, warm = (several(words, d.block_size) for words in hit.split("_"))
+    prompt = rig.prompt(length)
+    d.hit(prompt, warm)
+    first, second = rig.load(p, cold, prompt)
+    stop = cold.announced_first(second)
+    id = d.add(prompt, p.params(first))
+    d.step()
+    asked = d.calls_of(ASKED, id)[0]
+    local, external = asked.arguments["num_computed_tokens"], d.announced_first(id)
+    due = max(0, stop - local)
+    if external != due and (external or due >= d.block_size):
+        raise rig.broken(
+            "",
+            f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} answered {asked.result}, "
+            f"which ends at {local + external}",
+        )
+    for side in (cold, d):
+        side.run()
+    p.run(sent=True)
+    rig.no_leaks(p, cold, d)
+    return Evidence(looked_at=1, unit="hits", external_tokens=external, notes={"local": local})
+
+
+@case("KV-HIT-003", applies=has_states, variants=lambda cell, matrix: ("no_hit", "hit", "diverged", "one_token_left"), inside=True)
+def brings_every_state(rig: Rig, situation: str) -> Evidence:
+    """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    b = d.block_size
+    prompt = rig.prompt(2 * b + (2 if situation == "one_token_left" else 5), shared=2 * b)
+    if situation == "diverged":  # the other prompt's state is of a later token, and of no use; its blocks of attention are
+        d.hit(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
+    elif situation != "no_hit":
+        d.hit(prompt, 2 * b)
+    _, second = rig.hand_over(p, d, prompt)
+    step = d.step()
+    asked = d.calls_of(ASKED, second)[0]
+    if not d.parked(second):
+        raise NotApplicable(f"{rig.subject.connector} begins no asynchronous load: it answered {asked.result}")
+    [placed] = d.calls_of(PLACED, second)
+    named, names = step.orders(second), [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
+    groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
+    for group in groups:
+        if not named & set(placed.arguments["writable"][group]):
+            raise rig.broken(
+                "",
+                f"{asked.result[0]} tokens behind {asked.arguments['num_computed_tokens']} were announced, and the metadata names no slot "
+                f"of group {group} ({names[group]}): its state is not loaded",
+                diagnosis="the state of a group is left out of a load",
+            )
+    d.run()
+    p.run(sent=True)
+    rig.no_leaks(p, d)
+    notes = {"local": asked.arguments["num_computed_tokens"]}
+    return Evidence(looked_at=len(groups), unit="groups", external_tokens=asked.result[0], notes=notes)
+
+
+def _stops(cell: Cell, matrix: str) -> list[str]:
+    return lengths(cell, matrix) if has_states(cell) else ["1", "b+1"]
+
+
+@case("KV-HIT-004", variants=_stops, inside=True)
+def stops_where_p_stops(rig: Rig, length: str) -> Evidence:
+    """D loads no more tokens than P has computed; of a model with states just as many, which cannot be taken back, and not the last."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(several(length, d.block_size))
+    first, second = rig.hand_over(p, d, prompt)
+    d.step()
+    if not d.parked(second):
+        raise NotApplicable(f"{rig.subject.connector} begins no asynchronous load: it answered {d.announced(second)}")
+    end, loaded, states = _end_of(p, first), d.announced_first(second), has_states(rig.cell)
+    if loaded > end or (states and loaded != end):
+        why = "the state is of another token" if states else "the rest was never computed"
+        raise rig.broken("", f"of a prompt of {len(prompt)} tokens P computed {end}, and D loads {loaded}: {why}")
+    if states and loaded >= len(prompt) > 1:
+        raise rig.broken("", f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that has seen it")
+    d.run()
+    p.run(sent=True)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=end, unit="tokens", external_tokens=loaded)

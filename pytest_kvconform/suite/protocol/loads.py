@@ -1,0 +1,234 @@
+"""What a connector's scheduler half does while its workers load: late, failed, cancelled, and from one rank after the other."""
+
+from __future__ import annotations
+
+from model_matrix import parse_topology
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler_rig import Report, Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group, settle
+
+ASKED = "get_num_new_matched_tokens"
+
+
+def _several_ranks(cell: Cell) -> bool:
+    return parse_topology(cell.topology)[1] > 1
+
+
+def _several_senders(cell: Cell) -> bool:
+    return parse_topology(cell.topology)[0] > 1
+
+
+def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[str]]:
+    """P, D and requests of D, each of which loads asynchronously."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D", **more)  # type: ignore[arg-type]
+    ids = [rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size), seed=seed), max_tokens=2)[1] for seed in range(count)]
+    rig.begin(d, *ids)
+    return p, d, ids
+
+
+def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
+    """Judge loads that have ended well: D computed only what it was not given, and nothing is left."""
+    settle(p)
+    rig.no_leaks(p, d)
+    for id in seconds:
+        given, computed = d.announced_first(id), d.computed_by_itself(id)
+        if computed > max(1, len(d.prompts[id]) - given):
+            raise rig.broken("KV-LOAD-001", f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} itself")
+    return Evidence(
+        looked_at=len(d.steps),
+        unit="steps",
+        external_tokens=sum(map(d.announced_first, seconds)),
+        computed_tokens=sum(map(d.computed_by_itself, seconds)),
+    )
+
+
+@case("KV-LOAD-001", variants=lambda cell, matrix: ("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True)
+def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
+    """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
+    count = 2 if when in ("in_turn", "backwards") else 1
+    p, d, seconds = _pair(rig, count)
+    if when == "beside_another":
+        d.add(rig.prompt(d.block_size, seed=9), max_tokens=4)
+    for _ in range(0 if when == "at_once" else 10):
+        if early := [id for id in seconds if not d.parked(id)]:
+            raise rig.broken("", f"{early[0]} is {d.status(early[0])}, and nobody has reported its load")
+        d.step()
+    for id in reversed(seconds) if when == "backwards" else seconds:
+        d.step(received=[id])
+        d.step()
+        if d.parked(id):
+            raise rig.broken("", f"the load of {id} was reported, and it still waits")
+    d.run()
+    return _done(rig, p, d, seconds)
+
+
+@case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("in_turn", "backwards", "twice_in_turn"), inside=True)
+def every_rank_is_waited_for(rig: Rig, order: str) -> Evidence:
+    """The load has ended when the last rank has reported it: get_finished_count agrees with the number of reports."""
+    p, d, [id] = _pair(rig)
+    ranks = list(range(d.ranks))
+    for rank in reversed(ranks) if order == "backwards" else ranks:
+        if not d.parked(id):
+            raise rig.broken("", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load")
+        d.step(ranks=tuple(Report(received=[id] if rank == one else ()) for one in ranks))
+        d.step() if order == "twice_in_turn" else None
+    if d.parked(id):
+        raise rig.broken("", f"all {d.ranks} ranks have reported the load of {id}, and it still waits")
+    d.run()
+    return _done(rig, p, d, [id])
+
+
+@case("KV-LOAD-002", applies=_several_senders, variants=lambda cell, matrix: ("in_turn", "backwards"), inside=True)
+def every_rank_sends(rig: Rig, order: str) -> Evidence:
+    """P's blocks are its own until the last rank has reported that they were read."""
+    hands_over(rig)
+    p = rig.side("P")
+    id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.ask_prefill())
+    p.run()
+    if id not in p.kept():
+        raise NotApplicable("P keeps no blocks for D to read")
+    ranks = list(range(p.ranks))
+    for rank in reversed(ranks) if order == "backwards" else ranks:
+        if id not in p.kept():
+            raise rig.broken("", f"P gave the blocks of {id} back although rank {rank} of {p.ranks} has not reported them as sent")
+        p.step(ranks=tuple(Report(sent=[id] if rank == one else ()) for one in ranks))
+    if id in p.kept():
+        raise rig.broken("", f"all {p.ranks} ranks have reported {id} as sent, and P still keeps its blocks")
+    rig.no_leaks(p)
+    return Evidence(looked_at=p.ranks, unit="reports")
+
+
+@case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("first", "last"), inside=True)
+def a_failure_on_one_rank_is_one_of_the_load(rig: Rig, which: str) -> Evidence:
+    """A load that failed on one rank has failed, and is over when every rank has reported it."""
+    p, d, [id] = _pair(rig, policy="recompute")
+    ranks = range(d.ranks)
+    bad = 0 if which == "first" else d.ranks - 1
+    for rank in ranks:
+        if not d.parked(id):
+            raise rig.broken("", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load")
+        failed = [id] if rank == bad else []
+        d.step(ranks=tuple(Report(received=[id], failed=failed) if rank == one else Report() for one in ranks))
+    d.run()
+    if (computed := d.computed_by_itself(id)) != len(d.prompts[id]):
+        raise rig.broken("", f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
+
+
+@case("KV-LOAD-003", variants=lambda cell, matrix: ("nothing", "empty", "unknown", "twice", "ended"), inside=True)
+def reports_are_taken_as_they_come(rig: Rig, what: str) -> Evidence:
+    """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
+    p, d, [id] = _pair(rig)
+    if what == "ended":
+        d.abort(id)
+        d.step()
+    report = {
+        "nothing": Report(),
+        "empty": Report(set(), set(), set(), set()),
+        "unknown": Report(sent=["cmpl-nobody-0000"], received=["cmpl-nobody-0001"]),
+    }.get(what, Report(received=[id]))
+    for _ in range(2 if what == "twice" else 1):
+        d.told(report)
+    if what == "ended":
+        d.step(received=[id])
+        settle(p)
+        rig.no_leaks(p, d)
+        return Evidence(looked_at=1, unit="reports")
+    d.run()
+    return _done(rig, p, d, [id])
+
+
+@case("KV-LOAD-004", variants=lambda cell, matrix: ("request", "one_of_two"), inside=True)
+def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
+    """Under the policy `fail` the request ends with an error, once, and no other one does."""
+    p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
+    step = d.step(failed=seconds[:1])
+    if (said := step.said.get(seconds[0])) is None or said.finish != "error":
+        raise rig.broken("", f"the load of {seconds[0]} failed, and its request ends with {said.finish if said else 'nothing'!r}")
+    d.run()
+    if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
+        raise rig.broken("", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(seconds), unit="requests")
+
+
+@case("KV-LOAD-004", variants=lambda cell, matrix: ("request", "one_of_two", "preempted_later"), inside=True)
+def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
+    """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
+    p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
+    id, asked = seconds[0], len(d.calls_of(ASKED, seconds[0]))
+    d.step(failed=[id])
+    if what == "preempted_later":
+        d.run(lambda: d.status(id) == "RUNNING")
+        d.preempt(id)
+        d.step()
+    d.run(lambda: not d.alive() or len(d.calls_of(ASKED, id)) > asked + 5)
+    answers = [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
+    if bad := [answer for answer in answers if answer != (0, False)]:
+        raise rig.broken("KV-MATCH-005", f"the load of {id} failed; asked again, {ASKED} answered {bad[0]} instead of (0, False)")
+    d.run()
+    if (computed := d.computed_by_itself(id)) != len(d.prompts[id]) or d.results[id].finish != "length":
+        raise rig.broken("", f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
+
+
+@case("KV-LOAD-004", applies=one_group, variants=lambda cell, matrix: ("fail", "recompute"), inside=True)
+def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evidence:
+    """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
+    p, d, [id] = _pair(rig, policy=policy)
+    second = d.blocks(id)[0][1]
+    d.step(received=[id], invalid=[second])
+    d.run()
+    computed, finish = d.computed_by_itself(id), d.results[id].finish
+    due, end = (0, "error") if policy == "fail" else (len(d.prompts[id]) - d.block_size, "length")
+    if (computed, finish) != (due, end):
+        raise rig.broken(
+            "", f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}"
+        )
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=computed)
+
+
+@case("KV-LOAD-005", variants=lambda cell, matrix: ("begun", "under_way", "reported", "one_of_two", "one_rank"), inside=True)
+def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
+    """Blocks of a request that is aborted while it loads stay until the load is reported, and come back then."""
+    p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
+    id = seconds[0]
+    if when == "under_way":
+        d.step()
+    if when == "reported":
+        d.step(received=[id])
+    if when == "one_rank":
+        d.step(ranks=tuple(Report(received=[id] if rank == 0 and d.ranks > 1 else ()) for rank in range(d.ranks)))
+    before = d.free()
+    d.abort(id)
+    d.step()
+    if when != "reported":
+        if d.free() > before:
+            raise rig.broken("", f"{d.free() - before} blocks of {id} are free, and its load may still write to them")
+        d.step(ranks=tuple(Report(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ()) for rank in range(d.ranks)))
+    d.run()
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps")
+
+
+@case("KV-LOAD-006", variants=lambda cell, matrix: ("loading", "sending", "idle"), inside=True)
+def the_cache_can_be_emptied_at_any_time(rig: Rig, when: str) -> Evidence:
+    """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
+    p, d, seconds = _pair(rig)
+    if when == "idle":
+        d.run()
+    side = p if when == "sending" else d
+    side.reset_cache()
+    d.run()
+    return _done(rig, p, d, seconds)

@@ -1,0 +1,263 @@
+"""What a connector answers when it is asked how much of a prompt it can load, and what it does when it is told what was made of it."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import lengths, several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, names_loads_alone, settle
+
+ASKED = "get_num_new_matched_tokens"
+TIMES = 4  # that a question is repeated
+
+
+def _tour(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
+    """Hand a prompt over to a D that has `warm` tokens of it; the recorder judges every answer. Evidence: the answers."""
+    p, d = rig.side("P"), rig.side("D")
+    if warm:
+        d.hit(prompt, warm)
+    if rig.subject.profile == "store":
+        p.add(prompt)
+        d.add(prompt)
+    else:
+        rig.hand_over(p, d, prompt)
+    d.run()
+    p.run(sent=True)
+    return _answers(p, d)
+
+
+def _answers(*sides: Side) -> Evidence:
+    answers = [call for side in sides for call in side.calls_of(ASKED)]
+    return Evidence(looked_at=len(answers), unit="answers", external_tokens=sum(call.result[0] or 0 for call in answers))
+
+
+@case("KV-MATCH-001", variants=lambda cell, matrix: ("plain", "handed_over", "hit", "preempted"), inside=True)
+def answers_tokens_and_whether_they_come_later(rig: Rig, situation: str) -> Evidence:
+    """The answer is (int or None, bool) in every situation."""
+    length = several(PROMPT, rig.side("P").block_size)
+    if situation in ("handed_over", "hit"):
+        return _tour(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
+    side = rig.side("P")
+    id = side.add(rig.prompt(length), max_tokens=3)
+    if situation == "preempted":
+        side.run(lambda: side.status(id) == "RUNNING")
+        side.preempt(id)
+    side.run()
+    return _answers(side)
+
+
+@case("KV-MATCH-002", variants=lengths, inside=True)
+def never_more_than_there_is(rig: Rig, length: str) -> Evidence:
+    """Of a prompt of any length, one token and whole blocks included, no more is announced than is not computed yet."""
+    p = rig.side("P")
+    return _tour(rig, rig.prompt(several(length, p.block_size)))
+
+
+@case("KV-MATCH-002", variants=lambda cell, matrix: ("b", "2b", "3b"), inside=True)
+def never_more_than_a_hit_leaves(rig: Rig, warm: str) -> Evidence:
+    """Behind a local prefix hit there is less to announce."""
+    b = rig.side("P").block_size
+    return _tour(rig, rig.prompt(3 * b + 1), warm=several(warm, b))
+
+
+@case("KV-MATCH-003", variants=lambda cell, matrix: ("b+1", "2b+1", "3b+1"), inside=True)
+def nothing_does_not_come_later(rig: Rig, length: str) -> Evidence:
+    """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
+    b = rig.side("P").block_size
+    size = several(length, b)
+    return _tour(rig, rig.prompt(size), warm=size)
+
+
+@case("KV-MATCH-004", inside=True)
+def asking_again_gives_the_same_answer(rig: Rig, variant: None) -> Evidence:
+    """Asked several times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    answers = [d.ask(ASKED, d.request(second), 0) for _ in range(TIMES)]
+    answers = [answer for answer in answers if answer[0] is not None] or [d.ask(ASKED, d.request(second), 0)]
+    if len(set(answers)) > 1:
+        raise rig.broken("", f"asked {TIMES} times about one request, {ASKED} answered {', '.join(map(repr, answers))}")
+    d.run()
+    told = d.calls_of("update_state_after_alloc", second)[0].arguments["num_external_tokens"]
+    if told != answers[0][0]:
+        raise rig.broken("", f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
+
+
+@case("KV-MATCH-004", inside=True)
+def asking_in_vain_begins_nothing(rig: Rig, variant: None) -> Evidence:
+    """While D has no block to give, it is asked in every step, and no step orders anything; then there is one load, and nothing is left."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    d.starve()
+    waiting = [d.step() for _ in range(TIMES)]
+    if ordered := [step.number for step in waiting if any(map(d.owns, step.orders(second)))]:
+        raise rig.broken("", f"step {ordered[0]} orders a load for {second}, which has no block yet: it was only asked about")
+    answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
+    if len(answers) > 1:
+        raise rig.broken("", f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}")
+    d.starve(False)
+    d.run()
+    if (told := d.announced_first(second)) != (said := answers.pop())[0]:
+        raise rig.broken("", f"without a free block {ASKED} answered {said}; when there were blocks, {told} tokens were loaded")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
+
+
+@case("KV-MATCH-004", inside=True)
+def a_load_waits_for_room(rig: Rig, variant: None) -> Evidence:
+    """Two loads where there is room for one: the second begins when the first request has ended, and loads what it was to load before."""
+    hands_over(rig)
+    p, probe = rig.side("P"), rig.side("D")
+    length = several(PROMPT, p.block_size)
+    rig.load(p, probe, rig.prompt(length))
+    need = probe.free_at_start - probe.free()
+    d = rig.side("D", blocks=need + need // 2 + 1)
+    ids = [rig.hand_over(p, d, rig.prompt(length, seed=seed), max_tokens=2)[1] for seed in (3, 4)]
+    for _ in range(TIMES):
+        d.step()
+    if [d.parked(id) for id in ids] != [True, False]:
+        raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.parked, ids))} began")
+    said = d.announced(ids[1])
+    d.run()
+    if (told := d.announced_first(ids[1])) != said[0]:
+        raise rig.broken("", f"without room {ASKED} answered {said}; when there was room, {told} tokens were loaded")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
+
+
+@case("KV-MATCH-005", variants=lambda cell, matrix: ("preempted", "preempted_twice", "one_token"), inside=True)
+def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
+    """What P kept is gone when D has read it: asked again, the connector has nothing."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    length = 1 if why == "one_token" else several(PROMPT, d.block_size)
+    _, id = rig.load(p, d, rig.prompt(length), max_tokens=4)
+    asked = len(d.calls_of(ASKED, id))
+    d.step(received=[id])
+    settle(p)
+
+    def answers() -> list[tuple[int | None, bool]]:
+        return [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
+
+    for _ in range({"preempted": 1, "preempted_twice": 2}.get(why, 0)):
+        d.run(lambda: d.status(id) == "RUNNING" or bool(set(answers()) - {(0, False)}))
+        d.preempt(id)
+        d.step()
+    d.run(lambda: not d.alive() or bool(set(answers()) - {(0, False)}))
+    if bad := set(answers()) - {(0, False)}:
+        raise rig.broken("", f"{ASKED} answered {bad.pop()} for a request whose KV D had loaded, and P given back, instead of (0, False)")
+    if not answers():
+        raise NotApplicable("vLLM's scheduler did not ask again")
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(answers()), unit="answers")
+
+
+@case("KV-MATCH-006", variants=lambda cell, matrix: ("handed_over", "plain"), inside=True)
+def answers_in_the_end(rig: Rig, who: str) -> Evidence:
+    """None keeps a request waiting; in the end there is another answer."""
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    if who == "handed_over":
+        hands_over(rig)
+        _, id = rig.hand_over(p, d, prompt)
+    else:
+        id = d.add(prompt)
+    for _ in range(50):
+        if d.step(received=[one for one in d.alive() if d.parked(one)]) and d.calls_of("update_state_after_alloc", id):
+            return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
+    raise rig.broken("", f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits")
+
+
+@case("KV-MATCH-007", variants=lambda cell, matrix: ("discarded", "second_call"), inside=True)
+def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
+    """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
+    hands_over(rig)
+    names_loads_alone(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    if why == "discarded":
+        _, second = rig.hand_over(p, d, prompt, read_cache=False)  # the scheduler asks, and does not take the answer
+    else:
+        _, second = rig.load(p, d, prompt)
+        d.step(received=[second])
+    start = len(d.steps)
+    d.run()
+    told = [call.arguments["num_external_tokens"] for call in d.calls_of("update_state_after_alloc", second)]
+    if told[-1:] != [0]:
+        raise NotApplicable(f"vLLM told of {told} tokens")
+    for step in d.steps[start:]:
+        if blocks := sorted(filter(d.owns, step.orders(second))):
+            raise rig.broken("", f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}")
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps) - start, unit="steps")
+
+
+@case("KV-MATCH-008", variants=lambda cell, matrix: ("no_hit", "hit", "starved"), inside=True)
+def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
+    """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    length = several(PROMPT, d.block_size)
+    prompt = rig.prompt(length)
+    if situation == "hit":
+        d.hit(prompt, 2 * d.block_size)
+    _, second = rig.hand_over(p, d, prompt)
+    if situation == "starved":
+        d.starve()
+        d.step()
+        d.starve(False)
+    rig.begin(d, second)
+    [told] = d.calls_of("update_state_after_alloc", second)
+    named = frozenset(filter(d.owns, d.steps[-1].orders(second)))
+    if not named:
+        raise NotApplicable("the metadata names no block in a form that can be read")
+    all_of_them = {block for group in told.arguments["blocks"] for block in group}
+    if wrong := sorted(named - all_of_them):
+        raise rig.broken("", f"the metadata orders a load into blocks {wrong}, which are none of the request's {sorted(all_of_them)}")
+    due = {block for group in d.full_groups() for block in told.arguments["writable"][group][: -(-length // d.block_size)]}
+    if missing := sorted(due - named):
+        raise rig.broken("", f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}")
+    d.run()
+    settle(p)
+    return Evidence(looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"])
+
+
+@case("KV-MATCH-009", variants=lambda cell, matrix: ("plain", "decode", "prefill", "prefill_preempted"), inside=True)
+def a_new_request_stays_what_it_is(rig: Rig, who: str) -> Evidence:
+    """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    side = d if who == "decode" else p
+    if who == "decode":
+        hands_over(rig)
+        _, id = rig.hand_over(p, d, prompt, max_tokens=3)
+    else:
+        id = p.add(prompt, None if who == "plain" else rig.ask_prefill(), max_tokens=3)
+    request = side.request(id)
+    found = tuple(request.prompt_token_ids), request.num_prompt_tokens, request.num_tokens
+    whole = (prompt, len(prompt), len(prompt))
+    if who in ("plain", "decode") and (*found, request.max_tokens) != (*whole, 3):
+        raise rig.broken(
+            "", f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} after on_new_request"
+        )
+    if found[0] != prompt[: len(found[0])] or not len(found[0]) == found[1] == found[2] > 0:
+        raise rig.broken("", f"after on_new_request a prompt of {len(prompt)} tokens is none of its own beginnings: {found[1]} tokens")
+    if who == "prefill_preempted":
+        side.budget(side.block_size)
+        side.run(lambda: side.status(id) == "RUNNING")
+        side.preempt(id)
+        side.run(lambda: side.status(id) == "PREEMPTED")
+        side.run(lambda: side.status(id) == "RUNNING")
+        if (now := side.request(id).num_prompt_tokens) != found[1]:
+            raise rig.broken("", f"a prompt of {found[1]} tokens has {now} after a preemption: it was cut again")
+    side.run()
+    return Evidence(looked_at=len(found[0]), unit="tokens")

@@ -1,0 +1,117 @@
+"""What a connector tells its workers, step by step."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.leaks import walk
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, end, endings, hands_over, names_loads_alone, settle
+
+BUILT = "build_connector_meta"
+
+
+def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
+    return ("empty", *endings(cell, matrix))
+
+
+def _built(*sides: Side) -> Evidence:
+    return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
+
+
+@case("KV-META-001", variants=_situations, inside=True)
+def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
+    """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too."""
+    return _stepped(rig, situation)
+
+
+@case("KV-META-002", variants=_situations, inside=True)
+def leaves_the_schedulers_output_alone(rig: Rig, situation: str) -> Evidence:
+    """What the scheduler has decided is the same before and after the metadata is built."""
+    return _stepped(rig, situation)
+
+
+def _stepped(rig: Rig, situation: str) -> Evidence:
+    """Steps of a situation and an empty one after it; the recorder judges every metadata."""
+    if situation == "empty":
+        sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
+    else:
+        _, _, sides = end(rig, situation)
+        settle(*sides)
+    for side in sides:
+        side.step()
+    return _built(*sides)
+
+
+@case("KV-META-003", variants=lambda cell, matrix: ("hit", "no_hit", "one_token"), inside=True)
+def orders_a_load_once(rig: Rig, situation: str) -> Evidence:
+    """The blocks that a load is to fill stand in the metadata of one step."""
+    hands_over(rig)
+    names_loads_alone(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(1 if situation == "one_token" else several(PROMPT, d.block_size))
+    if situation == "hit":
+        d.hit(prompt, d.block_size)
+    _, second = rig.load(p, d, prompt, max_tokens=2)
+    for _ in range(3):
+        d.step()
+    d.run()
+    steps = [step.number for step in d.steps if any(map(d.owns, step.orders(second)))]
+    if not steps:
+        raise NotApplicable("the metadata names no block in a form that can be read")
+    if len(steps) > 1:
+        raise rig.broken("", f"the load of {second} is ordered in steps {steps}: what is told once must not be told again")
+    return Evidence(looked_at=len(d.steps), unit="steps")
+
+
+@case("KV-META-003", variants=endings, inside=True)
+def tells_of_an_end_once(rig: Rig, ending: str) -> Evidence:
+    """After its end a request is in the metadata of one step at most: to be sent, to be given up, to be told to P."""
+    side, id, sides = end(rig, ending)
+    last = len(side.steps)
+    told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
+    if len(told) > 1:
+        raise rig.broken(
+            "", f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset"
+        )
+    settle(*sides)
+    return Evidence(looked_at=4, unit="steps")
+
+
+@case("KV-META-003", inside=True)
+def forgets_what_it_has_told(rig: Rig, variant: None) -> Evidence:
+    """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    first, second = rig.load(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    p.step()
+    for side, id in ((p, first), (d, second)):
+        if (again := side.step()).mentions(id):
+            raise rig.broken("", f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions {id}")
+    return Evidence(looked_at=2, unit="steps")
+
+
+@case("KV-META-004", variants=lambda cell, matrix: ("prefill", "decode"), inside=True)
+def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
+    """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
+    hands_over(rig)
+    p, d = rig.side("P"), rig.side("D")
+    prompts = [rig.prompt(several(PROMPT, d.block_size), seed=seed) for seed in range(2)]
+    for prompt in prompts:
+        rig.hand_over(p, d, prompt)
+    d.run()
+    settle(p)
+    p.step()
+    side = p if role == "prefill" else d
+    looked = 0
+    for step in side.steps:
+        now, then = set(_blocks(side, step.given)), set(_blocks(side, step.metadata))
+        looked += 1
+        if now != then:
+            raise rig.broken("", f"the metadata of step {step.number} named blocks {sorted(then)} and names {sorted(now)} now")
+    return Evidence(looked_at=looked, unit="steps")
+
+
+def _blocks(side: Side, metadata: object) -> list[int]:
+    return [value for _, value in walk(metadata) if isinstance(value, int) and side.owns(value)]

@@ -1,0 +1,173 @@
+"""The connector as one of two inside vLLM's MultiConnector, beside one that does what a case wants."""
+
+from __future__ import annotations
+
+from model_matrix import load_geometries
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.leaks import integers
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, settle
+from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+
+PLACED, ENDED = "update_state_after_alloc", "request_finished"
+PLACES = ("first", "last")  # of the neighbour
+KEEPERS = [f"{who}-{where}" for who in ("both", "neighbour", "subject") for where in PLACES]
+LATER = 3  # times that it does not know yet
+
+
+def _dense(cell: Cell) -> bool:
+    """One cell, where what is asked does not depend on the model."""
+    return load_geometries()[cell.family].family == "llama" and cell.setup == "b16" and cell.topology == "P1D1"
+
+
+def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
+    from pytest_kvconform.rigs.neighbour import beside
+
+    hands_over(rig)
+    return rig.side("P", transfer=beside(where)), rig.side("D", transfer=beside(where))
+
+
+def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
+    """Tokens that D loads of a prompt if the connector is alone."""
+    p, d = rig.side("P"), rig.side("D")
+    _, second = rig.load(p, d, prompt)
+    return d.announced_first(second)
+
+
+@case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, inside=True)
+def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
+    """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
+    from pytest_kvconform.rigs.neighbour import beside, children
+
+    p, d = _pair(rig, where)
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    subject, neighbour = children(d)
+    first = p.add(prompt, rig.ask_prefill())
+    p.run()
+    params = p.params(first)
+    waiting = while_it_waits(rig.side("D", transfer=beside(where)), prompt, params)
+    neighbour.connector.loads = True
+    id = d.add(prompt, params if where == "first" else None, id=SAME)  # the last is asked, too, but chosen only if the first has nothing
+    d.step()
+    if not d.parked(id):
+        raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.announced(id)}")
+    d.run()
+    d.step()
+    told = [call.arguments["num_external_tokens"] for call in subject.calls_of(PLACED, id)]
+    if any(told):
+        raise rig.broken("", f"the neighbour loads, and {rig.subject.connector} was told of {told} tokens")
+    for step in d.steps:
+        if ordered := sorted(filter(d.owns, integers(step.metadata.metadata[subject.index]))):
+            raise rig.broken("", f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}")
+    if where == "first" and not let_go(d, params, waiting):
+        raise rig.broken(
+            "", f"another connector has loaded {SAME}, P keeps {p.free_at_start - p.free()} blocks, and no step's metadata tells P"
+        )
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps")
+
+
+@case("KV-MULTI-001", variants=lambda cell, matrix: ("first", "last", "unsure_first", "unsure_last"), inside=True)
+def loads_as_if_it_were_alone(rig: Rig, where: str) -> Evidence:
+    """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
+    from pytest_kvconform.rigs.neighbour import children
+
+    how, _, place = where.rpartition("_")
+    p, d = _pair(rig, place)
+    prompt = rig.prompt(several(PROMPT, d.block_size))
+    subject, neighbour = children(d)
+    first, id = rig.hand_over(p, d, prompt, max_tokens=2)
+    neighbour.connector.unsure = LATER if how else 0
+    for _ in range(neighbour.connector.unsure):
+        step = d.step()
+        if d.status(id) != "WAITING" or any(map(d.owns, integers(step.metadata))):
+            raise rig.broken("", f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect")
+    step = d.step()
+    told, due = d.announced_first(id), _alone(rig, prompt)
+    if told != due or not d.parked(id) or not any(map(d.owns, integers(step.metadata.metadata[subject.index]))):
+        raise rig.broken("", f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}")
+    d.run()
+    p.step(sent=[first])
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)), unit="answers", external_tokens=told)
+
+
+def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
+    """Whether P keeps the blocks of a hand-over if the connector is alone."""
+    p = rig.side("P")
+    id = p.add(prompt, rig.ask_prefill())
+    p.run()
+    return bool(p.calls_of(ENDED, id)[0].result[0])
+
+
+@case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, inside=True)
+def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
+    """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
+    from pytest_kvconform.rigs.neighbour import children
+
+    who, _, where = who.partition("-")
+    p, _ = _pair(rig, where)
+    subject, neighbour = children(p)
+    neighbour.connector.keeps = who != "subject"
+    prompt = rig.prompt(several(PROMPT, p.block_size))
+    id = p.add(prompt, None if who == "neighbour" else rig.ask_prefill())
+    p.run()
+    [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
+    if ended.result[0] != due:
+        raise rig.broken("", f"beside a neighbour {ended.hook} returned {str(ended.result)[:200]}, and alone {due}")
+    steps = [*p.steps, p.step()]
+    waits_for = max(((step.metadata.extra_async_saves or {}).get(id, 0) for step in steps), default=0)
+    if waits_for != (due and who == "both"):
+        raise rig.broken("", f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one")
+    settle(p)
+    rig.no_leaks(p)
+    return Evidence(looked_at=len(p.steps), unit="steps")
+
+
+@case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
+def shares_the_params(rig: Rig, where: str) -> Evidence:
+    """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
+    from pytest_kvconform.rigs.neighbour import children
+
+    p, d = _pair(rig, where)
+    _alone(rig, rig.prompt(several(PROMPT, p.block_size)))  # if this loads, all of these do
+    _, neighbour = children(p)
+    prompts = [rig.prompt(several(PROMPT, p.block_size), seed=seed) for seed in range(2)]
+    ids = []
+    for number, prompt in enumerate(prompts):
+        neighbour.connector.params = {f"neighbour-{number}": [number]}
+        first, second = rig.hand_over(p, d, prompt)
+        ids.append(second)
+        if (keys := sorted(key for key in p.params(first) if key.startswith("neighbour"))) != [f"neighbour-{number}"]:
+            raise rig.broken("", f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned")
+    d.step()
+    if late := [id for id in ids if not d.parked(id)]:
+        raise rig.broken("", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading")
+    d.run()
+    settle(p)
+    rig.no_leaks(p, d)
+    return Evidence(looked_at=len(ids), unit="requests", external_tokens=sum(map(d.announced_first, ids)))
+
+
+@case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
+def publishes_through_another(rig: Rig, where: str) -> Evidence:
+    """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
+    from pytest_kvconform.rigs.neighbour import beside
+    from pytest_kvconform.rigs.worker_half import WorkerHalf
+
+    half, published = WorkerHalf(rig, "P"), []
+    for config in (half.config.kv_transfer_config, beside(where)(half.config.kv_transfer_config)):
+        half.config.kv_transfer_config = config
+        half.construct()
+        half.register(half.allocate())
+        published.append({rank: type(value).__name__ for rank, value in half.handshake_metadata().items()})
+        if len(published) == 2:
+            half.introduce(half.scheduler_side())
+        half.shutdown()
+    alone, together = published
+    if alone != together:
+        raise rig.broken("", f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector {together or 'nothing'}")
+    return Evidence(looked_at=len(published), unit="starts", notes={"publishes": len(alone)})

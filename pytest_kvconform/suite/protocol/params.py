@@ -1,0 +1,201 @@
+"""kv_transfer_params: whom they concern, what they need to hold, and what becomes of a request whose params lead nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.leaks import integers, leaks
+from pytest_kvconform.rigs.recorder import HookRaised
+from pytest_kvconform.rigs.scheduler_rig import Rig, SchedulerStopped, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group
+from pytest_kvconform.suite.protocol._spoiled import SPOILS, spoiled
+
+ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
+STRANGE: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "empty": {},
+    "of_a_router": {"trace": "0af7651916cd43dd", "priority": 3, "labels": ["a", None, {"b": 1.5}]},
+    "of_another": {"transfer_id": "xfer-1", "remote_bootstrap_addr": "10.0.0.7:8998", "lmcache.skip_save": True},
+}
+OF_LISTS = ("shorter", "longer")
+LONG = 80  # tokens: more than the few for which a connector may find a transfer not worth while
+
+
+# ---- requests that are none of its business ----------------------------------------------------------------------------------
+
+
+@case("KV-PARAMS-001", variants=lambda cell, matrix: [f"{role}-{which}" for role in "pd" for which in STRANGE], inside=True)
+def lets_others_pass(rig: Rig, who: str) -> Evidence:
+    """Of a request without params, or with keys of somebody else, the connector takes no notice."""
+    hands_over(rig)
+    role, _, which = who.partition("-")
+    side = rig.side(role.upper())
+    id = side.add(rig.prompt(several(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
+    side.run()
+    wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
+    wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
+    if wrong:
+        raise rig.broken("", f"for a request with the params {STRANGE[which]} the connector answered {wrong[0]}")
+    if named := [step.number for step in side.steps if step.mentions(id)]:
+        raise rig.broken("", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}")
+    rig.no_leaks(side)
+    return Evidence(looked_at=len(side.steps), unit="steps")
+
+
+# ---- what a hand-over needs --------------------------------------------------------------------------------------------------
+
+
+@case("KV-PARAMS-003", inside=True)
+def asks_for_no_more_than_it_needs(rig: Rig, variant: None) -> Evidence:
+    """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
+    hands_over(rig)
+    prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
+    whole, few = rig.ask_prefill(), {key: value for key, value in rig.ask_prefill().items() if value}
+    answers = []
+    for asked in (whole, few):
+        p, d = rig.side("P"), rig.side("D")
+        first = p.add(prompt, asked)
+        p.run()
+        if first not in p.results or p.results[first].params is None:
+            raise rig.broken("", f"asked with {asked}, P hands nothing over")
+        second = d.add(prompt, p.params(first))
+        d.run()
+        p.run(sent=True)
+        rig.no_leaks(p, d)
+        answers.append((sorted(p.params(first)), d.announced_first(second)))
+    if answers[0] != answers[1]:
+        raise rig.broken("", f"asked with {few}, P and D come to {answers[1]} (params, tokens loaded), asked with {whole} to {answers[0]}")
+    return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
+
+
+@case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), inside=True)
+def reads_keys_by_name(rig: Rig, way: str) -> Evidence:
+    """On its way through a router a dict may change its order, gain keys and go through JSON again: D loads the same."""
+    hands_over(rig)
+    p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
+    prompt = rig.prompt(several(PROMPT, p.block_size))
+    first, _ = rig.load(p, plain, prompt)
+    params = p.params(first)
+    if way == "reordered":
+        params = dict(reversed(params.items()))
+    elif way == "with_more":
+        params = {"trace": None} | params | (STRANGE["of_a_router"] or {})
+    second = d.add(prompt, params)
+    step = d.step()
+    if way == "twice":
+        third = d.add(prompt, params)
+        step = d.step()
+        if not d.parked(third) or not step.mentions(third):
+            raise rig.broken("", f"of two requests with the same params the second one is {d.status(third)}, and no step orders its load")
+    begun = _loads(plain, plain.steps[0].metadata, p)
+    if d.announced_first(second) != plain.announced_first(next(iter(plain.prompts))) or _loads(d, d.steps[0].metadata, p) != begun:
+        raise rig.broken("", f"with the same params, {way}, D announces {d.announced_first(second)} tokens and orders another load")
+    d.run()
+    plain.run()
+    p.run(sent=True)
+    rig.no_leaks(p, plain, d)
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced_first(second))
+
+
+def _loads(side: Side, metadata: Any, p: Side) -> frozenset[int]:
+    """P's blocks in the metadata of a step."""
+    return frozenset(filter(p.owns, integers(metadata)))
+
+
+# ---- params that lead nowhere ------------------------------------------------------------------------------------------------
+
+
+def _several_groups(cell: Cell) -> bool:
+    return not one_group(cell)
+
+
+@case("KV-PARAMS-002", applies=one_group, variants=lambda cell, matrix: _ways(cell), inside=True)
+def finds_out_in_time(rig: Rig, how: str) -> Evidence:
+    """Each field of P's answer in turn is not what it should be. D's engine lives; the request is computed, fails, or loads what P has."""
+    return _all_fields(rig, how)
+
+
+@case("KV-PARAMS-002", applies=_several_groups, variants=lambda cell, matrix: ("missing", "emptied", "shorter", "longer"), inside=True)
+def finds_out_in_time_by_group(rig: Rig, how: str) -> Evidence:
+    """The same where block ids come by KV cache group."""
+    return _all_fields(rig, how)
+
+
+def _ways(cell: Cell) -> list[str]:
+    return list(SPOILS) if cell.topology == "P1D1" else []
+
+
+def _all_fields(rig: Rig, how: str) -> Evidence:
+    hands_over(rig)
+    p = rig.side("P")
+    prompt = rig.prompt(several(PROMPT, p.block_size))
+    d = rig.side("D")
+    first, second = rig.load(p, d, prompt)
+    names = any(map(p.owns, d.steps[-1].orders(second)))
+    return _tried(rig, "D", spoiled(p.params(first), how), how, lambda d, params: _received(d, prompt, params, names))
+
+
+@case("KV-PARAMS-005", applies=one_group, variants=lambda cell, matrix: [how for how in _ways(cell) if how not in OF_LISTS], inside=True)
+def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
+    """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
+    hands_over(rig)
+    prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
+    return _tried(rig, "P", spoiled(rig.ask_prefill(), how), how, lambda p, params: _received(p, prompt, params))
+
+
+@case("KV-PARAMS-005", inside=True)
+def survives_its_own_answer(rig: Rig, variant: None) -> Evidence:
+    """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
+    hands_over(rig)
+    p = rig.side("P")
+    prompt = rig.prompt(max(LONG, several(PROMPT, p.block_size)))
+    first, _ = rig.load(p, rig.side("D"), prompt)
+    turn = p.params(first) | {key: value for key, value in rig.ask_prefill().items() if value is not None}
+    return _tried(rig, "P", {"of an earlier turn": turn}, "params", lambda p, params: _received(p, prompt, params))
+
+
+def _tried(rig: Rig, role: str, table: dict[str, dict[str, Any]], how: str, fate: Callable[[Side, dict[str, Any]], str]) -> Evidence:
+    """Let one side after the other receive each of these params; a side that stays whole gets the next ones, too."""
+    if not table:
+        raise NotApplicable(f"no field of the params can be made {how}")
+    wrong: dict[str, list[str]] = {}
+    side: Side | None = None
+    for field, params in table.items():
+        side = side or rig.side(role)
+        try:
+            said = fate(side, params)
+        except (HookRaised, SchedulerStopped) as error:
+            said = str(error)
+        except Violation as error:
+            said = error.finding.happened
+        if said:
+            wrong.setdefault(said, []).append(field)
+            side = None
+    if wrong:
+        said, fields = next(iter(wrong.items()))
+        more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
+        raise rig.broken("", f"with {', '.join(fields)} {how}: {said}", differs=more, diagnosis=said)
+    return Evidence(looked_at=len(table), unit="params")
+
+
+def _received(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
+    """What goes wrong with a request that has these params; "": nothing. A load that is ordered is reported as failed. `names`: whether
+    the order for a load names blocks of P.
+    """
+    id = side.add(prompt, params)
+    step = side.step()
+    if side.parked(id):
+        blocks, ordered = integers(params), step.orders(id)
+        if not any(map(side.owns, ordered)):
+            return "the request waits for ever: its load was announced, and none is ordered"
+        if names and not blocks & ordered:
+            return "the request waits for a load of nothing: the metadata names no block to load from"
+        side.step(failed=[id])
+    side.run(sent=True, limit=20)
+    side.step()
+    left = leaks(side)
+    return left[0].replace(id, "it") if left else ""

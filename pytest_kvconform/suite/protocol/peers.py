@@ -1,0 +1,121 @@
+"""Peers that cannot be reached, that are slow, and that were started anew: only what has to do with them suffers."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Blocked, Evidence
+from pytest_kvconform.rigs.bench import REQUEST_S, Bench
+from pytest_kvconform.rigs.peer_stories import STALL_S
+from pytest_kvconform.suite.protocol._peers import (
+    RIGHT,
+    STUCK,
+    WRONG,
+    all_right,
+    became,
+    engine,
+    evidence,
+    look,
+    one_rank,
+    seconds,
+    violation,
+)
+
+PLACES = {
+    "dead": "nobody listens on the port that its params name",
+    "mute": "whoever listens on the port that its params name never answers",
+}
+OWNS = {"dead": "D", "mute": "D4"}
+NOTICEABLE_S = 1.0  # a request that another one holds up for less is not held up
+HELD_UP = 0.8  # of the time that one takes: what takes as long has waited for it
+
+
+@case("KV-PEER-001", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+def unreachable_fails_alone(bench: Bench, variant: str) -> Evidence:
+    """The request for which P cannot be reached ends, and the next one of D is right."""
+    seen = look(bench, variant, "KV-PEER-001", OWNS[variant])
+    bad, limit = seen.requests["bad"], REQUEST_S * bench.settings.timeout_scale
+    what = became(bad)
+    if what == STUCK:
+        raise violation(
+            "KV-PEER-001",
+            f"a request of D did not end within {limit:.0f} s: {PLACES[variant]}",
+            seen,
+            diagnosis=f"the connector waits for an answer without a deadline; the request is {bad.trace.status or 'not scheduled'}",
+        )
+    if what in (WRONG, RIGHT):
+        raise violation("KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", seen, bad)
+    all_right("KV-PEER-001", seen, bench.pattern.peers.lease_s, {"after": f"after this: {PLACES[variant]}: the next request of D"})
+    return evidence(len(seen.requests), "requests", seen)
+
+
+@case("KV-PEER-003", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+def others_go_on(bench: Bench, variant: str) -> Evidence:
+    """Requests that come from a peer that D has met, or from nobody, do not wait until the other one has failed."""
+    met = {"good": "a request whose P D has met before"} if variant == "dead" else {}
+    return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
+
+
+@case("KV-PEER-004", applies=one_rank)
+def strangers_go_on(bench: Bench, variant: None) -> Evidence:
+    """Nor does a request that comes from a peer that D has not met yet."""
+    return _not_held_up("KV-PEER-004", bench, "mute", {"good": "a request whose P answers, and which D has not met before,"})
+
+
+def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) -> Evidence:
+    seen = look(bench, story, rule, "")
+    bad = seconds(seen.requests["bad"])
+    for name, words in others.items():
+        if bad > NOTICEABLE_S and seconds(seen.requests[name]) > HELD_UP * bad:
+            raise violation(
+                rule,
+                f"{words} took {seconds(seen.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
+                f"{bad:.1f} s",
+                seen,
+                diagnosis="one peer that cannot be reached holds up requests that have nothing to do with it",
+            )
+    if "good" in others:
+        all_right(rule, seen, bench.pattern.peers.lease_s, {"good": others["good"]})
+    return evidence(len(others), "requests", seen)
+
+
+@case("KV-PEER-002", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
+def restarted(bench: Bench, variant: str) -> Evidence:
+    """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
+    seen = look(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
+    old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
+    who = {"met": "a D that has met the engine before", "stranger": "a D that has met neither engine"}[variant]
+    what = became(seen.requests[old])
+    if what in (STUCK, WRONG, RIGHT):
+        words = "did not end" if what == STUCK else "was given what nobody can have"
+        raise violation("KV-PEER-002", f"P was started anew on the same port: a request of {who} for what the old engine had {words}", seen)
+    all_right(
+        "KV-PEER-002",
+        seen,
+        bench.pattern.peers.lease_s,
+        {new: f"P was started anew on the same port: a request of {who} for what the new engine has"},
+    )
+    return evidence(2, "requests", seen)
+
+
+@case("KV-PEER-005", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
+def does_not_wait(bench: Bench, variant: str) -> Evidence:
+    """start_load_kv returns at once while P stands still, and the load ends well when P goes on."""
+    seen = look(bench, "stalled", "KV-PEER-005", "D2 P2")
+    (watched,) = engine(seen, "D2").watched
+    first, end = (seen.numbers[f"{variant}_{word}"] for word in ("from", "to"))
+    longest, noise = watched.longest_load(first, end), watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"])
+    what = {"meeting": "D met it", "reading": "D read from it"}[variant]
+    if longest >= STALL_S / 2:
+        if noise >= STALL_S / 4:
+            raise Blocked(f"start_load_kv takes {noise:.2f} s on this machine even if P does not stand still, so nothing can be said")
+        raise violation(
+            "KV-PEER-005",
+            f"P stood still for {end - first:.1f} s while {what}, and start_load_kv of D took {longest:.2f} s; otherwise it "
+            f"takes at most {noise:.3f} s",
+            seen,
+            diagnosis="the worker half waits for the network on the thread that runs the model",
+        )
+    all_right(
+        "KV-PEER-005", seen, bench.pattern.peers.lease_s, {variant: f"P stood still for {end - first:.1f} s while {what}: the request"}
+    )
+    return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))

@@ -1,0 +1,171 @@
+"""What each rank reports, counted before vLLM adds the reports of all ranks up."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Blocked, Evidence, Violation
+from pytest_kvconform.rigs.bench import RELEASE_S, Bench
+from pytest_kvconform.rigs.peer_desk import StorySeen
+from pytest_kvconform.rigs.peer_messages import Watched
+from pytest_kvconform.rigs.peer_rank_stories import RANKS
+from pytest_kvconform.suite.protocol._peers import RIGHT, all_right, any_ranks, became, engine, evidence, look, observe, violation
+
+SENDING, RECVING = "sending", "recving"
+ENGINES = dict(zip("PD", RANKS, strict=True))
+OWNS = " ".join(RANKS)
+
+
+@case("KV-RANK-001", applies=any_ranks)
+def reports_once(bench: Bench, variant: None) -> Evidence:
+    """Every rank names every request once, whichever rank was slow."""
+    _look_at_reports(bench, "handed_over", "KV-RANK-001")
+    seen = look(bench, "handed_over", "KV-RANK-001", OWNS)
+    looked_at = 0
+    for name, handed in seen.handed.items():
+        wanted = [("D", RECVING, seen.requests[name].id), ("P", SENDING, handed.id)]
+        for role, where, request in wanted:
+            for watched in engine(seen, ENGINES[role]).watched:
+                looked_at += 1
+                if not watched.said(where, request):
+                    raise violation("KV-RANK-001", f"rank {watched.rank} of {role} never named request {request} in finished_{where}", seen)
+    all_right("KV-RANK-001", seen, bench.pattern.peers.lease_s, {name: f"request {ended.id} of D" for name, ended in seen.requests.items()})
+    return evidence(looked_at, "reports", seen)
+
+
+def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
+    """Raise Violation if a rank has named a request twice, in any story; also if that, or something else, has ended the engine."""
+    try:
+        seen = look(bench, story, rule, OWNS)
+        failed: Violation | None = None
+    except Violation as error:
+        seen, failed = observe(bench, story), error
+    for role, name in ENGINES.items():
+        for watched in seen.engines[name].watched if name in seen.engines else ():
+            for where in (SENDING, RECVING):
+                for request, times in _counts(watched, where).items():
+                    if times > 1:
+                        raise violation(
+                            rule,
+                            f"rank {watched.rank} of {role} named request {request} {times} times in finished_{where}"
+                            + (f"; {failed.finding.happened}" if failed else ""),
+                            seen,
+                            diagnosis="vLLM counts reports by request and not by rank, so the second one of a rank stands for another's",
+                        )
+    if failed and any(_not_waiting(seen, role) for role in "PD"):
+        raise Blocked("stands on kv::protocol/ranks::reports_what_waits")
+    if failed:
+        raise failed
+
+
+def _counts(watched: Watched, where: str) -> Counter[str]:
+    return Counter(request for report in watched.reports for request in getattr(report, where))
+
+
+@case("KV-RANK-002", applies=any_ranks, variants=lambda cell, matrix: ("P", "D"))
+def reports_what_waits(bench: Bench, role: str) -> Evidence:
+    """A rank names requests that wait for a load, or whose blocks P keeps, and no other ones."""
+    story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
+    seen = observe(bench, story)
+    for rank, request in _not_waiting(seen, role):
+        reason = "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
+        raise violation("KV-RANK-002", f"rank {rank} of {role} named request {request} in finished_{where}: {reason}", seen)
+    seen = look(bench, story, "KV-RANK-002", OWNS)
+    all_right("KV-RANK-002", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    named = sum(len(_counts(watched, where)) for watched in engine(seen, ENGINES[role]).watched)
+    return evidence(named + len(seen.ids), "requests", seen)
+
+
+def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
+    """(rank, request): what ranks have named in any story, and nobody waited for."""
+    if ENGINES[role] not in seen.engines:
+        return []
+    found, where = seen.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
+    waited = {name for name, trace in found.traces.items() if (trace.delayed_free if role == "P" else trace.external_tokens)}
+    return [(watched.rank, request) for watched in found.watched for request in _counts(watched, where) if request not in waited]
+
+
+@case("KV-RANK-003", applies=any_ranks)
+def tells_a_failure_once(bench: Bench, variant: None) -> Evidence:
+    """A request that one rank cannot load, and its blocks, are in one report of that rank."""
+    seen = look(bench, "failed", "KV-RANK-003", OWNS)
+    request, looked_at = seen.requests["failed"], 0
+    for watched in engine(seen, ENGINES["D"]).watched:
+        failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
+        looked_at += watched.asked
+        blocks = Counter(block for report in failed for block in report.blocks)
+        again = [block for block, times in blocks.items() if times > 1]
+        if again or len(watched.said("failed", request.id)) > 1:
+            what = f"block {again[0]} {blocks[again[0]]} times" if again else f"request {request.id} more than once in failed_recving"
+            raise violation(
+                "KV-RANK-003",
+                f"one load failed on the last rank of D, and rank {watched.rank} reported {what}",
+                seen,
+                diagnosis="what was reported is not forgotten: by the next step the blocks may be another request's",
+            )
+    told = [
+        report
+        for watched in engine(seen, ENGINES["D"]).watched
+        for report in watched.reports
+        if request.id in report.failed or report.blocks
+    ]
+    if not told and became(request) != RIGHT:
+        raise violation("KV-RANK-003", "a load failed on the last rank of D, and no rank reported it as failed", seen, request)
+    all_right("KV-RANK-003", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    return evidence(looked_at, "calls", seen, reports=len(told))
+
+
+@case("KV-RANK-004", applies=any_ranks)
+def needs_no_forward(bench: Bench, variant: None) -> Evidence:
+    """A load ends while D computes nothing."""
+    seen = look(bench, "quiet", "KV-RANK-004", OWNS)
+    ended = seen.requests["quiet"]
+    if not seen.numbers["by_itself"]:
+        then = f"it {'ended' if ended.finish else 'did not end either'} when D had something to compute"
+        raise violation(
+            "KV-RANK-004",
+            f"D had nothing to compute, and a load did not end within {RELEASE_S * bench.settings.timeout_scale:.0f} s; {then}",
+            seen,
+            diagnosis="loads are begun or asked for in hooks that a step without tokens does not call: wait_for_layer_load, save_kv_layer",
+        )
+    all_right("KV-RANK-004", seen, bench.pattern.peers.lease_s, {"quiet": "a request of a D that had nothing to compute"})
+    return evidence(sum(watched.idle for watched in engine(seen, ENGINES["D"]).watched), "steps", seen)
+
+
+@case("KV-RANK-005", applies=any_ranks)
+def reports_what_was_aborted(bench: Bench, variant: None) -> Evidence:
+    """A load whose request was aborted is reported when its last transfer has ended, and then its blocks are free."""
+    seen = look(bench, "aborted", "KV-RANK-005", OWNS)
+    request = seen.ids["aborted"]
+    early = [watched.rank for watched in seen.early if watched.said(RECVING, request)]
+    if early or request not in seen.usage["before"].requests:
+        raise violation(
+            "KV-RANK-005",
+            f"a request was aborted while it was loaded, and {_ranks(early)} reported it before its transfers had ended",
+            seen,
+            diagnosis="the blocks are free, and the transfer writes into them",
+        )
+    if request in seen.usage["after"].requests:
+        silent = [watched.rank for watched in engine(seen, ENGINES["D"]).watched if not watched.said(RECVING, request)]
+        raise violation(
+            "KV-RANK-005",
+            f"a request was aborted while it was loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s after its transfers "
+            f"D still holds its blocks: {_ranks(silent)} did not report it",
+            seen,
+            diagnosis="loads of aborted requests are forgotten instead of reported in finished_recving",
+        )
+    _audited(seen)
+    all_right("KV-RANK-005", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    return evidence(seen.usage["after"].total_blocks, "blocks", seen)
+
+
+def _audited(seen: StorySeen) -> None:
+    """Raise Violation if an aborted load has changed what is not its own any more."""
+    for check in seen.audits:
+        if check.pool.wrong:
+            raise violation("KV-RANK-005", f"rank {check.rank} of D: {check.pool.wrong} words changed that were nobody's to change", seen)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of D" if ranks else "D"

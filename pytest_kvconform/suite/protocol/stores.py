@@ -1,0 +1,92 @@
+"""What a store announces of prompts that its workers have really saved, and of prompts that grow turn by turn."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol.multi import _dense
+
+ASKED = "get_num_new_matched_tokens"
+TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prompts of one conversation
+
+
+def is_store(rig: Rig) -> None:
+    """Raise NotApplicable for a P/D pair: it has what P keeps, and nothing that was saved."""
+    if rig.subject.profile != "store":
+        raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")
+
+
+def _store(rig: Rig) -> Side:
+    from pytest_kvconform.rigs.saving import engine
+
+    is_store(rig)
+    return engine(rig)
+
+
+def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:
+    """Let the engine compute a prompt of which `known` tokens were computed before. Returns local and external tokens of its admission."""
+    id = side.add(prompt)
+    side.run()
+    asked = side.calls_of(ASKED, id)[-1].arguments["num_computed_tokens"]
+    local, external = asked, side.announced_first(id)
+    if external and local + external > known:
+        raise rig.broken(
+            "", f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}"
+        )
+    if (said := side.results.get(id)) is None or said.finish != "length":
+        raise rig.broken("", f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {said}")
+    return local, external
+
+
+@case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), inside=True)
+def serves_a_conversation(rig: Rig, cache: str) -> Evidence:
+    """Each prompt is the one before and more; D's own prefix cache is kept, or forgotten before each. Every answer can be loaded."""
+    side = _store(rig)
+    known, turns = 0, []
+    for length in TURNS:
+        prompt = rig.prompt(several(length, side.block_size))
+        for _ in range(2):
+            if cache == "forgotten":
+                side.drop_cache()
+            turns.append(_turn(rig, side, prompt, known))
+            known = len(prompt)
+    return Evidence(looked_at=len(turns), unit="turns", external_tokens=sum(external for _, external in turns))
+
+
+@case("KV-STORE-002", applies=_dense, variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"), inside=True)
+def announces_nothing_that_nobody_saved(rig: Rig, saved: str) -> Evidence:
+    """Of a prompt that shares less than a block with what was saved, nothing is announced, as often as it is asked."""
+    side = _store(rig)
+    b = side.block_size
+    prompt = rig.prompt(3 * b + 5, shared=b // 2)
+    if saved != "nothing":
+        other = rig.prompt(3 * b + 5, seed=1, shared=b // 2 if saved == "beginning" else 0)
+        _turn(rig, side, (*prompt[b : 2 * b], *prompt[:b], *prompt[2 * b :]) if saved == "swapped" else other, 0)
+    known = b // 2 if saved == "beginning" else 0
+    id = side.add(prompt)
+    answers = [side.ask(ASKED, side.request(id), 0) for _ in range(3)]
+    side.run()
+    answers += [call.result for call in side.calls_of(ASKED, id)]
+    if wrong := [answer for answer in answers if (answer[0] or 0) > known]:
+        raise rig.broken("", f"nobody has saved a block of this prompt, and {ASKED} answered {wrong[0]}")
+    return Evidence(looked_at=len(answers), unit="answers")
+
+
+@case("KV-STORE-003", applies=_dense, inside=True)
+def answers_the_same_again(rig: Rig, variant: None) -> Evidence:
+    """Asked several times about a prompt that was saved, a store says the same, unless it does not know yet."""
+    side = _store(rig)
+    prompt = rig.prompt(several("3b+5", side.block_size))
+    _turn(rig, side, prompt, 0)
+    side.drop_cache()
+    id = side.add(prompt)
+    answers = [side.ask(ASKED, side.request(id), 0) for _ in range(4)]
+    side.run()
+    told = side.announced_first(id)
+    if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
+        raise rig.broken(
+            "", f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}"
+        )
+    return Evidence(looked_at=len(answers), unit="answers", external_tokens=told)

@@ -1,0 +1,34 @@
+"""Connectors that are for one rank only, and what they do when they are given two. Found under this bare name by engines alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from wrong_connectors import MovesNothing, Right
+
+
+class Declines(Right):
+    """Says so, and does not start."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            raise ValueError("this connector is for tensor parallel size 1")
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class Dies(Right):
+    """Says nothing, and takes the engine along."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            os.abort()
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class Corrupts(MovesNothing):
+    """Starts, and delivers nothing of what it announces."""
+
+
+class Works(Right):
+    """Does what it says that it does not."""

@@ -1,0 +1,54 @@
+"""What is declared unsupported, on real engines: a clean refusal is told from a crash, from wrong bytes, and from an ability."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import pytest
+
+from pytest_kvconform import features
+from pytest_kvconform.settle import Terms, settle
+from pytest_kvconform.verdict import judge
+
+from .judged import Jury
+
+UNEQUAL = "tp-heterogeneous"
+TERMS = Terms(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
+
+# connector -> what its cases become where P has one rank and D two; observed; rule of the declaration that is broken
+ENDS = {
+    "Declines": ({"NOT-APPLICABLE"}, "refused", ""),
+    "Dies": ({"FAIL", "BLOCKED"}, "fails", "KV-DECLARE-003"),
+    "Corrupts": ({"FAIL", "NOT-APPLICABLE"}, "fails", "KV-DECLARE-003"),
+    "Works": ({"NOT-APPLICABLE"}, "works", "KV-DECLARE-002"),
+}
+
+
+@pytest.mark.parametrize("connector", ENDS)
+def test_unsupported(jury: Jury, connector: str) -> None:
+    mine = copy.copy(jury)
+    mine.module = "declining_connectors"
+    results = mine.judge(connector, "llama", "P1D2", variants="n64 n200").results
+    outcomes, observed, rule = ENDS[connector]
+    settled = [settle(result, TERMS) for result in results]
+    assert {result.outcome.value for result in settled} == outcomes
+    verdict = judge(results, None, (), TERMS)
+    [row] = [row for row in verdict.features if row.name == UNEQUAL]
+    assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
+    assert verdict.word == ("VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE")  # no case that passes is left
+    if rule == "KV-DECLARE-003":
+        assert {result.against for result in settled if result.outcome == "FAIL"} == {rule}
+    claim = judge(results, None, (), msgspec.structs.replace(TERMS, claim=True))
+    assert claim.word == ("INCOMPLETE" if connector == "Declines" else "VIOLATES")
+
+
+def test_supported_and_refused(jury: Jury) -> None:
+    mine = copy.copy(jury)
+    mine.module = "declining_connectors"
+    results = mine.judge("Declines", "llama", "P1D2", variants="n64").results
+    verdict = judge(results, None, (), Terms(features=dict.fromkeys(features.load(), "")))
+    assert (verdict.word, verdict.counts["FAIL"]) == ("VIOLATES", 1)
+    assert "KV-START-001" in verdict.sentence
+    [row] = [row for row in verdict.features if row.name == UNEQUAL]
+    assert (row.observed, row.rule) == ("refused", "KV-DECLARE-001")

@@ -1,0 +1,290 @@
+"""Whatever is written wrongly is one sentence that names the key, and the word that was probably meant. No traceback, exit code 4."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from pytest_kvconform import declaration, features, plan
+from pytest_kvconform.report import document
+from pytest_kvconform.session import Link, WorkerInput
+from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
+from pytest_kvconform.subject import resolve
+
+FEATURES = list(features.load())
+EXAMPLES = {
+    "feature names": 150,
+    "feature values": 150,
+    "known": 200,
+    "keys": 150,
+    "variables": 100,
+    "values": 200,
+    "configs": 150,
+    "files": 100,
+    "specs": 100,
+    "words": 100,
+}
+
+
+def examples(kind: str) -> Callable[[Any], Any]:
+    """The same examples each time: what fails here fails everywhere."""
+    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
+    return settings(max_examples=EXAMPLES[kind], derandomize=True, deadline=None, database=None, suppress_health_check=slow)
+
+
+def test_there_are_a_thousand():
+    assert sum(EXAMPLES.values()) >= 1000
+
+
+def test_a_table_that_is_none(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("tool = 3")  # pytest itself does not get this far
+    assert sentence(load, {}, {}, tmp_path) == "pyproject.toml: tool: expected a table, got 3"
+
+
+def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: Path) -> Settings:
+    """All that a run does with what people wrote, up to the first process: read, resolve, plan, hand to workers, put into a report."""
+    found = load({"kv_connector": "m:C"} | command_line, environment, folder)
+    subject = resolve(found)
+    declaration.check_known(subject.known, plan.make_plan(found, ()).manifest)
+    told = WorkerInput(settings=found, subject=subject, link=Link())
+    assert msgspec.json.decode(msgspec.json.encode(told), type=WorkerInput) == told
+    document.encode(document.make(found, subject, None, (), (), (), ()))
+    return found
+
+
+def sentence(call: Callable[..., Any], *arguments: Any) -> str:
+    """The one sentence with which a call refuses. Any other exception is a traceback for somebody."""
+    with pytest.raises(BadSetting) as caught:
+        call(*arguments)
+    text = str(caught.value)
+    assert text and "\n" not in text.replace("\\n", "") and "Traceback" not in text
+    return text
+
+
+@st.composite
+def typos(draw: st.DrawFn, words: list[str]) -> str:
+    """A word with one letter too many, too few or changed, that is no other word of the list."""
+    word = draw(st.sampled_from(words))
+    at = draw(st.integers(0, len(word) - 1))
+    letter = draw(st.sampled_from(string.ascii_lowercase))
+    wrong = draw(st.sampled_from([word[:at] + word[at + 1 :], word[:at] + letter + word[at:], word[:at] + letter + word[at + 1 :]]))
+    assume(wrong not in words and wrong.strip() and len(word) > 3)
+    return wrong
+
+
+def hinted(text: str, words: list[str]) -> bool:
+    """Whether a message proposes one of these words."""
+    found = re.search(r"\(did you mean (.+?)\?\)", text)
+    return found is not None and found[1] in words
+
+
+TEXT = st.text(max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates() | st.just(datetime.datetime(2100, 1, 31))
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(TEXT, SCALARS, max_size=2)
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------------------
+
+
+@examples("feature names")
+@given(typos(FEATURES))
+def test_a_feature_that_does_not_exist(name):
+    text = sentence(declaration.read, {"features": {"mla": True, name: True}}, "d.toml")
+    assert text.startswith(f"d.toml: features.{name}: there is no such feature")
+    assert hinted(text, FEATURES)
+
+
+@examples("feature values")
+@given(st.sampled_from(FEATURES), VALUES)
+def test_a_feature_that_is_neither_true_nor_a_reason(name, value):
+    assume(value is not True)
+    assume(not (isinstance(value, dict) and str(value.get("unsupported", "")).strip()))
+    text = sentence(declaration.read, {"features": {name: value}}, "d.toml")
+    assert text.startswith(f"d.toml: features.{name}")
+    assert "expected true or { unsupported" in text or "there is no such key" in text
+
+
+GOOD = {"case": "kv::engine/bytes::*", "issue": "https://e.org/1", "expires": datetime.date(2100, 1, 1), "reason": "r", "vllm": ">=0.32"}
+
+
+@examples("known")
+@given(st.data())
+def test_a_known_failure_that_is_wrong(data):
+    row, keys = dict(GOOD), list(GOOD)
+    how = data.draw(st.sampled_from(["missing", "typo", "value"]))
+    if how == "missing":
+        key = data.draw(st.sampled_from(keys[:4]))
+        del row[key]
+        assert f"p[0]: {key} is missing" in sentence(declaration.read_known, [row], "p")
+    elif how == "typo":
+        key = data.draw(typos(keys))
+        row[key] = "x"
+        text = sentence(declaration.read_known, [row], "p")
+        assert text.startswith(f"p[0].{key}: there is no such key")
+        assert hinted(text, keys)
+    else:
+        key = data.draw(st.sampled_from(keys))
+        value = data.draw(VALUES)
+        assume(not isinstance(value, datetime.date) or key != "expires" or isinstance(value, datetime.datetime))
+        assume(not (isinstance(value, str) and value.strip() and key == "reason"))
+        row[key] = value
+        assert sentence(declaration.read_known, [row], "p").startswith(f"p[0].{key}: expected ")
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------------------
+
+KEYS = [option.key for option in OPTIONS]
+VARIABLES = [option.variable for option in OPTIONS if option.variable]
+
+
+def toml(folder: Path, body: str) -> Path:
+    (folder / "pyproject.toml").write_text(f"[tool.kvconform]\n{body}\n", encoding="utf-8")
+    return folder
+
+
+@examples("keys")
+@given(name=typos(KEYS))
+def test_a_key_that_does_not_exist(name, tmp_path):
+    text = sentence(prepare, {}, {}, toml(tmp_path, f"{json.dumps(name)} = 1"))
+    assert text.startswith(f"pyproject.toml: tool.kvconform.{name}: there is no such key")
+    assert hinted(text, KEYS)
+
+
+@examples("variables")
+@given(name=typos([name.removeprefix("KVCONFORM_").lower() for name in VARIABLES]))
+def test_a_variable_that_does_not_exist(name, tmp_path):
+    name = f"KVCONFORM_{name.upper()}"
+    assume(name != "KVCONFORM_CACHE_DIR")
+    text = sentence(prepare, {}, {name: "x"}, tmp_path)
+    assert text.startswith(f"environment: there is no variable {name}")
+    assert hinted(text, VARIABLES)
+
+
+LISTED = {"matrix": ["quick", "full"], "device": ["auto", "cpu", "cuda"], "profile": ["p2p", "store"], "handover": ["handoff", "none"]}
+
+
+@examples("values")
+@given(data=st.data())
+def test_a_value_that_is_none(data, tmp_path):
+    name = data.draw(st.sampled_from([*LISTED, *"timeout-scale seed claim tier connector config report features known".split()]))
+    if name in LISTED:
+        value: Any = data.draw(typos(LISTED[name]) | st.integers() | st.booleans())
+    elif name in ("tier", "report"):
+        value = data.draw(st.integers() | st.booleans() | st.lists(st.integers(), min_size=1))
+    elif name == "connector":
+        value = data.draw(st.integers() | st.sampled_from(["a b", "a:b:c", "a.b.C", "1", ":C"]))
+    elif name in ("features", "known"):
+        value = data.draw(st.integers() | TEXT.filter(str.isalnum) | st.booleans())
+    elif name == "config":
+        value = data.draw(st.integers() | st.booleans() | st.lists(st.integers()))
+    else:
+        value = data.draw(st.integers(max_value=-1) | st.sampled_from(["", "fast", "1e999", "nan", "0x", "last?"]))
+    body = "\n".join(f"{key} = {json.dumps(word)}" for key, word in {"connector": "m:C", name: value}.items())
+    text = sentence(prepare, {"kv_connector": None}, {}, toml(tmp_path, body))
+    assert f"tool.kvconform.{name}: expected " in text or name == "connector"
+    assert hinted(text, LISTED[name]) if name in LISTED and isinstance(value, str) else True
+
+
+@examples("configs")
+@given(data=st.data())
+def test_a_config_that_is_none(data, tmp_path):
+    how = data.draw(st.sampled_from(["cut", "other", "extra", "cannot be kept", "deep", "digits"]))
+    if how == "cut":
+        text = json.dumps({"kv_connector_extra_config": {"a": data.draw(st.text(alphabet="abc", max_size=5))}})
+        text = text[: data.draw(st.integers(1, len(text) - 1))]
+    elif how == "other":
+        text = json.dumps(data.draw(st.lists(st.integers(), max_size=3)))
+    elif how == "extra":
+        text = json.dumps({"kv_connector_extra_config": data.draw(st.integers() | st.lists(st.integers()) | TEXT)})
+    elif how == "cannot be kept":
+        text = json.dumps({"a": data.draw(st.sampled_from(["\ud800", "a\udfff"]))})
+    elif how == "deep":
+        text = "[" * data.draw(st.integers(3000, 90000)) if data.draw(st.booleans()) else '{"a":' * 50000
+    else:
+        text = f'{{"a": {"9" * data.draw(st.integers(5000, 6000))}}}'
+    in_file = data.draw(st.booleans())
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    place = f"--kv-config: {path}" if in_file else "--kv-config"
+    assert sentence(prepare, {"kv_config": str(path) if in_file else text}, {}, tmp_path).startswith(f"{place}: ")
+
+
+ANYTHING = st.binary(max_size=60) | st.text(alphabet='[]{}=".#\n\\ abf1-', max_size=60).map(str.encode)
+
+
+@examples("files")
+@given(text=ANYTHING, where=st.sampled_from(["declare", "config", "pyproject"]))
+def test_a_file_of_anything(text, where, tmp_path):
+    """It is refused in one sentence, or it happens to be right."""
+    (tmp_path / "pyproject.toml").unlink(missing_ok=True)
+    path = tmp_path / ("pyproject.toml" if where == "pyproject" else "file")
+    path.write_bytes((b"[tool.kvconform]\n" if where == "pyproject" else b"") + text)
+    said = ""
+    try:
+        prepare({} if where == "pyproject" else {f"kv_{where}": str(path)}, {}, tmp_path)
+    except BadSetting as error:
+        said = str(error)
+    assert not said or path.name in said or "tool.kvconform" in said
+
+
+@examples("specs")
+@given(spec=st.text(max_size=20) | st.text(alphabet="ab.: -/", max_size=10))
+def test_a_connector_that_is_none(spec, tmp_path):
+    assume(not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec))
+    text = sentence(prepare, {"kv_connector": spec}, {}, tmp_path)
+    assert text.startswith("--kv-connector")
+
+
+WORDS = {"tier": ["bytes", "engine"], "feature": FEATURES, "rule": ["KV-BYTES-001"], "family": ["llama", "gemma3"], "topology": ["P1D1"]}
+
+
+@examples("words")
+@given(data=st.data())
+def test_a_word_that_selects_nothing(data, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("_KVCONFORM_PARTS", "fakekv")
+    name = data.draw(st.sampled_from(["tier", "feature", "rule", "family"]))
+    word = data.draw(typos(["engine", "interface"] if name == "tier" else WORDS[name]) | st.text(alphabet="xyz", min_size=1, max_size=5))
+    text = sentence(prepare, {f"kv_{name}": [word]}, {}, tmp_path)
+    assert text.startswith(f"--kv-{name}")
+    assert repr(word) in text
+
+
+# ---- by the command ------------------------------------------------------------------------------------------------------------
+
+COMMANDS = [
+    (["--kv-config={" + '"a": ' * 3], {}, "", "--kv-config: line 1 column"),
+    (["--kv-config=\udcff"], {}, "", "--kv-config: expected a text"),
+    (["--kv-report=\udcff"], {}, "", "--kv-report: expected a text"),
+    (["--kv-claim", "--kv-feature=aborted"], {}, "", "--kv-feature: there is no feature 'aborted' (did you mean abort?)"),
+    ([], {"KVCONFORM_CLAIM": "maybe"}, "", "KVCONFORM_CLAIM: expected true or false, got 'maybe'"),
+    ([], {"KVCONFORM_FETURE": "mla"}, "", "environment: there is no variable KVCONFORM_FETURE (did you mean KVCONFORM_FEATURE?)"),
+    ([], {}, "[tool]\nkvconform = 3", "pyproject.toml: tool.kvconform: expected a table, got 3"),
+    ([], {}, "[tool.kvconform]\nconfig = {a = 2027-01-31}", "pyproject.toml: tool.kvconform.config: expected what JSON can hold"),
+    ([], {}, "[[tool.kvconform.features]]\nmla = true", "pyproject.toml: tool.kvconform.features: expected a table, got [{'mla': True}]"),
+    ([], {}, "[tool.kvconform.known]\ncase = 'a'", "pyproject.toml: tool.kvconform.known: expected a list of tables, got {'case': 'a'}"),
+    ([], {}, "[[tool.kvconform.known]]\ncase = 'kv::a'", "pyproject.toml: tool.kvconform.known[0]: issue is missing"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment", "pyproject", "says"), COMMANDS, ids=[row[-1][:40] for row in COMMANDS])
+def test_the_command_ends_with_a_usage_error(kv, pytester, monkeypatch, arguments, environment, pyproject, says):
+    if pyproject:
+        (pytester.path / "pyproject.toml").write_text(pyproject)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run = kv(*arguments, apart=True, undeclared=True)
+    assert run.code == 4, run.text
+    assert "Traceback" not in run.text
+    assert says in run.text
+    assert run.log == [] or run.log[-1] == "zygote closed"

@@ -1,0 +1,104 @@
+"""The list of features, and which cases need which of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvconform import features, plan
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.faulty_nixl import NEVER, STATUS, Faults
+from pytest_kvconform.rigs.scenario import Prompt, Scenario, Transfer
+from pytest_kvconform.settings import Settings
+
+NAMES = (
+    "full-attention mla sliding-window mamba-state mla-and-state mla-and-gqa prefix-hit state-prefix-hit tp-heterogeneous "
+    "block-size-heterogeneous layout-heterogeneous speculative-draft load-failure-recompute load-failure-fail preemption abort lease "
+    "peer-restart multi-connector"
+).split()
+PROMPTS = (Prompt((5, 6, 7)),)
+
+
+def test_the_list_is_closed():
+    assert list(features.load()) == NAMES
+    for name, feature in features.load().items():
+        assert feature.says[-1] not in ".!", name
+        assert set(feature.facts) <= features.CELL_FACTS | features.CASE_FACTS, name
+        assert feature.facts or feature.rules, name
+
+
+def test_every_glob_is_for_a_case_of_the_suite():
+    planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).asked
+    for name, feature in features.load().items():
+        assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), name
+        assert all(any(features.matches(glob, one.id) for one in planned) for glob in feature.cases), name
+
+
+def test_every_fact_is_asked_for():
+    asked = {fact for feature in features.load().values() for fact in feature.facts}
+    assert asked == features.CELL_FACTS | features.CASE_FACTS
+
+
+@pytest.mark.parametrize(
+    ("cell", "facts"),
+    [
+        (("llama", "P1D1"), "full"),
+        (("gemma3", "P1D2"), "full window tp"),
+        (("gpt_oss", "P2D2"), "full window"),
+        (("qwen3_5", "P1D1"), "full state"),
+        (("llama3_1_8b", "P1D1", "b16"), "full"),
+        (("llama3_1_8b", "P2D1", "b16x64"), "full tp block"),
+        (("llama3_1_8b", "P1D1", "hnd_nhd"), "full layout"),
+        (("llama3_1_8b", "P1D1", "backend32x64"), "full block"),
+        (("llama3_1_8b", "P1D1", "fp8"), "full"),
+        (("gemma3_1b", "P1D1", "b16"), "full window"),
+        (("deepseek_v3", "P1D1", "b16"), "mla"),
+        (("kimi_linear_48b", "P1D1", "mla64"), "mla state"),
+        (("kimi_k2_5_eagle3", "P2D2", "b16"), "mla full draft"),
+    ],
+)
+def test_facts_of_cells(cell, facts):
+    assert features.of_cell(Cell(*cell)) == set(facts.split())
+
+
+@pytest.mark.parametrize(
+    ("variant", "facts"),
+    [
+        (None, ""),
+        ("n63", ""),
+        (Scenario("n3", PROMPTS), ""),
+        (Scenario("hit", (Prompt((5, 6, 7), warm=2),)), "hit"),
+        (Scenario("abort_waiting", PROMPTS, abort="waiting"), "abort"),
+        (Transfer("preempted", PROMPTS, preempt="P"), "preempt"),
+        (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True), "fails-fail"),
+        (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True, policy="recompute"), "fails-recompute"),
+        (Transfer("slow", PROMPTS, faults=(Faults(hold=3),), policy="recompute"), ""),
+        (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), "silence"),
+    ],
+)
+def test_facts_of_what_a_case_does(variant, facts):
+    assert set(features.of_variant(variant)) == set(facts.split())
+
+
+def test_what_cases_of_the_suite_need():
+    needs = {planned.id: features.needed(planned) for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked}
+    assert needs["kv::engine/bytes::arrive[gemma3-P1D2-partial_hit]"] == (
+        "full-attention",
+        "sliding-window",
+        "prefix-hit",
+        "tp-heterogeneous",
+    )
+    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-failed]"] == ("full-attention", "load-failure-fail")
+    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-not_notified]"] == ("full-attention", "lease")
+    assert needs["kv::bytes/pool::rows_arrive[qwen3_5_35b_a3b-P2D2.b16-hit1]"] == (
+        "full-attention",
+        "mamba-state",
+        "prefix-hit",
+        "state-prefix-hit",
+    )
+    assert all(needs.values())  # no case is about nothing
+
+
+def test_a_feature_selects_the_cases_that_need_it():
+    chosen = plan.make_plan(Settings(tier=("engine",), feature=("abort", "state-prefix-hit")), ()).asked
+    assert {str(planned.variant) for planned in chosen} == {"abort_prefill", "abort_waiting", "abort_loading", "partial_hit", "full_hit"}
+    assert {planned.cell.family for planned in chosen if "hit" in str(planned.variant)} == {"qwen3_5"}

@@ -1,0 +1,220 @@
+"""Every planted mistake of a scheduler half is found by the cases of its rule, and called by no other rule; right connectors pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from pytest_kvconform.plan import Planned, load_module
+from tests.engine.judged import Judged
+
+MODULES = ("protocol/hooks", "protocol/matched", "protocol/metadata", "protocol/finished", "protocol/loads")
+SHORT = 0.1  # of deadlines, where one of them has to be waited for
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake: the rules that findings name, and cases that find it, as "case" or "case[variant]". What else is found, if anything,
+    is found by other cases and named by the same rules.
+    """
+
+    connector: str
+    rules: str
+    by: str
+    says: str  # pattern of what happened, somewhere in it
+    geometry: str = "llama3_1_8b"
+    topology: str = "P1D1"
+    scale: float = 1.0  # of deadlines
+
+    def __str__(self) -> str:
+        return self.connector
+
+
+ASKED, ENDED = "get_num_new_matched_tokens", "request_finished_all_groups"
+WRONG = [
+    # What it answers.
+    Wrong(
+        "AnswersFractions",
+        "KV-MATCH-001",
+        "answers_tokens_and_whether_they_come_later[handed_over]",
+        r"returned \(53\.0, True\): the first",
+    ),
+    Wrong("AnswersAlone", "KV-MATCH-001", "answers_tokens_and_whether_they_come_later[plain]", r"returned 0, and vLLM unpacks"),
+    Wrong("FallsBelowZero", "KV-MATCH-001", "answers_tokens_and_whether_they_come_later[hit]", r"53 tokens, 48\) returned \(-11, True\)"),
+    Wrong(
+        "AnnouncesMore",
+        "KV-MATCH-002",
+        "never_more_than_there_is[1] never_more_than_there_is[b]",
+        r"returned \(\d+, True\): there are only \d+",
+    ),
+    Wrong("ForgetsTheHit", "KV-MATCH-002", "never_more_than_a_hit_leaves[b]", r"49 tokens, 16\) returned \(49, True\): there are only 33"),
+    Wrong("NothingComesLater", "KV-MATCH-003", "nothing_does_not_come_later[2b+1]", r"returned \(0, True\)", "qwen3_5_35b_a3b", "P2D2"),
+    Wrong("AnswersOnce", "KV-MATCH-004", "asking_again_gives_the_same_answer asking_in_vain_begins_nothing a_load_waits_for_room", r"0"),
+    Wrong("AnswersLess", "KV-MATCH-004", "asking_again_gives_the_same_answer asking_in_vain_begins_nothing", r"\(52, True\)"),
+    Wrong("AnswersAgain", "KV-MATCH-005", "answers_nothing_once_it_has_loaded[preempted]", r"instead of \(0, False\)"),
+    Wrong("NeverSure", "KV-MATCH-006", "answers_in_the_end[handed_over]", r"\(None, False\) every time|knew no answer"),
+    # What it makes of blocks.
+    Wrong(
+        "LoadsByBlocks",
+        "KV-MATCH-007",
+        "loads_nothing_when_told_of_nothing[discarded]",
+        r"told of 0 tokens, and the metadata names blocks \[",
+    ),
+    Wrong(
+        "LoadsTwice", "KV-MATCH-007 KV-META-003", "loads_nothing_when_told_of_nothing[second_call]", r"told of 0 tokens|is ordered in steps"
+    ),
+    Wrong("DropsTheLastBlock", "KV-MATCH-008", "loads_into_blocks_of_its_own[no_hit]", r"no load is ordered into blocks \[\d+\]"),
+    Wrong("LoadsIntoNeighbours", "KV-MATCH-008", "loads_into_blocks_of_its_own[no_hit]", r"which are none of the request's"),
+    # What it does to requests.
+    Wrong(
+        "CutsPlainPrompts", "KV-MATCH-009", "a_new_request_stays_what_it_is[plain]", r"a request of 53 tokens and max_tokens 3 has 52 and 3"
+    ),
+    Wrong("CutsAgain", "KV-MATCH-009", "a_new_request_stays_what_it_is[prefill_preempted]", r"53 tokens has 52 after a preemption"),
+    Wrong("ComputesAhead", "KV-HOOK-003", "the_scheduler_can_go_on[d-length]", r"vLLM's scheduler of D0 stopped with AssertionError"),
+    # What it tells its workers.
+    Wrong("TellsADict", "KV-META-001", "travels_to_the_workers[empty]", r"returned a dict, which is no KVConnectorMetadata"),
+    Wrong(
+        "TellsALock", "KV-META-001", "travels_to_the_workers[empty]", r"does not survive pickle: TypeError: cannot pickle '_thread.lock'"
+    ),
+    Wrong("TakesTheEnds", "KV-META-002", "leaves_the_schedulers_output_alone[p-length]", r"changed scheduler_output\.finished_req_ids"),
+    Wrong(
+        "RepeatsLoads",
+        "KV-META-003",
+        "orders_a_load_once[no_hit]",
+        r"is ordered in steps \[|mentions it: the state of a step|still mentions",
+    ),
+    Wrong("RepeatsSends", "KV-META-003", "tells_of_an_end_once[p-length]", r"mentions it: the state of a step is not reset|still mentions"),
+    Wrong("ReusesTheList", "KV-META-004", "is_not_changed_afterwards[prefill]", r"named blocks \[\d.*\] and names \[\] now"),
+    # How it ends requests.
+    Wrong("AnswersParamsAlone", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[plain-length]", rf"{ENDED}\(\w+\) returned"),
+    Wrong("KeepsByNumber", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[p-length]", rf"{ENDED}\(\w+\) returned \([01], "),
+    Wrong("AddsASet", "KV-FINISH-002", "params_travel_as_json[p-length]", r"Object of type set is not JSON serializable"),
+    Wrong("AddsNumberedKeys", "KV-FINISH-002", "params_travel_as_json[p-length]", r"do not come back from JSON as they went: 'ranks'"),
+    Wrong("AddsProtection", "KV-FINISH-002", "params_travel_as_json[p-stop]", r"params are a mappingproxy"),
+    Wrong("Remembers", "KV-FINISH-003", "everything_comes_back[p-abort-new]", r"the connector still remembers cmpl-[PD]0-\d+: notes\.key"),
+    Wrong("HoldsABlock", "KV-FINISH-003", "everything_comes_back[p-length]", r"1 of 100 blocks did not come back"),
+    Wrong(
+        "KeepsTheAborted",
+        "KV-FINISH-004",
+        "an_abandoned_prefill_is_not_kept[p-abort-running]",
+        r"returned True: P keeps blocks that nobody reads",
+    ),
+    Wrong("HandsOverOldBlocks", "KV-FINISH-005", "hands_over_the_blocks_of_the_end[preempted]", r"are none of \[|leave out blocks"),
+    Wrong(
+        "GivesBlocksAway", "KV-FINISH-006", "keeps_the_blocks_that_it_hands_over[p-length]", r"P gave .* away before anybody has read them"
+    ),
+    # How it takes reports.
+    Wrong("ForgetsLateLoads", "KV-LOAD-001", "a_load_ends_when_it_is_reported[late]", r"was reported, and it still waits"),
+    Wrong(
+        "CountsOneRank",
+        "KV-LOAD-002",
+        "every_rank_is_waited_for[in_turn] every_rank_sends[in_turn]",
+        r"although rank",
+        "qwen3_5_35b_a3b",
+        "P2D2",
+    ),
+    Wrong(
+        "CountsAPeer",
+        "KV-LOAD-002 KV-LOAD-001 KV-LOAD-004 KV-FINISH-003",  # nothing comes to an end
+        "every_rank_is_waited_for[in_turn] every_rank_sends[in_turn]",
+        r"still",
+        "qwen3_5_35b_a3b",
+        "P2D2",
+    ),
+    Wrong("KnowsEveryLoad", "KV-LOAD-003", "reports_are_taken_as_they_come[unknown]", r"update_connector_output raised KeyError"),
+    Wrong("WantsASet", "KV-LOAD-003", "reports_are_taken_as_they_come[nothing]", r"update_connector_output raised TypeError"),
+    Wrong("HidesErrors", "KV-LOAD-004", "a_failed_load_ends_its_request[request]", r"failed, and its request ends with 'stop'"),
+    Wrong(
+        "FreesTheCancelled",
+        "KV-LOAD-005",
+        "a_cancelled_load_gives_everything_back[begun]",
+        r"blocks of cmpl-D0-\d+ are free, and its load may",
+    ),
+    Wrong(
+        "CannotReset",
+        "KV-LOAD-006",
+        "the_cache_can_be_emptied_at_any_time[loading]",
+        r"reset_cache raised RuntimeError: a load is under way",
+    ),
+    # How it fails.
+    Wrong(
+        "RaisesAtTheEnd",
+        "KV-HOOK-001",
+        "no_hook_raises[p-abort-running]",
+        rf"{ENDED} raised KeyError: 'cmpl-P0-0000' \(wrong_connectors_scheduler\.py:\d+\)",
+    ),
+    Wrong("Exits", "KV-HOOK-001", "no_hook_raises[d-length]", r"on_new_request raised SystemExit: no such peer"),
+    Wrong(
+        "Crashes",
+        "KV-HOOK-002",
+        "no_hook_ends_or_stops_the_process[d-length]",
+        r"died of SIGSEGV, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
+    ),
+    Wrong("PrintsAndAborts", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", r"died of SIGABRT, in update_state_after_alloc"),
+    Wrong(
+        "LeavesAtOnce", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", r"ended with exit code 0, in update_state_after_alloc"
+    ),
+]
+
+
+def names(words: str) -> set[str]:
+    return set(words.split())
+
+
+def chosen(wrong: Wrong) -> Callable[[Planned], bool]:
+    """Of every case the first variant, and those that are named."""
+    first: dict[str, str] = {}
+
+    def choose(planned: Planned) -> bool:
+        name, variant = planned.case.name, str(planned.variant)
+        return planned.module in MODULES and (first.setdefault(name, variant) == variant or f"{name}[{variant}]" in names(wrong.by))
+
+    return choose
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(judge: Callable[..., Judged], wrong: Wrong) -> None:
+    judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=wrong.scale, only=chosen(wrong))
+    assert "HARNESS" not in judged.outcomes.values(), [result.reason for result in judged.results if result.outcome == "HARNESS"]
+    assert names(wrong.by) <= judged.failed, f"{names(wrong.by) - judged.failed} did not find it"
+    found = {(finding.rule, finding.happened) for finding in judged.findings.values()}
+    assert {rule for rule, _ in found} == names(wrong.rules), found
+    for case in names(wrong.by):
+        assert judged.findings[case].rule == wrong.rules.split()[0]
+        assert re.search(wrong.says, judged.findings[case].happened), judged.findings[case].happened
+    assert all("\n" not in said and len(said) < 500 for _, said in found)
+    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
+
+
+def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(judge: Callable[..., Judged]) -> None:
+    wrong = Wrong("StandsStill", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", "", scale=SHORT)
+    judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=SHORT, only=chosen(wrong))
+    said = [finding.happened for finding in judged.findings.values()]
+    assert len(said) == 3 and "BLOCKED" in judged.outcomes.values()
+    for happened in said:
+        assert re.search(r"did not come back within \S+ s, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)", happened)
+
+
+def test_every_rule_of_these_cases_has_a_mistake_that_only_it_names() -> None:
+    rules = {case.rule for module in MODULES for case in load_module(module)[1]}
+    assert rules - {wrong.rules for wrong in WRONG} == set()
+
+
+@pytest.mark.parametrize(
+    ("connector", "geometry", "topology"),
+    [
+        ("Right", "llama3_1_8b", "P1D1"),
+        ("SureLater", "llama3_1_8b", "P1D1"),
+        ("SureLater", "gemma3_1b", "P1D1"),
+        ("Right", "qwen3_5_35b_a3b", "P1D2"),
+        ("NixlConnector", "llama3_1_8b", "P2D1"),
+    ],
+)
+def test_a_right_connector_passes_every_case(judge: Callable[..., Judged], connector: str, geometry: str, topology: str) -> None:
+    judged = judge(connector, geometry, topology, only=lambda planned: planned.module in MODULES)
+    assert {name: outcome for name, outcome in judged.outcomes.items() if outcome != "PASS"} == {}
+    assert len(judged.outcomes) > 100
+    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)

@@ -1,0 +1,219 @@
+"""Every planted mistake about params, hits, ends and neighbours is found by cases of its rule, and by no other; right connectors pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pytest_kvconform.plan import Planned, load_module
+from tests.engine.judged import Judged
+
+MODULES = ("protocol/params", "protocol/hits", "protocol/aborts", "protocol/multi", "protocol/stores")
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake: the rule that findings name, and all cases that find it, as a pattern of "case[variant]"."""
+
+    connector: str
+    rule: str
+    by: str
+    says: str  # pattern of what happened, somewhere in it
+    geometry: str = "llama3_1_8b"
+    topology: str = "P1D1"
+
+    def __str__(self) -> str:
+        return f"{self.connector}-{self.rule}"
+
+
+PARAMS, HITS, ABORTS, MULTI, STORES = ((module,) for module in MODULES)
+OF = {"PARAMS": PARAMS, "HIT": HITS, "ABORT": ABORTS, "MULTI": MULTI, "LOAD": MULTI}  # theme of a rule -> modules that are run
+STRANGE = r"(none|empty|of_a_router|of_another)"
+FOR_EVER = "the request waits for ever: its load was announced, and none is ordered"
+WRONG = [
+    # Params.
+    Wrong("AnswersStrangers", "KV-PARAMS-001", r"lets_others_pass\[[pd]-of_a\w+\]", r"answered \(False, \{'served_by'"),
+    Wrong("NamesStrangers", "KV-PARAMS-001", rf"lets_others_pass\[[pd]-{STRANGE}\]", r"metadata of step 1 names cmpl-[PD]0-0000, whose"),
+    Wrong("TrustsAddresses", "KV-PARAMS-002", r"finds_out_in_time\[missing\]", rf"^with remote_host, remote_port missing: {FOR_EVER}$"),
+    Wrong("TrustsGroups", "KV-PARAMS-002", r"finds_out_in_time\[emptied\]", r"a load of nothing: the metadata names no block to load from"),
+    Wrong(
+        "TrustsGroups",
+        "KV-PARAMS-002",
+        r"finds_out_in_time_by_group\[emptied\]",
+        r"^with remote_block_ids emptied: the request waits for a load of nothing",
+        geometry="qwen3_5_35b_a3b",
+        topology="P2D2",
+    ),
+    Wrong(
+        "TrustsNames",
+        "KV-PARAMS-002",
+        r"finds_out_in_time\[(list|object)\]",
+        r"^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable type: '(list|dict)' \(base_scheduler",
+    ),
+    Wrong(
+        "RemembersTheUnusable",
+        "KV-PARAMS-002",
+        r"finds_out_in_time\[(?!longer|flag_)\w+\]",
+        r"the connector still remembers it: connector_scheduler\.refused\.item",
+    ),
+    Wrong(
+        "WantsEveryKey", "KV-PARAMS-003", r"asks_for_no_more_than_it_needs", r"^asked with \{'do_remote_decode': True\}, P hands nothing"
+    ),
+    Wrong("ReadsInOrder", "KV-PARAMS-004", r"reads_keys_by_name\[(reordered|with_more)\]", r"D announces 0 tokens and orders another load"),
+    Wrong("ServesOnce", "KV-PARAMS-004", r"reads_keys_by_name\[twice\]", r"of two requests with the same params the second one is gone"),
+    Wrong(
+        "TakesTurns",
+        "KV-PARAMS-005",
+        r"survives_its_own_answer|survives_a_strange_question\[(?!missing|null|empty|emptied|nulls)\w+\]",
+        rf"update_state_after_alloc raised AssertionError|{FOR_EVER}",
+    ),
+    # Hits.
+    Wrong(
+        "SilentWithoutALoad", "KV-HIT-001", r"lets_p_go_without_a_load\[dropped\]", r"P keeps 3 blocks for it, and no step's metadata tells"
+    ),
+    Wrong(
+        "SilentWithoutALoad",
+        "KV-HIT-001",
+        r"lets_p_go_without_a_load\[(dropped|whole)\]",
+        r"and no step's metadata tells P$",
+        geometry="qwen3_5_35b_a3b",
+        topology="P2D2",
+    ),
+    Wrong(
+        "StopsEarly", "KV-HIT-002", r"loads_what_a_hit_leaves\[(2b\+5|3b|2b\+1)_b\]", r"answered \(5, True\), which ends at 21|ends at \d+$"
+    ),
+    Wrong(
+        "LeavesStatesOut",
+        "KV-HIT-003",
+        r"brings_every_state\[(hit|diverged|one_token_left)\]",
+        r"behind 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)",
+        geometry="qwen3_5_35b_a3b",
+        topology="P2D2",
+    ),
+    Wrong(
+        "LoadsTheLastToken",
+        "KV-HIT-004",
+        r"stops_where_p_stops\[(?!1\])[\w+-]+\]",
+        r"P computed \d+, and D loads \d+: the state is of another token",
+        geometry="qwen3_5_35b_a3b",
+        topology="P2D2",
+    ),
+    # Ends.
+    Wrong(
+        "KeepsWhatLoads",
+        "KV-ABORT-001",
+        r"spares_the_others_on_d\[(?!waiting|asked)\w+\]",
+        r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
+    ),
+    Wrong("ForgetsTheOthers", "KV-ABORT-001", r"spares_the_others_on_d\[\w+\]", r"which was given 0 tokens, computed 53$"),
+    Wrong(
+        "SilentAtTheEnd", "KV-ABORT-002", r"lets_p_go_before_a_load\[(waiting|asked)\]", r"P keeps 4 blocks for it, and no step's metadata"
+    ),
+    # Neighbours.
+    Wrong("LoadsByBlocks", "KV-MULTI-001", r"leaves_the_load_to_another\[first\]", r"orders a load into blocks \["),
+    Wrong("SilentWithoutALoad", "KV-MULTI-001", r"leaves_the_load_to_another\[first\]", r"no step's metadata tells P"),
+    Wrong("ActsWhenAsked", "KV-MULTI-001", r"loads_as_if_it_were_alone\[unsure_last\]", r"with the neighbour unsure_last 0"),
+    Wrong("KeepsStrangers", "KV-MULTI-002", r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]", r"returned \(True, None\)"),
+    Wrong("KnowsEveryReport", "KV-LOAD-003", r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]", r"nobody has kept"),
+    Wrong(
+        "ReusesTheDict",
+        "KV-MULTI-003",
+        r"shares_the_params\[last\]",
+        r"params of request 1 have \['neighbour-0', 'neighbour-1'",
+    ),
+    Wrong("IsTheOnlyOne", "KV-MULTI-004", r"publishes_through_another\[\w+\]", r"and through MultiConnector nothing$"),
+]
+WRONG_STORES = [
+    Wrong(
+        "AnnouncesTheRest", "KV-STORE-001", r"serves_a_conversation\[\w+\]", r"tokens, \d+ of which were ever computed, \d+ were announced"
+    ),
+    Wrong("CountsTokens", "KV-STORE-002", r"announces_nothing_that_nobody_saved\[(?!nothing)\w+\]", r"nobody has saved a block"),
+    Wrong("CountsQuestions", "KV-STORE-003", r"answers_the_same_again", r"asked four times about one request"),
+]
+
+
+def of(modules: tuple[str, ...]) -> Callable[[Planned], bool]:
+    return lambda planned: planned.module in modules
+
+
+def found(judged: Judged, wrong: Wrong) -> None:
+    """Assert that exactly the cases of a pattern failed, each with the rule and the words."""
+    assert "HARNESS" not in judged.outcomes.values(), [result.reason for result in judged.results if result.outcome == "HARNESS"]
+    due = {name for name, outcome in judged.outcomes.items() if outcome != "NOT-APPLICABLE" and re.fullmatch(wrong.by, name)}
+    assert due, f"no case is called {wrong.by}"
+    assert judged.failed == due, f"found by {judged.failed - due} besides, and not by {due - judged.failed}"
+    for name, finding in judged.findings.items():
+        assert finding.rule == wrong.rule, f"{name}: {finding}"
+        assert re.search(wrong.says, finding.happened), f"{name}: {finding.happened}"
+        assert "\n" not in finding.happened and len(finding.happened) < 400
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_found_by_the_cases_of_its_rule(judge: Callable[..., Judged], wrong: Wrong) -> None:
+    found(judge(wrong.connector, wrong.geometry, wrong.topology, only=of(OF[wrong.rule.split("-")[1]])), wrong)
+
+
+def store_config(folder: Path) -> str:
+    return f'{{"kv_connector_extra_config": {{"shared_storage_path": "{folder}"}}}}'
+
+
+@pytest.mark.parametrize("wrong", WRONG_STORES, ids=str)
+def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(judge: Callable[..., Judged], wrong: Wrong, tmp_path: Path) -> None:
+    found(judge(wrong.connector, wrong.geometry, only=of(STORES), profile="store", config=store_config(tmp_path)), wrong)
+
+
+def test_every_rule_of_these_cases_has_a_mistake() -> None:
+    rules = {case.rule for module in MODULES for case in load_module(module)[1]}
+    assert rules <= {wrong.rule for wrong in (*WRONG, *WRONG_STORES)}
+
+
+# ---- right ones ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("geometry", "topology"), [("llama3_1_8b", "P1D1"), ("gemma3_1b", "P1D1"), ("qwen3_5_35b_a3b", "P2D2")])
+def test_a_right_connector_passes(judge: Callable[..., Judged], geometry: str, topology: str) -> None:
+    judged = judge("Right", geometry, topology, only=of(MODULES[:4]))
+    passed = {name for name, outcome in judged.outcomes.items() if outcome == "PASS"}
+    assert set(judged.outcomes) - passed <= {"lets_p_go_without_a_load[whole]"}, judged.findings
+    assert len(passed) > 30
+    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+
+
+def test_a_right_store_passes(judge: Callable[..., Judged], tmp_path: Path) -> None:
+    judged = judge("Store", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
+    assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
+    served = judged.evidence["serves_a_conversation[forgotten]"].external_tokens
+    assert served > 100, "nothing was loaded"
+
+
+# ---- vLLM's own: docs/findings.md ----------------------------------------------------------------------------------------------
+
+
+def test_vllms_nixl_connector_trusts_params(judge: Callable[..., Judged]) -> None:
+    judged = judge("NixlConnector", "llama3_1_8b", only=of(PARAMS))
+    assert {name.partition("[")[0] for name in judged.failed} == {
+        "finds_out_in_time",
+        "survives_a_strange_question",
+        "survives_its_own_answer",
+    }
+    missing = judged.findings["finds_out_in_time[missing]"]
+    assert missing.happened == "with remote_block_ids missing: update_state_after_alloc raised AssertionError (pull_scheduler.py:186)"
+    assert missing.differs == f"remote_engine_id, remote_request_id, remote_host, remote_port: {FOR_EVER}"
+    assert "on_new_request raised TypeError: unhashable type: 'list'" in judged.findings["finds_out_in_time[list]"].differs
+    assert judged.findings["survives_its_own_answer"].happened == f"with of an earlier turn params: {FOR_EVER}"
+
+
+def test_vllms_nixl_connector_is_right_about_the_rest(judge: Callable[..., Judged]) -> None:
+    judged = judge("NixlConnector", "qwen3_5_35b_a3b", "P2D2", only=of((*HITS, *ABORTS, *MULTI)))
+    assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
+
+
+def test_vllms_example_of_a_store_announces_what_it_has_not(judge: Callable[..., Judged]) -> None:
+    judged = judge("ExampleConnector", "llama3_1_8b", only=of(STORES))
+    assert judged.failed == {"serves_a_conversation[kept]", "serves_a_conversation[forgotten]"}
+    assert "returned (-16, False)" in judged.findings["serves_a_conversation[kept]"].happened
+    assert "start_load_kv raised FileNotFoundError" in judged.findings["serves_a_conversation[forgotten]"].happened

@@ -1,0 +1,135 @@
+"""What a connector does wrong as a peer or as a rank is found by the case that is about it; a right one passes all of them.
+
+A cell takes about eight seconds of waiting, whatever is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.protocol_worker.conftest import Said
+
+SHORT = 0.4  # of deadlines, where one of them has to be waited for
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One mistake, and all that the suite says about it: which cases fail or are blocked; every other one passes."""
+
+    connector: str
+    fails: dict[str, str]  # case[variant] -> pattern of what happened or of the diagnosis
+    blocked: str = ""  # names
+    topology: str = "P1D1"
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return self.connector
+
+
+def on(names: str, says: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), says)
+
+
+@dataclass(frozen=True)
+class WrongRanks(Wrong):
+    topology: str = field(default="P1D2", kw_only=True)
+
+
+UNREACHABLE = "unreachable_fails_alone[dead] unreachable_fails_alone[mute]"
+OTHERS = "others_go_on[dead] others_go_on[mute] strangers_go_on"
+TOO_LATE = "too_late_is_noticed[late] too_late_is_noticed[overtaken]"
+STOOD_THERE = "was given what stood there by then, and ended well"
+HELD_UP = "holds up requests that have nothing to do with it"
+WRONG = [
+    Wrong("NeverGivesUp", on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline"), scale=SHORT),
+    Wrong(
+        "RaisesWhenUnreachable",
+        on(f"{UNREACHABLE} restarted[stranger]", "D raised RuntimeError .*every peer can be reached"),
+        f"{OTHERS} restarted[met]",
+    ),
+    Wrong("HoldsAllBack", on("others_go_on[dead] strangers_go_on", HELD_UP)),
+    Wrong("OneAtATime", on("strangers_go_on", HELD_UP)),
+    Wrong(
+        "WaitsForPeers",
+        on(OTHERS, HELD_UP) | on("does_not_wait[meeting]", r"start_load_kv of D took \d\.\d\d s"),
+    ),
+    Wrong("WaitsForReads", on("does_not_wait[reading]", r"start_load_kv of D took \d\.\d\d s")),
+    Wrong("TakesAnybody", on("restarted[stranger]", "what the old engine had was given what nobody can have") | on(TOO_LATE, STOOD_THERE)),
+    Wrong("RemembersAddresses", on("restarted[met]", "for what the new engine has ended with an error")),
+    Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
+    Wrong("LooksBefore", on("too_late_is_noticed[overtaken]", STOOD_THERE)),
+    Wrong("NeverExpires", on("gives_back", "without a deadline"), f"{TOO_LATE} late_notice_is_harmless", scale=SHORT),
+    Wrong("ExpiresEarly", on("gives_back", r"back 3\.\d\d s after the request had come, and its lease is 4 s")),
+    Wrong(
+        "HearsLateReaders",
+        on("late_notice_is_harmless", "P raised AssertionError in _update_from_kv_xfer_finished"),
+        f"{TOO_LATE} gives_back",
+    ),
+    Wrong("NoHeartbeats", on("kept_while_wanted[waiting] kept_while_wanted[loading]", "does not tell P in time")),
+    Wrong("SpeaksWhenScheduled", on("kept_while_wanted[waiting]", "before it was scheduled")),
+    Wrong("SpeaksUntilScheduled", on("kept_while_wanted[loading]", "for its load to end")),
+    Wrong("BelievesEveryMessage", on("outlives_nonsense", r"has not met before ended with an error\nP logged \w+Error")),
+    WrongRanks("RepeatsItself", on("reports_once", "rank 1 of D named request .* 2 times in finished_recving")),
+    WrongRanks("ForgetsToSay", on("reports_once", "rank 1 of D never named request"), scale=SHORT),
+    WrongRanks(
+        "NamesWhatItGaveUp",
+        on("reports_what_waits[D]", "in finished_recving: it never waited for a load"),
+        "tells_a_failure_once reports_what_was_aborted",
+    ),
+    WrongRanks(
+        "NamesEveryEnd",
+        on("reports_what_waits[P]", "in finished_sending: request_finished did not ask to keep its blocks"),
+        "reports_once reports_what_waits[D] tells_a_failure_once needs_no_forward reports_what_was_aborted",
+    ),
+    WrongRanks("RepeatsFailures", on("tells_a_failure_once", r"rank 1 reported block \d+ \d+ times")),
+    WrongRanks("NeedsForward", on("needs_no_forward", "it ended when D had something to compute")),
+    WrongRanks("ForgetsAborted", on("reports_what_was_aborted", "ranks 0, 1 of D did not report it"), scale=SHORT),
+    WrongRanks("DropsAborted", on("reports_what_was_aborted", "reported it before its transfers had ended")),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Said], wrong: Wrong) -> None:
+    said = judge(wrong.connector, wrong.topology, wrong.scale)
+    expected = {name: "FAIL" if name in wrong.fails else "Blocked" if name in wrong.blocked.split() else "PASS" for name in said}
+    # What says that this machine was too slow to tell says nothing about the connector; see the test of the right one.
+    slow = {
+        name for name, (outcome, reason) in said.items() if outcome == "Blocked" and "--kv-timeout-scale" in reason
+    } - wrong.fails.keys()
+    assert {name: outcome for name, (outcome, _) in said.items() if name not in slow} == {
+        n: e for n, e in expected.items() if n not in slow
+    }
+    for name, pattern in wrong.fails.items():
+        assert re.search(pattern, said[name][1], re.DOTALL), said[name]
+
+
+@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 22), ("P1D2", 6)])
+def test_a_right_connector_passes_every_case(judge: Callable[..., Said], topology: str, cases: int) -> None:
+    said = judge("Right", topology)
+    assert len(said) == cases
+    assert {name: what for name, what in said.items() if what[0] != "PASS"} == {}
+
+
+@pytest.mark.parametrize(("topology", "fails"), [("P1D1", {"strangers_go_on", *TOO_LATE.split(), "outlives_nonsense"}), ("P1D2", set())])
+def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: str, fails: set[str]) -> None:
+    said = judge("NixlConnector", topology)
+    assert {name: what for name, what in said.items() if what[0] not in ("PASS", "FAIL")} == {}
+    assert {name for name, (outcome, _) in said.items() if outcome == "FAIL"} == fails
+
+
+def test_a_long_lease_is_not_waited_for(judge: Callable[..., Said]) -> None:
+    said = judge("TrustsLeases", "P1D1", lease_s=30)
+    blocked = {
+        name for name, (outcome, reason) in said.items() if outcome == "Blocked" and "P may keep what nobody has read for 30 s" in reason
+    }
+    assert blocked == {
+        *TOO_LATE.split(),
+        "gives_back",
+        "late_notice_is_harmless",
+        "kept_while_wanted[waiting]",
+        "kept_while_wanted[loading]",
+    }

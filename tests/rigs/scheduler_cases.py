@@ -1,0 +1,144 @@
+"""Cases about the scheduler rig itself. test_scheduler_rig.py runs them as the suite runs its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.scheduler_rig import Report, Rig
+
+RULE = "KV-LOAD-001"
+runs: list[int] = []
+DONE = Evidence(looked_at=1, unit="things")
+
+
+@case(RULE, inside=True)
+def hands_over(rig: Rig, variant: None) -> Evidence:
+    p, d = rig.side("P"), rig.side("D")
+    prompt = rig.prompt(3 * p.block_size + 5)
+    first, second = rig.hand_over(p, d, prompt, max_tokens=2)
+    params = p.params(first)
+    assert params["remote_request_id"] == first and isinstance(params["remote_block_ids"][0], list)
+    assert p.status(first) == "FINISHED_LENGTH_CAPPED" and p.kept() == (first,) and p.alive() == ()
+    step = d.step()
+    assert d.parked(second) and step.scheduled == {} and d.announced(second) == (len(prompt), True)
+    assert not d.step().mentions(second) and step.mentions(second)
+    blocks = {block for group in d.blocks(second) for block in group}
+    assert blocks and all(map(d.owns, blocks)) and not any(map(p.owns, blocks))
+    assert blocks <= step.orders(second)
+    d.step(received=[second])
+    step = d.step()
+    assert step.scheduled == {second: (len(prompt) - 1, len(prompt))}
+    assert len(step.said[second].tokens) == 1 and step.said[second].finish is None
+    assert d.run() == 1 and d.results[second].finish == "length" and d.status(second) == "gone"
+    assert d.computed_by_itself(second) == 1
+    assert p.free() < p.free_at_start and "the scheduler still knows" in p.leaks()[0]
+    p.step(sent=[first])
+    assert p.leaks() == d.leaks() == ()
+    return DONE
+
+
+@case(RULE, inside=True)
+def remembers_calls(rig: Rig, variant: None) -> Evidence:
+    p = rig.side("P")
+    id = p.add(rig.prompt(5), rig.ask_prefill(), max_tokens=3)
+    p.run()
+    hooks = [call.hook for call in p.calls if call.request == id]
+    assert hooks == ["on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups"]
+    [told] = p.calls_of("update_state_after_alloc", id)
+    assert told.arguments == {"num_external_tokens": 0, "blocks": ((1,),), "writable": ((1,),)}
+    [ended] = p.calls_of("request_finished")
+    assert ended.arguments == {"blocks": ((1,),), "status": "FINISHED_LENGTH_CAPPED"} and ended.result[0] is True
+    assert [call.step for call in p.calls_of("build_connector_meta")] == [1, 2, 3]
+    return DONE
+
+
+@case(RULE, inside=True)
+def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
+    d = rig.side("D", blocks=20)
+    prompt = rig.prompt(3 * d.block_size)
+    d.hit(prompt, 2 * d.block_size)
+    id = d.add(prompt, max_tokens=4)
+    assert d.step().scheduled == {id: (2 * d.block_size, 3 * d.block_size)}
+    d.preempt(id)
+    assert d.step().scheduled == {} and d.status(id) == "PREEMPTED" and id in d.step().scheduled
+    d.run()
+    assert [call.arguments["num_computed_tokens"] for call in d.calls_of("get_num_new_matched_tokens", id)][:2] == [2 * d.block_size] * 2
+    other = d.add(prompt)
+    d.starve()  # what was in the prefix cache is lost
+    assert d.step().scheduled == {} and d.free() == 0 and d.status(other) == "WAITING"
+    d.starve(False)
+    assert d.step().scheduled == {other: (0, 3 * d.block_size)}
+    assert d.leaks() == () and d.free() == 20
+    return DONE
+
+
+@case(RULE, inside=True)
+def ends_as_it_is_told(rig: Rig, variant: None) -> Evidence:
+    p = rig.side("P")
+    stops, aborted, goes_on = (p.add(rig.prompt(9, seed=n), max_tokens=3, stop=n == 0) for n in range(3))
+    step = p.step()
+    assert step.said[stops].finish == "stop" and step.said[goes_on].finish is None
+    p.abort(aborted)
+    assert p.status(aborted) == "gone" and p.step().ended == {stops, aborted}
+    p.run()
+    assert p.results[goes_on].finish == "length" and set(p.ended) == {stops, aborted, goes_on}
+    return DONE
+
+
+@case(RULE, inside=True)
+def waits_for_every_rank(rig: Rig, variant: None) -> Evidence:
+    p, d = rig.side("P"), rig.side("D", policy="recompute")
+    _, id = rig.load(p, d, rig.prompt(40))
+    assert d.ranks == 2
+    d.step(ranks=(Report(received=[id], failed=[id]), Report()))
+    assert d.parked(id)
+    d.step(ranks=(Report(), Report(received=[id])))
+    assert not d.parked(id)
+    d.run()
+    assert d.computed_by_itself(id) == 40
+    return DONE
+
+
+@case(RULE, variants=lambda cell, matrix: (), inside=True)
+def sees_what_is_left(rig: Rig, what: str) -> Evidence:
+    """A case that plants a leak and says what the leak check said."""
+    p = rig.side("P")
+    id = p.add(rig.prompt(40))
+    p.run()
+    pool = p.manager.block_pool
+    if what == "block":
+        pool.touch([pool.blocks[7]])
+    elif what == "taken":
+        pool.free_block_queue.popleft()
+    elif what == "queue":
+        p.scheduler.failed_recving_kv_req_ids.add(id)
+    elif what == "group":
+        p.manager.coordinator.single_type_managers[0].req_to_blocks[id] = [pool.blocks[3]]
+    elif what == "memory":
+        p.connector.connector_scheduler.cache = [{"x": (f"{id}:1",)}]
+    raise NotApplicable("; ".join(p.leaks()))
+
+
+@case(RULE, inside=True)
+def fails(rig: Rig, how: str) -> Evidence:
+    if how == "bug":
+        raise ZeroDivisionError("ours")
+    if how == "harness":
+        raise HarnessError("no room")
+    if how == "nothing":
+        return None  # type: ignore[return-value]
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "hang":
+        time.sleep(1000)
+    if how == "state":
+        runs.append(1)
+        raise NotApplicable(str(len(runs)))
+    rig.side("P").add([1, 2], {"a": object()})
+    return DONE

@@ -1,0 +1,119 @@
+"""The scheduler rig does what its documentation says, sees what is left, and explains what dies in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+from tests.engine.judged import Jury
+from tests.rigs import scheduler_cases
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., Evidence]
+
+
+@pytest.fixture(scope="module")
+def jury() -> Iterator[Jury]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(ROOT)])
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        jury = Jury("tests.protocol.wrong_connectors_scheduler", "protocol", ("llama3_1_8b",))
+        yield jury
+    assert jury.close() == []
+
+
+@pytest.fixture(scope="module")
+def benches(jury: Jury) -> Iterator[Callable[[str, float], Bench]]:
+    made: dict[tuple[str, float], Bench] = {}
+
+    def bench(topology: str, scale: float) -> Bench:
+        if (topology, scale) not in made:
+            settings = Settings(connector="NixlConnector", tier=("protocol",), family=("llama3_1_8b",), timeout_scale=scale)
+            facts = jury.probe(settings)
+            made[topology, scale] = Bench(jury.zygote.address, resolve(settings), settings, facts, lambda sentence: None)
+            made[topology, scale].use(Cell("llama3_1_8b", topology, "b16"))
+        return made[topology, scale]
+
+    yield bench
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture
+def run(benches: Callable[[str, float], Bench]) -> Run:
+    """run("hands_over") -> its evidence, or what it raised."""
+
+    def run(name: str, variant: Any = None, topology: str = "P1D1", scale: float = 3.0) -> Evidence:
+        evidence: Evidence = getattr(scheduler_cases, name)(benches(topology, scale), variant)
+        return evidence
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["hands_over", "remembers_calls", "preempts_starves_and_hits", "ends_as_it_is_told"])
+def test_what_the_rig_promises(run: Run, name: str) -> None:
+    assert run(name) == scheduler_cases.DONE
+
+
+def test_every_rank_of_a_side_reports(run: Run) -> None:
+    assert run("waits_for_every_rank", topology="P1D2") == scheduler_cases.DONE
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("none", ""),
+        ("block", "1 of 100 blocks did not come back; blocks 7 still have owners"),
+        ("taken", "1 of 100 blocks did not come back"),
+        ("queue", "scheduler.failed_recving_kv_req_ids holds cmpl-P0-0000"),
+        ("group", "group 0 still has blocks of cmpl-P0-0000"),
+        ("memory", "the connector still remembers cmpl-P0-0000: connector_scheduler.cache.item.x.item"),
+    ],
+)
+def test_the_leak_check_sees_a_planted_leak(run: Run, what: str, says: str) -> None:
+    with pytest.raises(NotApplicable) as caught:
+        run("sees_what_is_left", what)
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("bug", r"^ZeroDivisionError: ours \(scheduler_cases\.py:\d+\)$"),
+        ("harness", r"^no room$"),
+        ("nothing", r"^the case returned None$"),
+        ("params", r"^a case gave params that are no JSON: Object of type object is not JSON serializable$"),
+    ],
+)
+def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, says: str) -> None:
+    with pytest.raises(HarnessError, match=says):
+        run("fails", how)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("killed", r"^the process of vLLM's scheduler died of SIGKILL, outside of any hook$"),
+        ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
+        ("hang", r"^the process of vLLM's scheduler did not come back within 1 s, outside of any hook"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str) -> None:
+    with pytest.raises(Violation, match=says) as caught:
+        run("fails", how, scale=0.1 if how == "hang" else 3.0)
+    assert caught.value.finding.rule == "KV-HOOK-002"
+
+
+def test_a_case_sees_nothing_of_the_case_before(run: Run) -> None:
+    for _ in range(2):
+        with pytest.raises(NotApplicable, match=r"^1$"):
+            run("fails", "state")
