@@ -136,11 +136,8 @@ class CaseItem(pytest.Item):
         return shown
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        try:
-            line = inspect.getsourcelines(self.planned.case.body)[1] - 1
-        except (OSError, TypeError):
-            line = None
-        return self.path, line, self.nodeid
+        # Not inspect.getsourcelines, which reads the whole function: 2000 cases spend seconds on it.
+        return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
 
     def annotate(self, report: pytest.TestReport) -> None:
         """Let the report say what the case said: no mark that a user put on the item turns a failure into something milder."""

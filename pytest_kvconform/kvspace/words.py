@@ -258,7 +258,7 @@ def encode(coordinates: Array, size: int = 8) -> Array:
 
 
 def follow(first: Array, lanes: int) -> Array:
-    """The words of whole rows that begin with these addresses (COORDINATES [row]): uint64 [row, lane]; 0 where nothing is known to follow."""
+    """The words of whole rows that begin with these addresses, COORDINATES [row]: uint64 [row, lane]; 0 where nobody knows."""
     words = np.zeros((len(first), lanes), dtype=np.uint64)
     for (kind, size), form in FORMATS.items():
         mine = first["kind"] == kind
@@ -274,5 +274,5 @@ def follow(first: Array, lanes: int) -> Array:
         if kind == STATE:
             values["token"] = state_tokens(form, these["token"])
         words[mine] = fold((part(form, **values) + sign(form))[:, None] + part(form, lane=np.arange(lanes)), form)
-    words[(first["lane"] > 0)] = 0  # the row before or behind begins within this one
+    words[first["lane"] > 0] = 0  # another row begins within this one
     return words

@@ -275,11 +275,11 @@ class Engine:
         """Remember threads and ports at the moment before the connector is built: what vLLM itself keeps is not the connector's to end."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        create = KVConnectorFactory.create_connector
+        create, process = KVConnectorFactory.create_connector, os.getpid()
         self.before: tuple[Counter[str], frozenset[str]] | None = None
 
         def create_connector(*args: Any, **kwargs: Any) -> Any:
-            if self.before is None:
+            if self.before is None and os.getpid() == process:  # a rank that was forked would note it for nobody
                 self.before = thread_names(), frozenset(listening_sockets(os.getpid()))
             return create(*args, **kwargs)
 

@@ -26,11 +26,35 @@ def preload() -> None:
     """Import in the zygote what every pattern engine needs."""
     import contextlib
 
+    import numpy.ma  # noqa: F401 - np.unique loads it when it is first called
+
     import pytest_kvconform.rigs.pattern_rank  # noqa: F401
 
     load_geometries()
     with contextlib.suppress(ImportError):
         import vllm.distributed.kv_transfer.kv_connector.v1.nixl  # noqa: F401
+    _share_gloo_devices()
+
+
+def _share_gloo_devices() -> None:
+    """Let the process groups of a process share one gloo device.
+
+    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank: with a dozen ranks on two cores
+    that is a tenth of the time.
+    """
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    devices: dict[int, Any] = {}  # by process: a thread does not survive a fork
+
+    class SharedDevice(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+            options = ProcessGroupGloo._Options()
+            if os.getpid() not in devices:
+                devices[os.getpid()] = ProcessGroupGloo.create_default_device()
+            options._devices, options._threads, options._timeout = [devices[os.getpid()]], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDevice
 
 
 def serve(connection: Any, spec: PatternSpec) -> None:

@@ -176,7 +176,7 @@ def test_what_is_kept_is_bounded_and_travels(pool, most):
     assert found.wrong == compared(pool).wrong
     biggest = max(int(np.prod(region.shape[1:-1])) * region.lanes for region in pool.regions)
     assert len(found.runs) <= max(most, biggest) + (len(found.words) + 1) * biggest
-    assert found.words.keys() <= {*found.runs["kind"].tolist()} | ({COLLATERAL} if len(found.raw) else set()), "a kind that nobody can explain"
+    assert found.words.keys() <= {*found.runs["kind"].tolist(), *([COLLATERAL] if len(found.raw) else [])}, "a kind without an example"
     again = pickle.loads(pickle.dumps(found))
     assert count_pool(again) == count_pool(found) and draw_pool(again) == draw_pool(found)
 
@@ -197,7 +197,7 @@ def test_a_rare_kind_is_kept_however_much_else_is_wrong():
 @SETTINGS
 @given(pools(), st.data())
 def test_rows_in_one_piece_are_judged_as_word_by_word(pool, data):
-    """Rows of other places, poison, zeros and torn rows, in blocks that are due and elsewhere: the short way finds what the long one does."""
+    """Rows of other places, poison, zeros and torn rows, where something was due and elsewhere."""
     loaded(pool)
     random = np.random.default_rng(data.draw(st.integers(0, 999)))
     for region in pool.regions:

@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.recorder import HookRaised
 from pytest_kvconform.rigs.scheduler_rig import Rig, SchedulerStopped, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group
-from pytest_kvconform.suite.protocol._spoiled import SPOILS, spoiled
+from pytest_kvconform.suite.protocol._spoiled import OF_LISTS, OF_VALUES, spoiled
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 STRANGE: dict[str, dict[str, Any] | None] = {
@@ -21,14 +21,22 @@ STRANGE: dict[str, dict[str, Any] | None] = {
     "of_a_router": {"trace": "0af7651916cd43dd", "priority": 3, "labels": ["a", None, {"b": 1.5}]},
     "of_another": {"transfer_id": "xfer-1", "remote_bootstrap_addr": "10.0.0.7:8998", "lmcache.skip_save": True},
 }
-OF_LISTS = ("shorter", "longer")
 LONG = 80  # tokens: more than the few for which a connector may find a transfer not worth while
+
+
+def _one_rank(cell: Cell) -> bool:
+    """What params say does not depend on the number of ranks."""
+    return cell.topology == "P1D1"
+
+
+def _strangers(cell: Cell, matrix: str) -> list[str]:
+    return [f"{role}-{which}" for role in "pd" for which in STRANGE] if one_group(cell) else ["p-of_a_router", "d-none"]
 
 
 # ---- requests that are none of its business ----------------------------------------------------------------------------------
 
 
-@case("KV-PARAMS-001", variants=lambda cell, matrix: [f"{role}-{which}" for role in "pd" for which in STRANGE], inside=True)
+@case("KV-PARAMS-001", variants=_strangers, inside=True)
 def lets_others_pass(rig: Rig, who: str) -> Evidence:
     """Of a request without params, or with keys of somebody else, the connector takes no notice."""
     hands_over(rig)
@@ -49,7 +57,7 @@ def lets_others_pass(rig: Rig, who: str) -> Evidence:
 # ---- what a hand-over needs --------------------------------------------------------------------------------------------------
 
 
-@case("KV-PARAMS-003", inside=True)
+@case("KV-PARAMS-003", applies=_one_rank, inside=True)
 def asks_for_no_more_than_it_needs(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
     hands_over(rig)
@@ -109,37 +117,36 @@ def _loads(side: Side, metadata: Any, p: Side) -> frozenset[int]:
 # ---- params that lead nowhere ------------------------------------------------------------------------------------------------
 
 
-def _several_groups(cell: Cell) -> bool:
-    return not one_group(cell)
+def _ways_of_values(cell: Cell, matrix: str) -> list[str]:
+    return list(OF_VALUES) if one_group(cell) else []
 
 
-@case("KV-PARAMS-002", applies=one_group, variants=lambda cell, matrix: _ways(cell), inside=True)
+def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
+    return list(OF_LISTS) if one_group(cell) else ["missing", "emptied", "shorter", "longer"]
+
+
+@case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, inside=True)
 def finds_out_in_time(rig: Rig, how: str) -> Evidence:
     """Each field of P's answer in turn is not what it should be. D's engine lives; the request is computed, fails, or loads what P has."""
-    return _all_fields(rig, how)
+    return _each_field(rig, how, lists=False)
 
 
-@case("KV-PARAMS-002", applies=_several_groups, variants=lambda cell, matrix: ("missing", "emptied", "shorter", "longer"), inside=True)
-def finds_out_in_time_by_group(rig: Rig, how: str) -> Evidence:
-    """The same where block ids come by KV cache group."""
-    return _all_fields(rig, how)
+@case("KV-PARAMS-002", variants=_ways_of_lists, inside=True)
+def finds_out_that_there_are_no_blocks(rig: Rig, how: str) -> Evidence:
+    """The same for fields that hold lists, as block ids do."""
+    return _each_field(rig, how, lists=True)
 
 
-def _ways(cell: Cell) -> list[str]:
-    return list(SPOILS) if cell.topology == "P1D1" else []
-
-
-def _all_fields(rig: Rig, how: str) -> Evidence:
+def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     hands_over(rig)
-    p = rig.side("P")
+    p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, p.block_size))
-    d = rig.side("D")
     first, second = rig.load(p, d, prompt)
     names = any(map(p.owns, d.steps[-1].orders(second)))
-    return _tried(rig, "D", spoiled(p.params(first), how), how, lambda d, params: _received(d, prompt, params, names))
+    return _tried(rig, "D", spoiled(p.params(first), how, lists), how, lambda d, params: _received(d, prompt, params, names))
 
 
-@case("KV-PARAMS-005", applies=one_group, variants=lambda cell, matrix: [how for how in _ways(cell) if how not in OF_LISTS], inside=True)
+@case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, inside=True)
 def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
     """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
     hands_over(rig)
@@ -147,7 +154,7 @@ def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
     return _tried(rig, "P", spoiled(rig.ask_prefill(), how), how, lambda p, params: _received(p, prompt, params))
 
 
-@case("KV-PARAMS-005", inside=True)
+@case("KV-PARAMS-005", applies=_one_rank, inside=True)
 def survives_its_own_answer(rig: Rig, variant: None) -> Evidence:
     """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
     hands_over(rig)
@@ -155,13 +162,13 @@ def survives_its_own_answer(rig: Rig, variant: None) -> Evidence:
     prompt = rig.prompt(max(LONG, several(PROMPT, p.block_size)))
     first, _ = rig.load(p, rig.side("D"), prompt)
     turn = p.params(first) | {key: value for key, value in rig.ask_prefill().items() if value is not None}
-    return _tried(rig, "P", {"of an earlier turn": turn}, "params", lambda p, params: _received(p, prompt, params))
+    return _tried(rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _received(p, prompt, params))
 
 
 def _tried(rig: Rig, role: str, table: dict[str, dict[str, Any]], how: str, fate: Callable[[Side, dict[str, Any]], str]) -> Evidence:
     """Let one side after the other receive each of these params; a side that stays whole gets the next ones, too."""
     if not table:
-        raise NotApplicable(f"no field of the params can be made {how}")
+        raise NotApplicable(f"the params have no field that could be {how}")
     wrong: dict[str, list[str]] = {}
     side: Side | None = None
     for field, params in table.items():
@@ -178,7 +185,7 @@ def _tried(rig: Rig, role: str, table: dict[str, dict[str, Any]], how: str, fate
     if wrong:
         said, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
-        raise rig.broken("", f"with {', '.join(fields)} {how}: {said}", differs=more, diagnosis=said)
+        raise rig.broken("", f"with {' '.join([', '.join(fields), how]).strip()}: {said}", differs=more, diagnosis=said)
     return Evidence(looked_at=len(table), unit="params")
 
 
