@@ -53,6 +53,7 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
 
     profile: str = ""
     handover: str = ""
+    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads
     features: dict[str, str] = {}  # name -> why it is not supported, "" if it is; a name that is not here is not declared
     known: tuple[Known, ...] = ()
 
@@ -61,10 +62,13 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(table: Mapping[str, Any], place: str) -> Declared:
-    """A declaration from the keys profile, handover, features and known. Raises BadSetting, in one sentence that begins with the place."""
+    """A declaration, keys profile, handover, lease, features and known. Raises BadSetting: a sentence that begins with the place."""
     dot = "." if "tool" in place else ": "
-    refuse_unknown(table, ("profile", "handover", "features", "known"), place, dot)
-    words = {}
+    refuse_unknown(table, ("profile", "handover", "lease", "features", "known"), place, dot)
+    lease = table.get("lease", "")
+    if not isinstance(lease, str):
+        raise BadSetting(f"{place}{dot}lease: expected a key of kv_connector_extra_config, got {lease!r}")
+    words = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         if (value := table.get(key, "")) not in ("", *valid):
             raise BadSetting(f"{place}{dot}{key}: expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}")

@@ -20,7 +20,7 @@ ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # What pyproject.toml says of the connector that it names. Another one that is tested in the same folder has none of it.
-OF_THE_CONNECTOR = ("config", "declare", "profile", "handover", "features", "known")
+OF_THE_CONNECTOR = ("config", "declare", "profile", "handover", "lease", "features", "known")
 
 
 class BadSetting(ValueError):
@@ -153,6 +153,13 @@ class Settings:
         _one_of(*HANDOVERS),
         "handoff|rendezvous|none",
         "how P's answer reaches D: in P's output (handoff, unless it is a store), by a transfer id that both get, or not at all (stores)",
+        toml_only=True,
+    )
+    lease: str = _option(
+        "",
+        _text,
+        "KEY",
+        "key of kv_connector_extra_config for the seconds that P keeps what nobody reads; the suite asks for few",
         toml_only=True,
     )
     features: str = _option(

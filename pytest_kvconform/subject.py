@@ -34,6 +34,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
     folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
+    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads: the suite asks for few
     needs: str = ""  # device without which its worker half cannot run: "cuda"
     packages: dict[str, str] = {}  # modules without which its class cannot be imported, with what provides them
     keeps: str = ""  # why what a store saves is not found by a second engine
@@ -67,6 +68,7 @@ def resolve(settings: Settings) -> Subject:
         profile=profile,
         handover=handover or ("none" if profile == "store" else "handoff"),
         folder=known.folder,
+        lease=said.lease or known.lease,
         needs=known.needs,
         packages=known.packages,
         keeps=known.keeps,
@@ -82,6 +84,7 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     profile: str = "p2p"
     handover: str = ""
     folder: str = ""
+    lease: str = ""
     needs: str = ""
     packages: dict[str, str] = {}
     keeps: str = ""
@@ -112,7 +115,8 @@ def _declared(settings: Settings) -> Declared:
     if settings.declare:
         place = f"--kv-declare: {settings.declare}"
         return declaration.read(declaration.read_file(Path(settings.declare), place), place)
-    table = {key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))}
+    table: dict[str, Any] = {key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))}
+    table["lease"] = settings.lease
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 

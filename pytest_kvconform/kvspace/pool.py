@@ -233,7 +233,7 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
         at = tuple(axis.ravel() for axis in grid)
         ours, theirs = (of[some].reshape(-1, region.width) for of in (got, want))
         wanted = due[start : start + step].repeat(len(at[0]) // len(some))
-        changed = differs[some].reshape(-1, region.width).any(axis=-1)
+        changed = np.asarray(differs[some].reshape(-1, region.width).any(axis=-1))
         taken = np.ones(len(ours), dtype=bool)
         pieces = np.zeros(len(ours), dtype=bool)
         if aligned and region.lanes > 1 and not region.width % 8:

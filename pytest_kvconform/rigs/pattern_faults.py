@@ -77,7 +77,7 @@ class FaultBench:
         if self.lease_s > PATIENCE_S:
             raise Blocked(
                 f"P may keep what nobody has read for {self.lease_s:.0f} s: "
-                f'a shorter lease (--kv-config \'{{"kv_connector_extra_config": {{"{LEASE}": {LEASE_S}}}}}\') is waited for'
+                f"declare `lease`, the key of kv_connector_extra_config for these seconds, and a shorter one is asked for ({LEASE_S} s)"
             )
         p, d = self._engines(transfer.policy)
         deadline = time.monotonic() + self.lease_s + self.pattern.limits.release
@@ -89,7 +89,7 @@ class FaultBench:
     @property
     def lease_s(self) -> float:
         """Seconds P may keep what nobody reads."""
-        return float(self._config("P").get("kv_connector_extra_config", {}).get(LEASE, LEASE_DEFAULT_S))
+        return float(self._config("P").get("kv_connector_extra_config", {}).get(self.pattern.bench.subject.lease or LEASE, LEASE_DEFAULT_S))
 
     def drop(self) -> None:
         """End all engines."""
@@ -101,10 +101,10 @@ class FaultBench:
             engine.end()
 
     def _config(self, role: str) -> dict[str, Any]:
-        """The fields of vLLM's KVTransferConfig, with a short lease for vLLM's own NIXL connectors unless the user has given one."""
-        config, subject = self.pattern.config(role), self.pattern.bench.subject
-        if subject.module is None and subject.connector.startswith("Nixl"):
-            config = config | {"kv_connector_extra_config": {LEASE: self.shortest_lease} | config.get("kv_connector_extra_config", {})}
+        """The fields of vLLM's KVTransferConfig, with a short lease where it is known how, unless the user has given one."""
+        config, key = self.pattern.config(role), self.pattern.bench.subject.lease
+        if key:
+            config = config | {"kv_connector_extra_config": {key: self.shortest_lease} | config.get("kv_connector_extra_config", {})}
         return config
 
     @property

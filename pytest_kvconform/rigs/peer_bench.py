@@ -44,14 +44,15 @@ class PeerBench:
     @property
     def lease_s(self) -> float:
         """Seconds that P may keep what nobody reads, as configured; see `pattern_faults.FaultBench.lease_s`."""
-        return float(self._config("P").get("kv_connector_extra_config", {}).get(LEASE, self.pattern.faulty.lease_s))
+        key = self.pattern.bench.subject.lease or LEASE
+        return float(self._config("P").get("kv_connector_extra_config", {}).get(key, self.pattern.faulty.lease_s))
 
     def needs_short_lease(self) -> None:
         """Raises Blocked where the lease takes longer than a run should: stories that wait for one are not told."""
         if self._long_lease:
             raise Blocked(
                 f"P may keep what nobody has read for {self.lease_s:.0f} s: "
-                f'a shorter lease (--kv-config \'{{"kv_connector_extra_config": {{"{LEASE}": {LEASE_S}}}}}\') is waited for'
+                f"declare `lease`, the key of kv_connector_extra_config for these seconds, and a shorter one is asked for ({LEASE_S} s)"
             )
 
     @property
@@ -65,11 +66,11 @@ class PeerBench:
         return msgspec.structs.replace(spec, faulty=True, kv_transfer_config=spec.kv_transfer_config | self._config(role))
 
     def _config(self, role: str) -> dict[str, Any]:
-        """The fields of vLLM's KVTransferConfig, with a short lease for vLLM's own NIXL connectors unless the user has given one."""
-        config, subject = self.pattern.config(role), self.pattern.bench.subject
-        if subject.module is None and subject.connector.startswith("Nixl"):
+        """The fields of vLLM's KVTransferConfig, with a short lease where it is known how, unless the user has given one."""
+        config, key = self.pattern.config(role), self.pattern.bench.subject.lease
+        if key:
             lease = LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
-            config = config | {"kv_connector_extra_config": {LEASE: lease} | config.get("kv_connector_extra_config", {})}
+            config = config | {"kv_connector_extra_config": {key: lease} | config.get("kv_connector_extra_config", {})}
         return config
 
     def _tell(self, cell: Cell) -> dict[str, StorySeen]:

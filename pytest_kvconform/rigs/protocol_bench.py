@@ -34,9 +34,9 @@ class ProtocolBench:
         self._hung: list[str] = []
 
     def run(self, module: str, function: str, rule: str, variant: Any) -> Evidence:
-        """Run a case in a fork of the host. Returns its evidence; raises what it raised: Violation, Blocked, NotApplicable, HarnessError."""
+        """Run a case in a fork of the host. Returns its evidence, or raises Violation, Blocked, NotApplicable or HarnessError."""
         if len(self._hung) >= HANGS:
-            raise Blocked(f"{len(self._hung)} cases did not come back in time, {self._hung[0]} first: others are not tried")
+            raise Blocked(f"{HANGS} cases did not come back in time, {self._hung[0]} first: others are not tried")
         ended, deadline_s = self._failed.get(self.bench.cell), CASE_PART * self.limits.call
         if ended is None:
             ended = self._ask(("run", module, function, rule, variant, deadline_s), deadline_s + GRACE_S)

@@ -13,14 +13,13 @@ import gc
 import importlib
 import mmap
 import os
-import pickle
 import re
-import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -121,6 +120,8 @@ class Host:
         self._configs: dict[tuple[str, bool], Any] = {}
         self._specs: dict[tuple[str, bool], dict[str, Any]] = {}
         self._kv_configs: dict[tuple[str, bool, int], Any] = {}
+        self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
+        self._killed: list[int] = []  # children that are still to be reaped
         without_limits_of_kernels()
         preload()
         for index, role in enumerate("PD"):  # of most cases the first and the second side; a fork inherits them
@@ -194,32 +195,40 @@ class Host:
 
     def run(self, module: str, function: str, rule: str, variant: Any, deadline_s: float) -> Ended:
         """Run one case in a child and say how it ended. Always comes back within the deadline, or a little later."""
-        body = getattr(importlib.import_module(module), function).__wrapped__  # imported here, so that the next case finds it
-        started = time.monotonic()
-        reader, writer = os.pipe()
-        log_from = os.lseek(2, 0, os.SEEK_END)
+        importlib.import_module(module)  # so that the next child has it
+        for pid in self._killed:
+            os.waitpid(pid, 0)
+        pid, line = self._spare or self._fork()
+        started, log_from = time.monotonic(), os.lseek(2, 0, os.SEEK_END)
         self.note("")
-        if (pid := os.fork()) == 0:
-            os.close(reader)
-            _child(writer, lambda: body(Rig(self, rule), variant))
-        os.close(writer)
-        try:
-            answer = _read(reader, started + deadline_s)
-            if answer is None:
-                os.kill(pid, signal.SIGUSR1)  # it writes its stack to the log
-                time.sleep(STACK_S)
-        finally:
-            os.close(reader)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
+        with contextlib.suppress(OSError):
+            line.send((module, function, rule, variant))
+        self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
+        in_time, answer = line.poll(deadline_s), None
+        if in_time:
+            with contextlib.suppress(Exception):  # it has ended, or what it sent cannot be read
+                answer = line.recv()
+        else:
+            os.kill(pid, signal.SIGUSR1)  # it writes its stack to the log
+            time.sleep(STACK_S)
+        os.kill(pid, signal.SIGKILL)
+        line.close()
         seconds = time.monotonic() - started
-        if answer:
-            with contextlib.suppress(Exception):
-                kind, value = pickle.loads(answer)
-                return Ended(kind=kind, value=value, seconds=seconds)
-        how = f"did not come back within {deadline_s:g} s" if answer is None else _death(status)
+        if answer is not None:
+            kind, value = answer
+            return Ended(kind=kind, value=value, seconds=seconds)
+        self._killed, status = [], os.waitpid(pid, 0)[1]
+        how = _death(status) if in_time else f"did not come back within {deadline_s:g} s"
         return Ended(kind="violation", value=self._died(how, log_from), seconds=seconds)
+
+    def _fork(self) -> tuple[int, Connection]:
+        """A child that waits for one case: its pid, and the line to it."""
+        ours, theirs = Pipe()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            _child(self, theirs)
+        theirs.close()
+        return pid, ours
 
     def _died(self, how: str, log_from: int) -> Finding:
         hook = self._hook[:].rstrip(b"\0 ").decode()
@@ -272,9 +281,10 @@ def configuration(geometry: Geometry, memory: Memory, tp: int, transfer: dict[st
     return config
 
 
-def _child(writer: int, case: Callable[[], Any]) -> NoReturn:
-    """Run a case and send what became of it."""
+def _child(host: Host, line: Connection) -> NoReturn:
+    """Run one case and send what became of it."""
     die_with_parent()
+    os.setpgid(0, 0)
     gc.disable()  # it would walk the inherited heap, and copy it by that
     faulthandler.disable()
     for deadly in DEADLY:  # a library beside vLLM (tvm_ffi) writes a stack of native code with symbols, which takes seconds
@@ -282,15 +292,19 @@ def _child(writer: int, case: Callable[[], Any]) -> NoReturn:
     faulthandler.enable()
     kind, value = "harness", "the case did not reach its end"
     try:
-        kind, value = _outcome(case)
+        module, function, rule, variant = line.recv()
+    except EOFError:
+        os._exit(0)  # there is no further case
+    try:
+        case = getattr(importlib.import_module(module), function).__wrapped__
+        kind, value = _outcome(lambda: case(Rig(host, rule), variant))
     except BaseException as error:
         traceback.print_exc()
         value = f"{type(error).__name__}: {error} ({place_of(error)})".replace(":  (", " (")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(pickle.dumps((kind, value)))
+        line.send((kind, value))
         os._exit(0)
 
 
@@ -324,18 +338,6 @@ def _stack(error: HookRaised) -> tuple[str, ...]:
     """The connector's own frames, innermost last."""
     frames = traceback.extract_tb(error.error.__traceback__)
     return tuple(f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames if "pytest_kvconform" not in f.filename)[-6:]
-
-
-def _read(reader: int, deadline: float) -> bytes | None:
-    """Everything that a child sends until it closes its end; None if it does not by the deadline."""
-    found = b""
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([reader], [], [], left)[0]:
-            continue
-        if not (chunk := os.read(reader, 1 << 16)):
-            return found
-        found += chunk
-    return None
 
 
 def _death(status: int) -> str:

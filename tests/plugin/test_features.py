@@ -48,7 +48,6 @@ def test_every_fact_is_asked_for():
         (("llama3_1_8b", "P1D1", "b16"), "full"),
         (("llama3_1_8b", "P2D1", "b16x64"), "full tp block"),
         (("llama3_1_8b", "P1D1", "hnd_nhd"), "full layout"),
-        (("llama3_1_8b", "P1D1", "backend32x64"), "full block"),
         (("llama3_1_8b", "P1D1", "fp8"), "full"),
         (("gemma3_1b", "P1D1", "b16"), "full window"),
         (("deepseek_v3", "P1D1", "b16"), "mla"),

@@ -317,8 +317,8 @@ class OwnFolder:
     """What a case has saved is none of another one's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
-        self._storage_path += f"/{os.getpid()}"  # type: ignore[has-type]
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._storage_path += f"/{os.getpid()}"
 
 
 class Store(OwnFolder, stores.Right):

@@ -66,7 +66,10 @@ def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
     d.preempt(id)
     assert d.step().scheduled == {} and d.status(id) == "PREEMPTED" and id in d.step().scheduled
     d.run()
-    assert [call.arguments["num_computed_tokens"] for call in d.calls_of("get_num_new_matched_tokens", id)] == [2 * d.block_size, 3 * d.block_size]
+    assert [call.arguments["num_computed_tokens"] for call in d.calls_of("get_num_new_matched_tokens", id)] == [
+        2 * d.block_size,
+        3 * d.block_size,
+    ]
     other = d.add(prompt)
     d.starve()  # what was in the prefix cache is lost
     assert d.step().scheduled == {} and d.free() == 0 and d.status(other) == "WAITING"

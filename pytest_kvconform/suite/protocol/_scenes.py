@@ -16,7 +16,7 @@ PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-run
 DECODES = ("d-length", "d-stop", "d-abort-new", "d-abort-waiting", "d-abort-loading", "d-error-loading", "d-abort-running")
 PLAIN = ("plain-length", "plain-abort-waiting", "plain-abort-running")
 ENDINGS = (*PLAIN, *PREFILLS, *DECODES)
-FEW = ("plain-length", "p-length", "p-abort-running", "d-length", "d-abort-loading")
+FEW = ("plain-length", "p-length", "p-abort-running", "d-abort-loading")
 STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
