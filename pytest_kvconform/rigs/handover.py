@@ -23,6 +23,9 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
+# Requests are named as vLLM's servers do it: what the router called the request on both sides, and 8 hexadecimal digits of the server's own.
+# A connector that pushes pairs P's request with D's by the first part (`get_base_request_id` in vLLM's nixl/utils.py).
+ON_P, ON_D = "0000000a", "0000000d"
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -165,7 +168,7 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
         params = handed[name if scenario.n == 1 else run.names[0]]
         d.add(
             Request(
-                id=f"{name}-d",
+                id=f"{name}-{ON_D}",
                 tokens=prompt.tokens,
                 max_tokens=scenario.max_tokens,
                 salt=salt,
@@ -178,13 +181,13 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
     if scenario.abort:
         _abort_decode(scenario, d, run)
         return run
-    _until_finished(d, [f"{name}-d" for name in run.names], run, deadline, peer=p)
+    _until_finished(d, [f"{name}-{ON_D}" for name in run.names], run, deadline, peer=p)
     for name, prompt in zip(run.names, prompts, strict=True):
-        run.decode[name] = d.trace(f"{name}-d")
+        run.decode[name] = d.trace(f"{name}-{ON_D}")
         if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
             raise HarnessError(f"{scenario}: D computed a prefix by itself and found nothing of it in its own prefix cache")
-        run.target[name] = d.taken(f"{name}-d")
-        run.outputs[name] = run.outputs.pop(f"{name}-d", [])
+        run.target[name] = d.taken(f"{name}-{ON_D}")
+        run.outputs[name] = run.outputs.pop(f"{name}-{ON_D}", [])
     return run
 
 
@@ -200,22 +203,22 @@ def _prefill(
         tokens = prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
         p.add(
             Request(
-                id=f"{name}-p", tokens=tokens, max_tokens=1, salt=salt, watch=True, kv_transfer_params=PREFILL if mode == SUBJECT else None
+                id=f"{name}-{ON_P}", tokens=tokens, max_tokens=1, salt=salt, watch=True, kv_transfer_params=PREFILL if mode == SUBJECT else None
             )
         )
-        run.outputs[f"{name}-p"] = []
+        run.outputs[f"{name}-{ON_P}"] = []
     if scenario.abort == "prefill":
         p.step(0)
         for name in names:
-            p.abort(f"{name}-p")
+            p.abort(f"{name}-{ON_P}")
         p.call("budget", 0)
         return
-    _until_finished(p, [f"{name}-p" for name in names], run, deadline, peer=d)
+    _until_finished(p, [f"{name}-{ON_P}" for name in names], run, deadline, peer=d)
     p.call("budget", 0)
     for name in names:
-        run.prefill[name] = p.trace(f"{name}-p")
-        run.outputs[name] = run.outputs.pop(f"{name}-p")
-        snapshot = p.taken(f"{name}-p")
+        run.prefill[name] = p.trace(f"{name}-{ON_P}")
+        run.outputs[name] = run.outputs.pop(f"{name}-{ON_P}")
+        snapshot = p.taken(f"{name}-{ON_P}")
         if snapshot is not None:
             run.source[name] = snapshot
     for name in run.names[len(names) :]:
@@ -252,7 +255,7 @@ def _abort_decode(scenario: Scenario, d: Engine, run: _Run) -> None:
     if scenario.abort == "loading":
         d.step(0)
     for name in run.names:
-        d.abort(f"{name}-d")
+        d.abort(f"{name}-{ON_D}")
 
 
 def _release(p: Engine, d: Engine, seconds: float) -> tuple[tuple[Usage, Usage], float]:

@@ -13,11 +13,14 @@ import numpy as np
 from pytest_kvconform.kvspace.mistakes import Source
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.engine import EngineFailed
-from pytest_kvconform.rigs.handover import PREFILL, Deadlines
+from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL, Deadlines
 from pytest_kvconform.rigs.messages import EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.pattern import PatternEngine
 from pytest_kvconform.rigs.pattern_messages import Check, PatternRequest
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
+
+
+IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,7 @@ class _Requests:
         prompt = self.transfer.prompts[index].tokens
         length = tokens or len(prompt)
         return PatternRequest(
-            # As vLLM's servers name requests: what the router called it on both sides, and 8 hexadecimal digits of the server's own. A
-            # connector that pushes pairs P's request with D's by the first part (`get_base_request_id` of nixl/utils.py).
-            id=f"{self.salt}-{index}-{'pwd'.index(side):08x}",
+            id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],
             # One that still runs when it is preempted says two.
             max_tokens={"p": self.transfer.says, "d": 2 if self.transfer.preempt == "D" else 1}.get(side, 1),

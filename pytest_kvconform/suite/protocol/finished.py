@@ -7,7 +7,7 @@ from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.leaks import integers
 from pytest_kvconform.rigs.scheduler_rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import ENDINGS, PREFILLS, PROMPT, end, endings, hands_over, settle
+from pytest_kvconform.suite.protocol._scenes import ENDINGS, PREFILLS, PROMPT, end, endings, hands_over, settle, spread
 
 ENDED = "request_finished"
 
@@ -23,7 +23,7 @@ def answers_whether_it_keeps_the_blocks(rig: Rig, ending: str) -> Evidence:
     return _ends(*sides)
 
 
-@case("KV-FINISH-002", variants=lambda cell, matrix: ("p-length", "p-stop"), inside=True)
+@case("KV-FINISH-002", variants=spread("p-length", "p-stop"), inside=True)
 def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
     """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
     hands_over(rig)
@@ -37,7 +37,7 @@ def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced(second)[0])
 
 
-@case("KV-FINISH-003", variants=lambda cell, matrix: ENDINGS, inside=True)
+@case("KV-FINISH-003", variants=spread(*ENDINGS), inside=True)
 def everything_comes_back(rig: Rig, ending: str) -> Evidence:
     """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
     _, _, sides = end(rig, ending)
@@ -46,7 +46,7 @@ def everything_comes_back(rig: Rig, ending: str) -> Evidence:
     return _ends(*sides)
 
 
-@case("KV-FINISH-003", variants=lambda cell, matrix: ("length+abort", "abort+stop", "stop+length"), inside=True)
+@case("KV-FINISH-003", variants=spread("length+abort", "abort+stop", "stop+length"), inside=True)
 def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
     """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
     p, ids = rig.side("P"), {}
@@ -63,7 +63,7 @@ def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
     return _ends(p)
 
 
-@case("KV-FINISH-004", variants=lambda cell, matrix: [one for one in PREFILLS if "abort" in one or "error" in one], inside=True)
+@case("KV-FINISH-004", variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]), inside=True)
 def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
     """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
     hands_over(rig)
@@ -80,7 +80,7 @@ def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=1, unit="ends")
 
 
-@case("KV-FINISH-005", variants=lambda cell, matrix: ("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"), inside=True)
+@case("KV-FINISH-005", variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"), inside=True)
 def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
     """Params name the blocks that P has at the end, whatever blocks it had before."""
     hands_over(rig)
@@ -114,7 +114,7 @@ def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
     return Evidence(looked_at=len(named), unit="blocks")
 
 
-@case("KV-FINISH-006", variants=lambda cell, matrix: ("p-length", "p-stop"), inside=True)
+@case("KV-FINISH-006", variants=spread("p-length", "p-stop"), inside=True)
 def keeps_the_blocks_that_it_hands_over(rig: Rig, ending: str) -> Evidence:
     """Blocks that params name are P's until the workers report them as sent, and free then."""
     hands_over(rig)

@@ -7,7 +7,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler_rig import Report, Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group, settle
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group, settle, spread
 
 ASKED = "get_num_new_matched_tokens"
 
@@ -45,7 +45,7 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     )
 
 
-@case("KV-LOAD-001", variants=lambda cell, matrix: ("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True)
+@case("KV-LOAD-001", variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True)
 def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
     """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
     count = 2 if when in ("in_turn", "backwards") else 1
@@ -120,7 +120,7 @@ def a_failure_on_one_rank_is_one_of_the_load(rig: Rig, which: str) -> Evidence:
     return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
 
 
-@case("KV-LOAD-003", variants=lambda cell, matrix: ("nothing", "empty", "unknown", "twice", "ended"), inside=True)
+@case("KV-LOAD-003", variants=spread("nothing", "empty", "unknown", "twice", "ended"), inside=True)
 def reports_are_taken_as_they_come(rig: Rig, what: str) -> Evidence:
     """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
     p, d, [id] = _pair(rig)
@@ -143,7 +143,7 @@ def reports_are_taken_as_they_come(rig: Rig, what: str) -> Evidence:
     return _done(rig, p, d, [id])
 
 
-@case("KV-LOAD-004", variants=lambda cell, matrix: ("request", "one_of_two"), inside=True)
+@case("KV-LOAD-004", variants=spread("request", "one_of_two"), inside=True)
 def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """Under the policy `fail` the request ends with an error, once, and no other one does."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
@@ -158,7 +158,7 @@ def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(seconds), unit="requests")
 
 
-@case("KV-LOAD-004", variants=lambda cell, matrix: ("request", "one_of_two", "preempted_later"), inside=True)
+@case("KV-LOAD-004", variants=spread("request", "one_of_two", "preempted_later"), inside=True)
 def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
     """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
@@ -180,7 +180,7 @@ def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
 
 
-@case("KV-LOAD-004", applies=one_group, variants=lambda cell, matrix: ("fail", "recompute"), inside=True)
+@case("KV-LOAD-004", applies=one_group, variants=spread("fail", "recompute"), inside=True)
 def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evidence:
     """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
     p, d, [id] = _pair(rig, policy=policy)
@@ -198,7 +198,7 @@ def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evide
     return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=computed)
 
 
-@case("KV-LOAD-005", variants=lambda cell, matrix: ("begun", "under_way", "reported", "one_of_two", "one_rank"), inside=True)
+@case("KV-LOAD-005", variants=spread("begun", "under_way", "reported", "one_of_two", "one_rank"), inside=True)
 def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
     """Blocks of a request that is aborted while it loads stay until the load is reported, and come back then."""
     p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
@@ -222,7 +222,7 @@ def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
-@case("KV-LOAD-006", variants=lambda cell, matrix: ("loading", "sending", "idle"), inside=True)
+@case("KV-LOAD-006", variants=spread("loading", "sending", "idle"), inside=True)
 def the_cache_can_be_emptied_at_any_time(rig: Rig, when: str) -> Evidence:
     """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
     p, d, seconds = _pair(rig)

@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler_rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import lengths, several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, names_loads_alone, settle
+from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, names_loads_alone, settle, spread
 
 ASKED = "get_num_new_matched_tokens"
 TIMES = 4  # that a question is repeated
@@ -32,7 +32,7 @@ def _answers(*sides: Side) -> Evidence:
     return Evidence(looked_at=len(answers), unit="answers", external_tokens=sum(call.result[0] or 0 for call in answers))
 
 
-@case("KV-MATCH-001", variants=lambda cell, matrix: ("plain", "handed_over", "hit", "preempted"), inside=True)
+@case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), inside=True)
 def answers_tokens_and_whether_they_come_later(rig: Rig, situation: str) -> Evidence:
     """The answer is (int or None, bool) in every situation."""
     length = several(PROMPT, rig.side("P").block_size)
@@ -54,14 +54,14 @@ def never_more_than_there_is(rig: Rig, length: str) -> Evidence:
     return _tour(rig, rig.prompt(several(length, p.block_size)))
 
 
-@case("KV-MATCH-002", variants=lambda cell, matrix: ("b", "2b", "3b"), inside=True)
+@case("KV-MATCH-002", variants=spread("b", "2b", "3b"), inside=True)
 def never_more_than_a_hit_leaves(rig: Rig, warm: str) -> Evidence:
     """Behind a local prefix hit there is less to announce."""
     b = rig.side("P").block_size
     return _tour(rig, rig.prompt(3 * b + 1), warm=several(warm, b))
 
 
-@case("KV-MATCH-003", variants=lambda cell, matrix: ("b+1", "2b+1", "3b+1"), inside=True)
+@case("KV-MATCH-003", variants=spread("b+1", "2b+1", "3b+1"), inside=True)
 def nothing_does_not_come_later(rig: Rig, length: str) -> Evidence:
     """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
     b = rig.side("P").block_size
@@ -133,7 +133,7 @@ def a_load_waits_for_room(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
 
 
-@case("KV-MATCH-005", variants=lambda cell, matrix: ("preempted", "preempted_twice", "one_token"), inside=True)
+@case("KV-MATCH-005", variants=spread("preempted", "preempted_twice", "one_token"), inside=True)
 def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
     """What P kept is gone when D has read it: asked again, the connector has nothing."""
     hands_over(rig)
@@ -160,7 +160,7 @@ def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
     return Evidence(looked_at=len(answers()), unit="answers")
 
 
-@case("KV-MATCH-006", variants=lambda cell, matrix: ("handed_over", "plain"), inside=True)
+@case("KV-MATCH-006", variants=spread("handed_over", "plain"), inside=True)
 def answers_in_the_end(rig: Rig, who: str) -> Evidence:
     """None keeps a request waiting; in the end there is another answer."""
     p, d = rig.side("P"), rig.side("D")
@@ -176,7 +176,7 @@ def answers_in_the_end(rig: Rig, who: str) -> Evidence:
     raise rig.broken("", f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits")
 
 
-@case("KV-MATCH-007", variants=lambda cell, matrix: ("discarded", "second_call"), inside=True)
+@case("KV-MATCH-007", variants=spread("discarded", "second_call"), inside=True)
 def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
     """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
     hands_over(rig)
@@ -201,7 +201,7 @@ def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
 
 
-@case("KV-MATCH-008", variants=lambda cell, matrix: ("no_hit", "hit", "starved"), inside=True)
+@case("KV-MATCH-008", variants=spread("no_hit", "hit", "starved"), inside=True)
 def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
     """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
     hands_over(rig)
@@ -231,7 +231,7 @@ def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
     return Evidence(looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"])
 
 
-@case("KV-MATCH-009", variants=lambda cell, matrix: ("plain", "decode", "prefill", "prefill_preempted"), inside=True)
+@case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), inside=True)
 def a_new_request_stays_what_it_is(rig: Rig, who: str) -> Evidence:
     """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
     p, d = rig.side("P"), rig.side("D")

@@ -7,7 +7,7 @@ from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.leaks import walk
 from pytest_kvconform.rigs.scheduler_rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, end, endings, hands_over, names_loads_alone, settle
+from pytest_kvconform.suite.protocol._scenes import PROMPT, end, endings, hands_over, names_loads_alone, settle, spread
 
 BUILT = "build_connector_meta"
 
@@ -44,7 +44,7 @@ def _stepped(rig: Rig, situation: str) -> Evidence:
     return _built(*sides)
 
 
-@case("KV-META-003", variants=lambda cell, matrix: ("hit", "no_hit", "one_token"), inside=True)
+@case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), inside=True)
 def orders_a_load_once(rig: Rig, situation: str) -> Evidence:
     """The blocks that a load is to fill stand in the metadata of one step."""
     hands_over(rig)
@@ -92,7 +92,7 @@ def forgets_what_it_has_told(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=2, unit="steps")
 
 
-@case("KV-META-004", variants=lambda cell, matrix: ("prefill", "decode"), inside=True)
+@case("KV-META-004", variants=spread("prefill", "decode"), inside=True)
 def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
     """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
     hands_over(rig)
