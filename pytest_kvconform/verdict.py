@@ -131,10 +131,10 @@ def _decide(
     if not passed:
         return "INCOMPLETE", "no case passed: what ran is not applicable or a known failure, so nothing is shown"
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
-    moving = [result for result in passed if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
+    moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
     if moving and not moved:
         return "INCOMPLETE", (
-            f"{_cases(len(moving))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
+            f"{_cases(len(passed))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
             "or does the connector transfer nothing with this --kv-config?"
         )
     tail = f", {moved:,} bytes moved and compared" if moved else ""
@@ -158,6 +158,10 @@ def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         what = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
         return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
+    for name, why in terms.features.items():
+        mine = [result for result in results if name in result.needs]
+        if why == "" and mine and all((result.said or result.outcome) is Outcome.NOT_APPLICABLE for result in mine):
+            return f"{name} is declared as supported, and no case could look at it: {mine[0].reason}"
     if terms.claim and terms.left_out:
         return f"a claim leaves nothing out, and {_cases(terms.left_out)} of the manifest did not run"
     if terms.claim and known:

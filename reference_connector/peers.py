@@ -42,8 +42,11 @@ class Peers:
 
     def meet(self, address: Address) -> Generator[None, None, Peer]:
         """The peer at an address; yields while it waits. Raises HandshakeError."""
-        if (known := self._met.get(address)) is not None and known.failed and not known.busy:
-            self._part_from(address)
+        while (known := self._met.get(address)) is not None and known.failed:
+            if not known.busy:
+                self._part_from(address)
+                break
+            yield  # what still reads from it ends, by its deadline at the latest
         while (peer := self._met.get(address)) is None:
             error, until = self._missed.get(address, (None, 0.0))
             if error is not None and time.monotonic() < until:

@@ -222,6 +222,10 @@ class Worker:
             waiting = list(handles)
             while waiting := [handle for handle in waiting if not self._transport.done(handle)]:
                 yield from self._wait(deadline)
+        except GeneratorExit:  # the worker is being closed
+            for handle in handles:
+                self._transport.release(handle)
+            raise
         except Exception:
             while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
                 yield
@@ -260,11 +264,18 @@ class Worker:
         try:
             peer = yield from self._peers.meet(address)
             for rank in range(len(peer.cards)):
-                self._transport.notify(self._peers.name(peer, rank), encode(leases))
-        except (TransportError, HandshakeError) as error:
-            self._stats["failed_notifications"] += 1
-            logger.warning("%s was not told about %s: %s", address.engine, leases, error)
+                try:
+                    self._transport.notify(self._peers.name(peer, rank), encode(leases))
+                except TransportError as error:
+                    peer.failed = True
+                    self._not_told(address, leases, error)
+        except HandshakeError as error:
+            self._not_told(address, leases, error)
         self._results.told |= {Lease(address, number) for number in leases.released}
+
+    def _not_told(self, address: Address, leases: Leases, error: Exception) -> None:
+        self._stats["failed_notifications"] += 1
+        logger.warning("%s was not told about %s: %s", address.engine, leases, error)
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
         """Ask P for a digest of what should have arrived. Raises LoadError."""

@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
-# Requests are named as vLLM's servers do it: what the router called the request on both sides, and 8 hexadecimal digits of the server's own.
+# Requests are named as vLLM's servers do it: what the router called the request on both sides, and 8 hexadecimal digits of the server's.
 # A connector that pushes pairs P's request with D's by the first part (`get_base_request_id` in vLLM's nixl/utils.py).
 ON_P, ON_D = "0000000a", "0000000d"
 PREFILL = {
@@ -203,7 +203,12 @@ def _prefill(
         tokens = prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
         p.add(
             Request(
-                id=f"{name}-{ON_P}", tokens=tokens, max_tokens=1, salt=salt, watch=True, kv_transfer_params=PREFILL if mode == SUBJECT else None
+                id=f"{name}-{ON_P}",
+                tokens=tokens,
+                max_tokens=1,
+                salt=salt,
+                watch=True,
+                kv_transfer_params=PREFILL if mode == SUBJECT else None,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []

@@ -5,8 +5,8 @@ kernel. P at TP 1 and D at TP 2 are three agents; on two cores UCX's spin locks 
 of 0.2 s takes up to 28 s (docs/findings.md). Without the thread an agent makes progress in every call: connectors poll in
 each step of their engine, and this rig steps both engines while a transfer is under way. On a GPU machine nothing is changed.
 
-Without that thread an agent is not for several threads at once unless it is asked to be, and the push connector has a thread that writes while
-the engine's own asks for states: unsynchronised, one of two simultaneous writes was lost in 3 runs of 3; with it, or with the thread, in none.
+Without that thread an agent is not for several threads at once unless it is asked to be, and the push connector has a thread that writes
+while the engine's own asks for states. Unsynchronised, one of two writes was lost in 3 runs of 3; otherwise in none.
 """
 
 from __future__ import annotations

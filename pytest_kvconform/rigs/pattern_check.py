@@ -15,6 +15,8 @@ from pytest_kvconform.kvspace.pool import compare_pool
 from pytest_kvconform.rigs.pattern_memory import Memory
 from pytest_kvconform.rigs.pattern_messages import Check, Judge, Missing, Work
 
+LOOKS = 5  # at a pool that another process writes to; each takes milliseconds
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -66,7 +68,7 @@ class Inspector:
             self.memory.forgive(work.loading)
             rows, size, due, missing = self._expect(judge)
             first = {group: table[table != 0] for group, table in enumerate(judge.tables)}
-            check = self._compare(work.groups, first, due, judge.request)
+            check = self._compare(work.groups, first, due, np.setdiff1d(work.loading, judge.loaded), judge.request)
             seconds = time.perf_counter() - started
             loaded = replace(check, request=judge.request, local=judge.local, computed=judge.computed, seconds=seconds)
             self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
@@ -77,7 +79,7 @@ class Inspector:
         self.memory.fetch()
         self.memory.forgive(loading)
         late = self._second_look()
-        return replace(self._compare(groups, {}, None), late=late, seconds=time.perf_counter() - started)
+        return replace(self._compare(groups, {}, None, loading), late=late, seconds=time.perf_counter() - started)
 
     def taken(self, request: str) -> list[Check]:
         """The checks of a request's loads, once."""
@@ -85,11 +87,19 @@ class Inspector:
         self.checks = [check for check in self.checks if check.request != request]
         return mine
 
-    def _compare(self, groups: Array, first: dict[int, Array], due: dict[str, Array] | None, request: str = "") -> Check:
-        """Compare the whole storage. What is found is reported once: from here on it is what should be there."""
+    def _compare(self, groups: Array, first: dict[int, Array], due: dict[str, Array] | None, loading: Array, request: str = "") -> Check:
+        """Compare the whole storage. What is found is reported once: from here on it is what should be there.
+
+        `loading`: blocks that other loads may be writing at this very moment, from another process if P pushes.
+        """
         memory = self.memory
         held = memory.held(self.groups.of, groups, first)
-        pool = compare_pool(memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine)
+        for _ in range(LOOKS):
+            pool = compare_pool(memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine)
+            if not pool.wrong or not len(loading):
+                break
+            memory.fetch(loading)
+            memory.forgive(loading)
         if due is not None and pool.words.keys() == {UNWRITTEN}:
             where = memory.storage != memory.shadow
             self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)

@@ -19,7 +19,6 @@ from pytest_kvconform.rigs.pattern import PatternEngine
 from pytest_kvconform.rigs.pattern_messages import Check, PatternRequest
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 
-
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
 
 

@@ -47,7 +47,7 @@ class ProtocolBench:
             case "violation":
                 if "did not come back within" in ended.value.happened:
                     self._hung.append(function)
-                raise Violation(ended.value)
+                raise Violation(ended.value, refused=ended.refused)
             case "blocked":
                 raise Blocked(ended.value)
             case "not applicable":

@@ -63,6 +63,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # "pass", "violation", "blocked", "not applicable", "harness"
     value: Any  # Evidence, Finding, or a sentence
+    refused: bool = False  # of a violation: see `result.Violation`
     seconds: float = 0.0  # in its process
 
 
@@ -211,12 +212,15 @@ class Host:
         else:
             os.kill(pid, signal.SIGUSR1)  # it writes its stack to the log
             time.sleep(STACK_S)
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.killpg(pid, signal.SIGKILL)  # with what the connector has started
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)  # it has not got so far as to lead a group
         line.close()
         seconds = time.monotonic() - started
         if answer is not None:
-            kind, value = answer
-            return Ended(kind=kind, value=value, seconds=seconds)
+            kind, value, refused = answer
+            return Ended(kind=kind, value=value, refused=refused, seconds=seconds)
         self._killed, status = [], os.waitpid(pid, 0)[1]
         how = _death(status) if in_time else f"did not come back within {deadline_s:g} s"
         return Ended(kind="violation", value=self._died(how, log_from), seconds=seconds)
@@ -290,48 +294,53 @@ def _child(host: Host, line: Connection) -> NoReturn:
     for deadly in DEADLY:  # a library beside vLLM (tvm_ffi) writes a stack of native code with symbols, which takes seconds
         signal.signal(deadly, signal.SIG_DFL)
     faulthandler.enable()
-    kind, value = "harness", "the case did not reach its end"
+    kind, value, refused = "harness", "the case did not reach its end", False
     try:
         module, function, rule, variant = line.recv()
     except EOFError:
         os._exit(0)  # there is no further case
     try:
         case = getattr(importlib.import_module(module), function).__wrapped__
-        kind, value = _outcome(lambda: case(Rig(host, rule), variant))
+        kind, value, refused = _outcome(lambda: case(Rig(host, rule), variant))
     except BaseException as error:
         traceback.print_exc()
         value = f"{type(error).__name__}: {error} ({place_of(error)})".replace(":  (", " (")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        line.send((kind, value))
+        line.send((kind, value, refused))
         os._exit(0)
 
 
-def _outcome(case: Callable[[], Any]) -> tuple[str, Any]:
-    """What a case said. Whatever the connector or vLLM's scheduler raised is a violation, whatever this project raised is not."""
+def _outcome(case: Callable[[], Any]) -> tuple[str, Any, bool]:
+    """What a case said, and whether the connector declined cleanly.
+
+    Whatever the connector or vLLM's scheduler raised is a violation, whatever this project raised is not.
+    """
     try:
         evidence = case()
     except Violation as error:
-        return "violation", error.finding
+        return "violation", error.finding, error.refused
     except HookRaised as error:
         traceback.print_exc()
-        return "violation", Finding(
+        finding = Finding(
             rule=RULES.get(error.hook, RAISES),
             happened=str(error),
             diagnosis=f"{error.hook} raises {type(error.error).__name__} ({error.where})",
             log=_stack(error),
         )
+        said_no = error.hook.startswith("__init__") and bool(str(error.error)) and not isinstance(error.error, AssertionError)
+        return "violation", finding, said_no
     except SchedulerStopped as error:
         traceback.print_exc()
-        return "violation", Finding(rule=STOPS, happened=str(error))
+        return "violation", Finding(rule=STOPS, happened=str(error)), False
     except Blocked as error:
-        return "blocked", str(error)
+        return "blocked", str(error), False
     except NotApplicable as error:
-        return "not applicable", str(error)
+        return "not applicable", str(error), False
     except HarnessError as error:
-        return "harness", str(error)
-    return ("pass", evidence) if isinstance(evidence, Evidence) else ("harness", f"the case returned {evidence!r}")
+        return "harness", str(error), False
+    return ("pass", evidence, False) if isinstance(evidence, Evidence) else ("harness", f"the case returned {evidence!r}", False)
 
 
 def _stack(error: HookRaised) -> tuple[str, ...]:

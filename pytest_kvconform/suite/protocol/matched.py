@@ -101,6 +101,8 @@ def asking_in_vain_begins_nothing(rig: Rig, variant: None) -> Evidence:
     answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
     if len(answers) > 1:
         raise rig.broken("", f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}")
+    if not answers:
+        raise NotApplicable(f"{rig.subject.connector} did not know yet, as often as it was asked")
     d.starve(False)
     d.run()
     if (told := d.announced_first(second)) != (said := answers.pop())[0]:

@@ -107,10 +107,12 @@ def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
     looked = 0
     for step in side.steps:
         now, then = set(_blocks(side, step.given)), set(_blocks(side, step.metadata))
-        looked += 1
+        looked += len(then)
         if now != then:
             raise rig.broken("", f"the metadata of step {step.number} named blocks {sorted(then)} and names {sorted(now)} now")
-    return Evidence(looked_at=looked, unit="steps")
+    if not looked:
+        raise NotApplicable(f"{rig.subject.connector}'s metadata names no block of {side.name} in a form that can be read")
+    return Evidence(looked_at=looked, unit="block ids")
 
 
 def _blocks(side: Side, metadata: object) -> list[int]:
