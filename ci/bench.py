@@ -4,7 +4,7 @@
 
 start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
 cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
-bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, and where they go
+bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, CPU seconds, and where they go
 quick   a whole quick run on NixlConnector as `make conform` does it: first verdict, end, the largest sum of memory over its processes
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -123,6 +124,12 @@ def by_cell(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def cpu() -> float:
+    """CPU seconds of all processes that this one has waited for, and of theirs: a busy machine lengthens these less than the others."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def memory(pid: int) -> float:
     """GB of a process and of all that descend from it, shared pages counted once."""
     total = 0.0
@@ -150,9 +157,11 @@ def main(wanted: list[str]) -> int:
             first, whole, peak, last, _ = quick()
             print(f"quick run: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
         if name.startswith("bytes"):
+            before = cpu()
             first, whole, peak, last, report = quick("--kv-tier=bytes", f"--kv-matrix={name.partition('-')[2] or 'quick'}")
             print("\n".join(by_cell(report)))
-            print(f"{name}: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
+            said = f"first verdict {first:.1f} s, whole {whole:.1f} s, CPU {cpu() - before:.1f} s, peak {peak:.2f} GB"
+            print(f"{name}: {said}\n  {last}", flush=True)
     for tp in (1, 2):
         plain, ours = seconds.get(f"two LLM(...) starts, TP {tp}"), seconds.get(f"one more cell, P{tp}D{tp}")
         if plain and ours:
