@@ -89,6 +89,4 @@ def answers_the_same_again(rig: Rig, variant: None) -> Evidence:
         raise rig.broken(
             "", f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}"
         )
-    if not told:
-        raise rig.broken("", "of a prompt that was saved nothing is announced, and the engine's own cache had nothing of it")
     return Evidence(looked_at=len(answers), unit="answers", external_tokens=told)
