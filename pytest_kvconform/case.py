@@ -26,6 +26,7 @@ class Case:
     body: Body
     applies: Callable[[Cell], bool]  # whether the case has a meaning there
     variants: Callable[[Cell, str], Iterable[Any]]  # (cell, matrix) -> the scenarios; str(variant) is the last word of the id
+    inside: bool = False  # it runs in a process of its own, and needs none of the cell's engines
 
 
 def case(
@@ -44,7 +45,7 @@ def case(
     def register(body: Body) -> Body:
         tier = body.__module__.split(".")[-2]
         run = _inside(body, rule) if inside else body
-        run.kv_case = Case(body.__name__, rule, tier, run, applies, variants)  # type: ignore[attr-defined]
+        run.kv_case = Case(body.__name__, rule, tier, run, applies, variants, inside)  # type: ignore[attr-defined]
         return run
 
     return register

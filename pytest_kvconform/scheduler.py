@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xdist.scheduler import LoadScopeScheduling
 
-from pytest_kvconform.plan import cell_word
+from pytest_kvconform.plan import PREFIX, cell_word, load_module, module_names
 
 
 class ByCell(LoadScopeScheduling):
-    """One cell, one worker: its engines are started once."""
+    """One cell, one worker: its engines are started once. Cases that need none of them may go to another worker."""
+
+    def __init__(self, config: Any, log: Any):
+        super().__init__(config, log)
+        self._inside = {f"{PREFIX}{module}::{case.name}" for module in module_names() for case in load_module(module)[1] if case.inside}
 
     def _split_scope(self, nodeid: str) -> str:
-        return cell_word(nodeid) or str(super()._split_scope(nodeid))
+        if not (cell := cell_word(nodeid)):
+            return str(super()._split_scope(nodeid))
+        return f"{cell} inside" if nodeid.partition("[")[0] in self._inside else cell
