@@ -34,11 +34,11 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
             self.unsure -= 1
             return None, False
         missing = request.num_tokens - 1 - num_computed_tokens if self.loads else 0
-        self.loads = False
         return (missing, True) if missing > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """It has nothing to load."""
+        """What was announced is on its way, and is announced once."""
+        self.loads = self.loads and not num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.messages import Output
 from pytest_kvconform.rigs.pattern import PatternEngine
 
 IDLE_S = 0.001  # pause after a round in which no engine computed anything
-EMPTY_S = 0.01  # pause of an engine after a step in which nothing happened: a dozen of them share the cores
+EMPTY_S = 0.03  # pause of an engine after a step in which nothing happened: a dozen of them share the cores
 Steps = Generator[None, None, Any]
 
 

@@ -48,7 +48,8 @@ class Ended:
     """One request of D and its end."""
 
     id: str
-    added: float  # seconds of the monotonic clock
+    handed: float  # seconds of the monotonic clock: when P's request was added, from when its lease is counted at the earliest
+    added: float
     ended: float
     finish: str  # vLLM's finish reason; "": it has not ended
     trace: Trace
@@ -95,6 +96,7 @@ class Desk:
         self.borrowed = 0  # times that a story has let an engine of another one compute something
         self._specs: dict[str, PatternSpec] = {}
         self._numbers = itertools.count()
+        self._handed: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
     def open(self, name: str, after: str = "") -> Actor:
         """Start an engine; `after`: one that has ended, on its ports."""
@@ -151,7 +153,7 @@ class Desk:
     def compute(self, p: Actor) -> Steps:
         """Let P compute a new prompt for somebody. Returns Handed."""
         request = self.request(self.next(), "p", PREFILL)
-        added = time.monotonic()
+        added = self._handed[request.number] = time.monotonic()
         yield from p.ask("add", request)
         if not (yield from until(lambda: request.id in p.ends, self.limits.request)):
             raise Stuck(f"P did not compute a prompt of {LENGTH} tokens within {self.limits.request:.0f} s")
@@ -171,7 +173,8 @@ class Desk:
         output, ended = d.ends.get(request.id, (None, time.monotonic()))
         trace = yield from d.ask("trace", request.id)
         checks = yield from d.ask("taken", request.id)
-        return Ended(request.id, added, ended, (output.finish or "") if output else "", trace, checks)
+        handed = self._handed.get(request.number, added)
+        return Ended(request.id, handed, added, ended, (output.finish or "") if output else "", trace, checks)
 
     def receive(self, d: Actor, handed: Handed | None, params: dict[str, Any] | None = None) -> Steps:
         """Let D get what P has handed over, to the end. Returns Ended."""

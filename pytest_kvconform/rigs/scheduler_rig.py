@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["APART", "BLOCKS", "Report", "Rig", "Said", "SchedulerStopped", "Side", "Step"]
 
 BLOCKS = 100  # of a side, the null block not included
+TOKENS_FROM = 10_000  # far above the block ids of every side
 UNSURE = 50  # steps for which a connector may not know how much there is to load
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
@@ -98,8 +99,8 @@ class Rig:
         return self._sides[-1]
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next."""
-        return tokens(length, seed, shared)
+        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No token is a block id, too."""
+        return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
     def ask_prefill(self) -> dict[str, Any]:
         """The params with which a proxy asks P for a hand-over; none for a store."""
@@ -124,21 +125,36 @@ class Rig:
         self.begin(d, second)
         return first, second
 
-    def begin(self, d: Side, *ids: str) -> None:
-        """The steps of D in which loads of these requests begin: one, or more while the connector does not know how much there is.
+    def answered(self, d: Side, *ids: str) -> Step:
+        """The steps of D until the connector knows how much there is to load for these requests: one, or more. Returns the last."""
+        for _ in range(UNSURE):
+            step = d.step()
+            if not any(map(d.unsure, ids)):
+                break
+        return step
+
+    def begin(self, d: Side, *ids: str) -> Step:
+        """The steps of D in which loads of these requests begin: see `answered`. Returns the last.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """
-        for _ in range(UNSURE):
-            d.step()
-            if not any(map(d.unsure, ids)):
-                break
+        self.answered(d, *ids)
         if missing := [id for id in ids if not d.parked(id)]:
-            raise NotApplicable(f"{self.subject.connector} begins no asynchronous load: it answered {d.announced(missing[0])}")
+            said = d.announced(missing[0])
+            raise NotApplicable(f"{self.subject.connector} begins no asynchronous load: it answered {said}", refused=not said[0])
+        return d.steps[-1]
 
-    def broken(self, rule: str, happened: str, differs: str = "", diagnosis: str = "", check: tuple[str, ...] = ()) -> Violation:
-        """A violation to raise; `rule` "": that of the case."""
-        return Violation(Finding(rule=rule or self.rule, happened=happened, differs=differs, diagnosis=diagnosis, check=check))
+    def patience(self, seconds: float) -> float:
+        """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
+        return seconds * self.host.spec.timeout_scale
+
+    def broken(
+        self, rule: str, happened: str, differs: str = "", diagnosis: str = "", check: tuple[str, ...] = (), declined: str = ""
+    ) -> Violation:
+        """A violation to raise; `rule` "": that of the case. `declined`: see `result.Finding`."""
+        return Violation(
+            Finding(rule=rule or self.rule, happened=happened, differs=differs, diagnosis=diagnosis, check=check, declined=declined)
+        )
 
     def no_leaks(self, *sides: Side) -> None:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended."""

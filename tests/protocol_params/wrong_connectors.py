@@ -62,6 +62,17 @@ def handed_over(request: Any) -> bool:
     return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
+class SureLater(Right):
+    """No mistake: it does not know at once how much P has."""
+
+    asked = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        self.asked += handed_over(request)
+        unsure = handed_over(request) and self.asked % 3
+        return (None, False) if unsure else super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 # ---- params --------------------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +334,13 @@ class OwnFolder:
 
 class Store(OwnFolder, stores.Right):
     """No mistake."""
+
+
+class Silent(Store):
+    """Announces nothing, whatever it has saved."""
+
+    def found(self, request: Any) -> int:
+        return 0
 
 
 class LooksUpOtherTokens(Store):

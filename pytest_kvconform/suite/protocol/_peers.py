@@ -106,14 +106,16 @@ def violation(rule: str, happened: str, seen: StorySeen, ended: Ended | None = N
 def all_right(rule: str, seen: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
     """Rows that D was given. `requests`: name in the story -> how it is called in a sentence. Raises Violation if one is not RIGHT.
 
-    A request that took longer than a lease may find anything: then it is Blocked, since it is the machine that is slow.
+    A request that ended longer after P's than a lease is may find anything, or be refused for that: then it is Blocked, since it is the
+    machine that is slow.
     """
     for name, words in requests.items():
         ended = seen.requests[name]
         if (what := became(ended)) == RIGHT:
             continue
-        if what == WRONG and seconds(ended) > lease_s:
-            raise Blocked(f"{words} took {seconds(ended):.1f} s, and the lease is {lease_s:.0f} s: --kv-timeout-scale makes it longer")
+        if what != STUCK and (age := ended.ended - ended.handed) > lease_s:
+            slow = f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s"
+            raise Blocked(f"{words} {slow}: --kv-timeout-scale makes it longer")
         raise violation(rule, f"{words} {_WORDS[what]}", seen, ended, "" if what == WRONG else _last(seen))
     return sum(check.rows_due for name in requests for check in seen.requests[name].checks)
 

@@ -51,7 +51,7 @@ def _bring(d: Side, id: str, state: str) -> None:
         d.starve()
         d.step()
         return
-    d.step()
+    d.rig.answered(d, id)
     if state == "loading":
         d.step()
         d.step()

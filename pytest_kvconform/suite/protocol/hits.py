@@ -64,15 +64,18 @@ def loads_what_a_hit_leaves(rig: Rig, hit: str) -> Evidence:
     first, second = rig.load(p, cold, prompt)
     stop = cold.announced_first(second)
     id = d.add(prompt, p.params(first))
-    d.step()
-    asked = d.calls_of(ASKED, id)[0]
+    rig.answered(d, id)
+    asked = d.calls_of(ASKED, id)[-1]
     local, external = asked.arguments["num_computed_tokens"], d.announced_first(id)
     due = max(0, stop - local)
     if external != due and (external or due >= d.block_size):
+        if not external:
+            d.run()
         raise rig.broken(
             "",
             f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} answered {asked.result}, "
             f"which ends at {local + external}",
+            declined="" if external else "behind a hit D is given nothing, and has computed the rest",
         )
     for side in (cold, d):
         side.run()
@@ -92,11 +95,8 @@ def brings_every_state(rig: Rig, situation: str) -> Evidence:
         d.hit(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
         d.hit(prompt, 2 * b)
-    _, second = rig.hand_over(p, d, prompt)
-    step = d.step()
-    asked = d.calls_of(ASKED, second)[0]
-    if not d.parked(second):
-        raise NotApplicable(f"{rig.subject.connector} begins no asynchronous load: it answered {asked.result}")
+    _, second = rig.load(p, d, prompt)
+    step, asked = d.steps[-1], d.calls_of(ASKED, second)[-1]
     [placed] = d.calls_of(PLACED, second)
     named, names = step.orders(second), [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
@@ -125,10 +125,7 @@ def stops_where_p_stops(rig: Rig, length: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(length, d.block_size))
-    first, second = rig.hand_over(p, d, prompt)
-    d.step()
-    if not d.parked(second):
-        raise NotApplicable(f"{rig.subject.connector} begins no asynchronous load: it answered {d.announced(second)}")
+    first, second = rig.load(p, d, prompt)
     end, loaded, states = _end_of(p, first), d.announced_first(second), has_states(rig.cell)
     if loaded > end or (states and loaded != end):
         why = "the state is of another token" if states else "the rest was never computed"

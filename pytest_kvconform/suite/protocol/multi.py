@@ -50,7 +50,7 @@ def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
     waiting = while_it_waits(rig.side("D", transfer=beside(where)), prompt, params)
     neighbour.connector.loads = True
     id = d.add(prompt, params if where == "first" else None, id=SAME)  # the last is asked, too, but chosen only if the first has nothing
-    d.step()
+    rig.answered(d, id)
     if not d.parked(id):
         raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.announced(id)}")
     d.run()
@@ -85,7 +85,7 @@ def loads_as_if_it_were_alone(rig: Rig, where: str) -> Evidence:
         step = d.step()
         if d.status(id) != "WAITING" or any(map(d.owns, integers(step.metadata))):
             raise rig.broken("", f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect")
-    step = d.step()
+    step = rig.answered(d, id)
     told, due = d.announced_first(id), _alone(rig, prompt)
     if told != due or not d.parked(id) or not any(map(d.owns, integers(step.metadata.metadata[subject.index]))):
         raise rig.broken("", f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}")
@@ -143,7 +143,7 @@ def shares_the_params(rig: Rig, where: str) -> Evidence:
         ids.append(second)
         if (keys := sorted(key for key in p.params(first) if key.startswith("neighbour"))) != [f"neighbour-{number}"]:
             raise rig.broken("", f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned")
-    d.step()
+    rig.answered(d, *ids)
     if late := [id for id in ids if not d.parked(id)]:
         raise rig.broken("", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading")
     d.run()

@@ -52,7 +52,10 @@ def serves_a_conversation(rig: Rig, cache: str) -> Evidence:
                 side.drop_cache()
             turns.append(_turn(rig, side, prompt, known))
             known = len(prompt)
-    return Evidence(looked_at=len(turns), unit="turns", external_tokens=sum(external for _, external in turns))
+    external = sum(external for _, external in turns)
+    if cache == "forgotten" and not external:
+        raise NotApplicable(f"of {len(turns)} prompts that {rig.subject.connector} was given to save it announced nothing")
+    return Evidence(looked_at=len(turns), unit="turns", external_tokens=external)
 
 
 @case("KV-STORE-002", applies=_dense, variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"), inside=True)
@@ -85,6 +88,8 @@ def answers_the_same_again(rig: Rig, variant: None) -> Evidence:
     answers = [side.ask(ASKED, side.request(id), 0) for _ in range(4)]
     side.run()
     told = side.announced_first(id)
+    if not told and {answer[0] for answer in answers} <= {0, None}:
+        raise NotApplicable(f"{rig.subject.connector} announced nothing of a prompt that it was given to save")
     if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
         raise rig.broken(
             "", f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}"

@@ -1,0 +1,33 @@
+"""A machine on which a request takes longer than P's lease is no reason to say that a connector is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvconform.result import Blocked, Violation
+from pytest_kvconform.rigs.messages import Trace
+from pytest_kvconform.rigs.peer_desk import Ended, StorySeen
+from pytest_kvconform.suite.protocol._peers import all_right
+
+LEASE_S = 4.0
+
+
+def story(finish: str, after_s: float) -> StorySeen:
+    """A request of D that ends `after_s` after P's has come; P's took a second."""
+    trace = Trace(id="d", prompt_tokens=55)
+    return StorySeen({"good": Ended("d", 0.0, 1.0, after_s, finish, trace, ())})
+
+
+@pytest.mark.parametrize("finish", ["error", "length"])
+def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
+    with pytest.raises(Blocked, match=r"ended 4\.1 s after P's request had come, and the lease is 4 s: --kv-timeout-scale"):
+        all_right("KV-PEER-001", story(finish, 4.1), LEASE_S, {"good": "the request"})
+
+
+@pytest.mark.parametrize(
+    ("finish", "after_s", "said"), [("error", 3.9, "ended with an error"), ("length", 3.9, "computed by D"), ("", 60.0, "did not end")]
+)
+def test_what_ends_within_it_or_never_is(finish: str, after_s: float, said: str) -> None:
+    with pytest.raises(Violation) as raised:
+        all_right("KV-PEER-001", story(finish, after_s), LEASE_S, {"good": "the request"})
+    assert said in raised.value.finding.happened
