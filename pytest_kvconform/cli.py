@@ -142,14 +142,22 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _of_manifest(report: document.Report) -> list[str]:
-    """What is wrong with the list of cases that a report calls all of them. Another version of the suite has another list."""
+    """What the suite itself says otherwise: which cases there are, and of each its rule, its cell and the features that it needs. Another
+    version of the suite has other cases.
+    """
     if report.suite != __version__:
         print(f"the report was written by suite {report.suite}, and this is {__version__}: its manifest is not compared", file=sys.stderr)
         return []
-    expected = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ()).manifest
+    known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
+    expected, planned = known.manifest, {one.id: one for one in known.asked}
     lacking, strange = sorted(set(expected) - set(report.selection.manifest)), sorted(set(report.selection.manifest) - set(expected))
     said = [f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"] if lacking else []
-    return said + ([f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"] if strange else [])
+    said += [f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"] if strange else []
+    for result in report.results:
+        if (one := planned.get(result.id)) is not None:
+            due = {"rule": one.case.rule, "cell": one.cell, "needs": features.needed(one)}
+            said += [f"{result.id}: another {key} than that of the case" for key, value in due.items() if getattr(result, key) != value]
+    return said
 
 
 def _diff(options: argparse.Namespace) -> int:

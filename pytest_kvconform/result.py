@@ -32,6 +32,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     check: tuple[str, ...] = ()  # what to look at; empty: the rule's own list
     log: tuple[str, ...] = ()  # last lines that the process wrote, if it died
     signature: str = ""  # equal for failures with one cause; empty: the diagnosis, else what happened
+    declined: str = ""  # how the connector declined cleanly, in its own words where it had any; empty: it did not
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,15 +75,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Violation(Exception):
-    """Raised by a case: the connector broke a rule.
-
-    `refused`: it did so by declining cleanly, with a message, without wrong bytes, a crash or a hang. That is right where what the case
-    needs is declared as unsupported.
+    """Raised by a case: the connector broke a rule. It may have done so by declining cleanly: without wrong bytes, a crash or a hang. That
+    is right where what the case needs is declared as unsupported, and the finding says how it `declined`.
     """
 
-    def __init__(self, finding: Finding, refused: bool = False):
+    def __init__(self, finding: Finding):
         super().__init__(finding.happened)
-        self.finding, self.refused = finding, refused
+        self.finding = finding
 
 
 class Blocked(Exception):
@@ -97,7 +96,14 @@ class Blocked(Exception):
 
 
 class NotApplicable(Exception):
-    """Raised by a case: what it looks at is none of the connector's promises, and the connector declined it cleanly."""
+    """Raised by a case: what it looks at is none of the connector's promises.
+
+    `refused`: the connector declined it cleanly, by giving nothing where it was asked for a hand-over.
+    """
+
+    def __init__(self, message: str = "", refused: bool = False):
+        super().__init__(message)
+        self.refused = refused
 
 
 class HarnessError(Exception):

@@ -1,29 +1,34 @@
 """`report.json`: the whole truth about a run, in one schema, so that the verdict can be recomputed by anybody from the results alone.
 
-Canonical: sorted keys, results sorted by id. Two runs that say the same differ only in `seconds`.
+Canonical: sorted keys, results sorted by id. Two runs of one day that say the same differ only in `seconds`.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import platform
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from pytest_kvconform import __version__
-from pytest_kvconform.declaration import version
-from pytest_kvconform.result import CaseResult
+from pytest_kvconform.declaration import Known, read_features, read_known, state_of, version
+from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.settle import Terms, settle
-from pytest_kvconform.subject import Subject
+from pytest_kvconform.subject import Subject, of_vllm
 from pytest_kvconform.verdict import Verdict, judge
 
 SCHEMA = "kvconform/v1"
 FILE = "report.json"
+_ASKED = ("matrix", "claim", "declare")  # settings by which a report is judged again
+_STANDS_ON = re.compile(r"stands on (kv::\S+::(?:comes_up|completes)\[[^\]]+\])")  # the cases that say whether a cell was refused
 
 
 class BadReport(ValueError):
@@ -112,7 +117,7 @@ def terms(report: Report) -> Terms:
 
 def mistakes(report: Report) -> list[str]:
     """Sentences about what in a report does not follow from the rest of it. `kvconform verify` prints them."""
-    said, held = [], terms(report)
+    said, held = [*_of_declaration(report), *_of_refusals(report)], terms(report)
     for result in report.results:
         settled = settle(result, held)
         if (settled.outcome, settled.said, settled.against) != (result.outcome, result.said, result.against):
@@ -124,6 +129,51 @@ def mistakes(report: Report) -> list[str]:
             f"the report says {report.verdict.word} ({report.verdict.sentence}), its results give {verdict.word} ({verdict.sentence})"
         )
     return said
+
+
+def _of_declaration(report: Report) -> Iterator[str]:
+    """What was declared: the state of each known failure, and what pyproject.toml said, which stands among the settings once more. What
+    stood in a file that --kv-declare named does not.
+    """
+    subject, today = report.subject, datetime.date.today()
+    for number, entry in enumerate(subject.known):
+        state = state_of(entry, report.environment.get("vllm"))
+        if entry.day is None or entry.day > today:
+            yield f"subject.known[{number}] is judged by {entry.day or 'no day'}, and today is {today}"
+        elif entry.state != state:
+            yield f"subject.known[{number}] is {entry.state} in the report, and by its last day and its versions of vLLM it is {state}"
+    if report.settings["declare"].value:
+        return
+    features, known = (json.loads(report.settings[key].value or empty) for key, empty in (("features", "{}"), ("known", "[]")))
+    ours = of_vllm().get(subject.connector) if subject.module is None else None
+    declared = read_features(ours.features if ours else {}, "features") | read_features(features, "features")
+    if declared != subject.features:
+        differ = sorted(name for name in declared | subject.features if declared.get(name) != subject.features.get(name))
+        yield f"subject.features has another {', '.join(differ)} than the settings of the report"
+    if [_said(entry) for entry in read_known(known, "known")] != [_said(entry) for entry in subject.known]:
+        yield "subject.known has other entries than the settings of the report"
+
+
+def _said(entry: Known) -> Known:
+    """An entry as it was written."""
+    return msgspec.structs.replace(entry, day=None, state="open", place="")
+
+
+def _of_refusals(report: Report) -> Iterator[str]:
+    """Whether the connector declined: a finding says how, and what could not run because of it names the case that has this finding."""
+    results = {result.id: result for result in report.results}
+    for result in report.results:
+        outcome = result.said or result.outcome
+        on = match[1] if outcome is Outcome.BLOCKED and (match := _STANDS_ON.match(result.reason)) else ""
+        if outcome is Outcome.FAIL:
+            refused = bool(result.finding and result.finding.declined)
+        elif (first := results.get(on)) is not None and (first.said or first.outcome) is Outcome.FAIL:
+            refused = first.refused
+        else:
+            refused = result.refused and outcome in (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)
+        if refused != result.refused:
+            word = {True: "a refusal", False: "no refusal"}
+            yield f"{result.id} is {word[result.refused]} in the report, and by {on or 'what it says'} it is {word[refused]}"
 
 
 def encode(report: Report) -> bytes:
@@ -150,8 +200,17 @@ def read(path: Path) -> Report:
     """Read a report; a folder stands for its `report.json`. Raises BadReport."""
     path = path / FILE if path.is_dir() else path
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
         raise BadReport(f"{path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
+    for option in OPTIONS:
+        if option.key not in report.settings:
+            raise BadReport(f"{path}: $.settings: {option.key} is missing")
+        try:
+            if option.key in _ASKED:
+                option.parse(report.settings[option.key].value)
+        except ValueError as error:
+            raise BadReport(f"{path}: $.settings.{option.key}: {error}") from None
+    return report

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.machinery
 import itertools
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from model_matrix import (
-    CheckpointError,
-    Family,
-    Geometry,
-    UnknownName,
-    ensure_checkpoint,
-    expand,
-    load_families,
-    load_geometries,
-    parse_topology,
-)
-from pytest_kvconform.case import RIGS
+from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process, connect
+from pytest_kvconform.rigs.background import Zygote, launch_zygote, start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process
 from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.pattern_bench import PatternBench
 from pytest_kvconform.rigs.ports import free_port
 from pytest_kvconform.rigs.protocol_bench import ProtocolBench
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
-from pytest_kvconform.rigs.zygote import SOCKET
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
 
+__all__ = [
+    "BadSubject",
+    "Bench",
+    "SubjectFacts",
+    "Zygote",
+    "launch_zygote",
+    "probe_subject",
+    "start_zygote",
+    "transfer_config",
+    "wait_for_zygote",
+]
+
 SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
-CALL_S, START_S, REQUEST_S, RELEASE_S, CLOSE_S = 20.0, 90.0, 30.0, 5.0, 20.0  # deadlines, times --kv-timeout-scale
+CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes, so that no address of one engine fits the other by accident
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario in which little or nothing moves, if it is the first on its engines: peers that have met answer at once,
@@ -67,117 +63,6 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str  # version
     device: str  # "cpu" or "cuda": what this vLLM runs on
     mended: str = ""  # packages of this environment that do not load beside its torch, and what was done about it
-
-
-# ---- the zygote --------------------------------------------------------------------------------------------------------------
-
-
-class Zygote:
-    """The background process of a run. It also ends, and cleans up, when this process is gone: its standard input is the life line."""
-
-    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path):
-        self.process, self.run_dir = process, run_dir
-        self.address = str(run_dir / SOCKET)
-
-    def close(self) -> list[str]:
-        """End it and everything it forked. Returns sentences about what would not end."""
-        said: list[str] = []
-        try:
-            with connect(self.address, 1.0) as connection:
-                connection.send(("close",))
-                if connection.poll(CLOSE_S):
-                    said = connection.recv()[1]
-        except (OSError, EOFError):
-            pass  # it has ended by itself, or is still importing and sees the end of its input next
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(5)
-            said.append(f"the background process {self.process.pid} had to be killed")
-        shutil.rmtree(self.run_dir, ignore_errors=True)  # normally gone by now
-        return said
-
-
-def start_zygote(settings: Settings, subject: Subject) -> Zygote:
-    """Start the background process; its imports go on while pytest collects."""
-    rigs = {RIGS.get(tier, "engine") for tier in settings.tier} or {"engine", "bytes", "scheduler"}
-    models: dict[str, dict[str, Family] | dict[str, Geometry]] = {"engine": load_families(), "bytes": load_geometries()}
-    wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
-    with contextlib.suppress(UnknownName):  # said where cases are collected
-        for place in expand(settings.matrix, settings.family, settings.topology):
-            if place.rig in rigs:
-                kind = "engine" if place.rig == "engine" else "bytes"
-                wanted[kind] |= set(models[kind][place.family].config["architectures"])
-    return launch_zygote(*wanted.values())
-
-
-def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
-    """Start a background process that can fork engines of models with these architectures, and pattern engines of those of `geometries`."""
-    remove_stale_run_dirs()
-    run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
-    with (run_dir / "zygote.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_kvconform.rigs.zygote", str(run_dir), *sorted(architectures), "--", *sorted(geometries)],
-            env=environment(run_dir),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )  # a session of its own: Ctrl-C is for pytest alone
-    (run_dir / "pid").write_text(str(process.pid))
-    return Zygote(process, run_dir)
-
-
-PREFIX = "kvconform-"
-
-
-def _short_temporary_folder() -> str:
-    """The folder for temporary files, unless its name is too long to hold a Unix socket (108 bytes)."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) < 70 else os.sep + "tmp"
-
-
-def remove_stale_run_dirs() -> None:
-    """Remove what runs left that were killed together with their zygote."""
-    for folder in Path(_short_temporary_folder()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):
-            if not Path(f"/proc/{int((folder / 'pid').read_text())}").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine: the user's, with ours over it."""
-    defaults = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"} if not _has_gpu() else {}
-    return (
-        defaults
-        | os.environ
-        | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the process that we forked
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",  # more engines than cores
-            "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",  # loopback only
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "NIXL_LOG_LEVEL": "WARN",
-            "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
-            "VLLM_CONFIG_ROOT": str(run_dir / "vllm"),
-            "TMPDIR": str(run_dir),
-            "KVCONFORM_WORKING_FOLDER": os.getcwd(),
-        }
-    )
-
-
-def _has_gpu() -> bool:
-    return Path("/proc/driver/nvidia/version").exists()
 
 
 # ---- the subject -------------------------------------------------------------------------------------------------------------
@@ -222,28 +107,6 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if kind != "ok":
         raise BadSubject(answer)
     return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
-
-
-def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
-    """Wait until the background process has imported everything. Returns what it found. Raises Blocked or HarnessError."""
-    ready = _ask(address, ("ping",), deadline_s)
-    if ready[0] != "ready":
-        kind, sentence = ready[1:]
-        raise (Blocked if kind == "missing" else HarnessError)(sentence)
-    facts: dict[str, str] = ready[1]
-    return facts
-
-
-def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[Any, ...]:
-    try:
-        with connect(address, deadline_s) as connection:
-            connection.send(question)
-            if not connection.poll(deadline_s):
-                raise HarnessError(f"vLLM was not imported within {deadline_s:.0f} s (--kv-timeout-scale gives it more time)")
-            answer: tuple[Any, ...] = connection.recv()
-            return answer
-    except (OSError, EOFError) as error:
-        raise HarnessError(f"the background process ended while it imported vLLM: {error or 'no reason known'}") from None
 
 
 # ---- the bench ---------------------------------------------------------------------------------------------------------------

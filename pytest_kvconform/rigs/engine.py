@@ -32,10 +32,16 @@ class EngineFailed(Exception):
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
 
     @property
-    def declined(self) -> bool:
-        """Whether it refused to start and said why: a clean end, which is right for what the connector does not support."""
+    def refusal(self) -> str:
+        """Why it refused to start; "" if it did not, or did not say why. A clean end, right for what the connector does not support."""
         said = self.sentence.partition("did not start: ")[2]
-        return self.how == "refused" and ": " in said and not said.startswith("WorkerDied")  # a rank that is gone has refused nothing
+        clean = self.how == "refused" and ": " in said and not said.startswith("WorkerDied")  # a rank that is gone has refused nothing
+        return said if clean else ""
+
+    @property
+    def declined(self) -> bool:
+        """Whether it refused to start and said why."""
+        return bool(self.refusal)
 
 
 class Process:

@@ -8,6 +8,8 @@ while it waits, and leaves nothing behind in /dev/shm. The workers are vLLM's ow
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
@@ -111,45 +113,55 @@ class ForkedExecutor(Executor):
                 raise WorkerDied(rank, pid)
 
     def shutdown(self) -> None:
+        """End every worker, whatever the others do; then raise what the first of them raised, as an executor of one rank does."""
+        raised: list[BaseException] = []
         for rank, (pid, connection) in enumerate(self.workers):
             try:
                 connection.send_bytes(cloudpickle.dumps(("shutdown", (), {})))
-                self._receive(rank)
+                if isinstance(result := self._receive(rank), BaseException):
+                    raised.append(result)
             except (WorkerDied, OSError):
-                pass  # it is gone already: what it left is looked for elsewhere
+                raised.append(WorkerDied(rank, pid))
             connection.close()
             os.waitpid(pid, 0)
         self.workers = []
+        if raised:
+            raise raised[0]
 
 
 def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_method: str) -> None:
     """Serve calls until the connection ends or `shutdown` has been called. Never returns."""
     os.environ["LOCAL_RANK"] = str(rank)
-    wrapper = WorkerWrapperBase(rpc_rank=rank)
-    kwargs = {
-        "vllm_config": vllm_config,
-        "local_rank": rank,
-        "rank": rank,
-        "distributed_init_method": init_method,
-        "is_driver_worker": rank == 0,
-    }
-    all_kwargs: list[dict[str, Any]] = [{} for _ in range(rank)] + [kwargs]
-    method: str | Callable[..., Any] = "init_worker"
+    code = 1
     try:
-        wrapper.init_worker(all_kwargs)
+        wrapper = WorkerWrapperBase(rpc_rank=rank)
+        kwargs = {
+            "vllm_config": vllm_config,
+            "local_rank": rank,
+            "rank": rank,
+            "distributed_init_method": init_method,
+            "is_driver_worker": rank == 0,
+        }
+        wrapper.init_worker([{} for _ in range(rank)] + [kwargs])
+        method: str | Callable[..., Any] = "init_worker"
         while method != "shutdown":
-            method, args, kwargs = cloudpickle.loads(connection.recv_bytes())
+            try:
+                message = connection.recv_bytes()
+            except EOFError:
+                break  # the engine is gone, and with it everybody whom this worker serves
+            method, args, kwargs = cloudpickle.loads(message)
             try:
                 result = run_method(wrapper, method, args, kwargs)
                 if isinstance(result, AsyncModelRunnerOutput):
                     result = result.get_output()
             except Exception as error:
-                import traceback
-
                 traceback.print_exc()
                 result = error
             connection.send_bytes(cloudpickle.dumps(result))
-    except EOFError:
-        pass
+        code = 0
+    except BaseException:  # the engine will say that this worker died, and its log says of what
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -55,9 +55,13 @@ class PeerBench:
                 f"declare `lease`, the key of kv_connector_extra_config for these seconds, and a shorter one is asked for ({LEASE_S} s)"
             )
 
+    def patience(self, seconds: float) -> float:
+        """A wait inside a story: longer with --kv-timeout-scale, never shorter."""
+        return seconds * max(1.0, self.pattern.bench.settings.timeout_scale)
+
     @property
     def _long_lease(self) -> bool:
-        return self.lease_s > PATIENCE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
+        return self.lease_s > self.patience(PATIENCE_S)
 
     def spec(self, role: str, cell: Cell) -> PatternSpec:
         """How an engine of a role is built."""
@@ -69,8 +73,7 @@ class PeerBench:
         """The fields of vLLM's KVTransferConfig, with a short lease where it is known how, unless the user has given one."""
         config, key = self.pattern.config(role), self.pattern.bench.subject.lease
         if key:
-            lease = LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
-            config = config | {"kv_connector_extra_config": {key: lease} | config.get("kv_connector_extra_config", {})}
+            config = config | {"kv_connector_extra_config": {key: self.patience(LEASE_S)} | config.get("kv_connector_extra_config", {})}
         return config
 
     def _tell(self, cell: Cell) -> dict[str, StorySeen]:
@@ -96,7 +99,7 @@ class PeerBench:
         finally:
             desk.close()
         if refused := next((actor.failed for actor in first if actor.failed and actor.failed.how == "refused"), None):
-            raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {refused.sentence}")
+            raise Blocked(f"stands on kv::bytes/start::comes_up[{cell}]: {refused.sentence}", refused=refused.declined)
         return {
             name: replace(
                 telling.result or StorySeen(),

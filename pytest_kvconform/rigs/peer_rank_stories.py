@@ -27,7 +27,7 @@ def handed_over(desk: Desk, p: Actor, d: Actor) -> Steps:
     second = yield from desk.compute(p)
     held = yield from desk.hold(d, second, last_rank(d, HELD))
     if not isinstance(held, str):
-        yield from pause(AWHILE_S)
+        yield from pause(desk.bench.patience(AWHILE_S))
         yield from d.ask("let_go")
         ends["slow"] = yield from desk.end(d, *held)
     own = yield from desk.receive(p, None)
@@ -70,7 +70,7 @@ def aborted(desk: Desk, p: Actor, d: Actor) -> Steps:
         return StorySeen(missing=held)
     request, _ = held
     yield from d.ask("abort", request.id)
-    yield from pause(AWHILE_S)
+    yield from pause(desk.bench.patience(AWHILE_S))
     before, early = (yield from d.ask("usage")), (yield from d.ask("reports"))
     yield from d.ask("let_go")
     after = yield from desk.free(d)

@@ -79,7 +79,7 @@ def stalled(desk: Desk, p: Actor, d: Actor) -> Steps:
         numbers[f"{what}_from"] = added = time.monotonic()
         request = yield from desk.begin(d, handed)
         own = yield from desk.begin(d, None)
-        yield from pause(STALL_S)
+        yield from pause(desk.bench.patience(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
         requests[what] = yield from desk.end(d, request, added)
@@ -176,7 +176,7 @@ def asked_nonsense(desk: Desk, p: Actor, d: Actor) -> Steps:
     """Whoever is not a peer says a thousand things to the port on which P listens; then somebody who has not met P comes."""
     borrowers = [desk.tellings[name] for name in ("dead", "mute")]
     yield from until(lambda: desk.borrowed == len(borrowers) or all(telling.done for telling in borrowers), desk.limits.request)
-    yield from until(lambda: any(deaf.heard for deaf in desk.deaf), ASKED_S)
+    yield from until(lambda: any(deaf.heard for deaf in desk.deaf), desk.bench.patience(ASKED_S))
     good = [frames for deaf in desk.deaf for frames in deaf.heard[:2]]
     handed = yield from desk.compute(p)
     listening = ports_of(p.handle.process.pid)
@@ -188,7 +188,7 @@ def asked_nonsense(desk: Desk, p: Actor, d: Actor) -> Steps:
             sent += sum(stranger.say(frames) for frames in chunk)
             stranger.blurt(b"".join(chunk[0]))
             yield
-        yield from pause(HEARD_S)
+        yield from pause(desk.bench.patience(HEARD_S))
         stranger.close()
     ended = yield from desk.receive(d, handed)
     after = yield from desk.compute(p)

@@ -47,11 +47,11 @@ class ProtocolBench:
             case "violation":
                 if "did not come back within" in ended.value.happened:
                     self._hung.append(function)
-                raise Violation(ended.value, refused=ended.refused)
+                raise Violation(ended.value)
             case "blocked":
-                raise Blocked(ended.value)
+                raise Blocked(ended.value, refused=ended.refused)
             case "not applicable":
-                raise NotApplicable(ended.value)
+                raise NotApplicable(ended.value, refused=ended.refused)
         raise HarnessError(ended.value)
 
     def drop(self) -> None:
@@ -91,6 +91,7 @@ class ProtocolBench:
             ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),
             folder=folder,
             supports_hma=self.bench.facts.supports_hma,
+            timeout_scale=max(1.0, self.bench.settings.timeout_scale),
         )
         target = "pytest_kvconform.rigs.protocol_host:serve"
         try:

@@ -36,6 +36,8 @@ from pytest_kvconform.subject import Subject
 # Rules that are broken whatever the case is about: a hook raises, its process dies or stands still, vLLM's scheduler cannot go on.
 RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
 RULES = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-006"}  # hooks with a rule of their own
+# Hooks of an engine's start: one that raises with a message keeps the engine from starting, which is how a connector says that it cannot.
+START, DECLINES = ("register_kv_caches", "set_xfer_handshake_metadata"), (NotImplementedError, ValueError)
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
@@ -56,6 +58,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...]  # for VLLM_NIXL_SIDE_CHANNEL_PORT, one a side; nobody listens, as long as the connector has no worker half
     folder: str  # under which a store may save
     supports_hma: bool
+    timeout_scale: float  # of the waits inside a case; never less than 1
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +66,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str  # "pass", "violation", "blocked", "not applicable", "harness"
     value: Any  # Evidence, Finding, or a sentence
-    refused: bool = False  # of a violation: see `result.Violation`
+    refused: bool = False  # of what could not be looked at: see `result.NotApplicable`
     seconds: float = 0.0  # in its process
 
 
@@ -104,7 +107,8 @@ def _refused(spec: HostSpec, error: Exception) -> Ended:
         return Ended(kind="not applicable", value=sentence)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if spec.subject.module and any(spec.subject.module.rpartition(".")[2] in file for file in files):
-        return Ended(kind="violation", value=Finding(rule=RAISES, happened=f"vLLM builds no configuration with this connector: {said}"))
+        happened = f"vLLM builds no configuration with this connector: {said}"
+        return Ended(kind="violation", value=Finding(rule=RAISES, happened=happened, declined=said if isinstance(error, DECLINES) else ""))
     return Ended(kind="harness", value=f"vLLM's configuration for {spec.cell} could not be built: {said}")
 
 
@@ -313,14 +317,14 @@ def _child(host: Host, line: Connection) -> NoReturn:
 
 
 def _outcome(case: Callable[[], Any]) -> tuple[str, Any, bool]:
-    """What a case said, and whether the connector declined cleanly.
+    """What a case said: kind, value, and whether it says nothing because the connector declined cleanly.
 
     Whatever the connector or vLLM's scheduler raised is a violation, whatever this project raised is not.
     """
     try:
         evidence = case()
     except Violation as error:
-        return "violation", error.finding, error.refused
+        return "violation", error.finding, False
     except HookRaised as error:
         traceback.print_exc()
         finding = Finding(
@@ -329,18 +333,26 @@ def _outcome(case: Callable[[], Any]) -> tuple[str, Any, bool]:
             diagnosis=f"{error.hook} raises {type(error.error).__name__} ({error.where})",
             log=_stack(error),
         )
-        said_no = error.hook.startswith("__init__") and bool(str(error.error)) and not isinstance(error.error, AssertionError)
-        return "violation", finding, said_no
+        return "violation", msgspec.structs.replace(finding, declined=_declined(error)), False
     except SchedulerStopped as error:
         traceback.print_exc()
         return "violation", Finding(rule=STOPS, happened=str(error)), False
     except Blocked as error:
-        return "blocked", str(error), False
+        return "blocked", str(error), error.refused
     except NotApplicable as error:
-        return "not applicable", str(error), False
+        return "not applicable", str(error), error.refused
     except HarnessError as error:
         return "harness", str(error), False
     return ("pass", evidence, False) if isinstance(evidence, Evidence) else ("harness", f"the case returned {evidence!r}", False)
+
+
+def _declined(error: HookRaised) -> str:
+    """The words with which a connector declines to start; "" if it raised elsewhere, said nothing, or failed an assertion."""
+    raised, said = error.error, " ".join(str(error.error).split())
+    built = error.hook.startswith("__init__") and not isinstance(raised, AssertionError)
+    if said and (built or (error.hook.startswith(START) and isinstance(raised, DECLINES))):
+        return f"{type(raised).__name__}: {said}"
+    return ""
 
 
 def _stack(error: HookRaised) -> tuple[str, ...]:

@@ -140,8 +140,8 @@ class Rig:
         """
         self.answered(d, *ids)
         if missing := [id for id in ids if not d.parked(id)]:
-            said = d.announced(missing[0])
-            raise NotApplicable(f"{self.subject.connector} begins no asynchronous load: it answered {said}", refused=not said[0])
+            said = f"{self.subject.connector} begins no asynchronous load: it answered {d.announced(missing[0])}"
+            raise NotApplicable(said, refused=d.declined(missing[0]))
         return d.steps[-1]
 
     def patience(self, seconds: float) -> float:

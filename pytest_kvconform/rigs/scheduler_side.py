@@ -317,7 +317,8 @@ class Side:
         """What P handed over for a request that has ended, after the way through JSON. Raises NotApplicable if nothing was."""
         said = self.results.get(id)
         if said is None or said.params is None:
-            raise NotApplicable(f"{self.rig.subject.connector} returns no kv_transfer_params for a request that asks for a hand-over")
+            said_nothing = f"{self.rig.subject.connector} returns no kv_transfer_params for a request that asks for a hand-over"
+            raise NotApplicable(said_nothing, refused=len(self.prompts.get(id, ())) > self.block_size)
         found: dict[str, Any] = json.loads(json.dumps(said.params))
         return found
 
@@ -340,6 +341,12 @@ class Side:
         """The last answer of get_num_new_matched_tokens for a request; (0, False) if it was never asked."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
+
+    def declined(self, id: str) -> bool:
+        """Whether the connector announced nothing of a request of which this side lacks a whole block or more."""
+        calls = self.calls_of("get_num_new_matched_tokens", id)
+        lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
+        return lacks > self.block_size and self.announced(id) == (0, False)
 
     def loads_begun(self, id: str) -> int:
         """How many times a request was admitted with external tokens."""

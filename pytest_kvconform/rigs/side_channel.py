@@ -121,10 +121,10 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
     """A good message that asks for a rank, or whatever its numbers mean, that there is not; with a huge length if it has no numbers."""
     try:
         words = msgspec.msgpack.decode(message)
-        if isinstance(words, list) and any(isinstance(word, int) for word in words):
-            return msgspec.msgpack.encode([choose.choice(NUMBERS) if isinstance(word, int) else word for word in words])
     except msgspec.DecodeError:
-        pass
+        words = None  # peers may speak in any format, and what is no msgpack has no numbers that could be changed
+    if isinstance(words, list) and any(isinstance(word, int) for word in words):
+        return msgspec.msgpack.encode([choose.choice(NUMBERS) if isinstance(word, int) else word for word in words])
     return b"\xdd" + struct.pack(">I", 2**32 - 1) + message  # msgpack: a list of four thousand million
 
 

@@ -32,10 +32,11 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
                     rule="KV-HANDOVER-002",
                     happened=f"P finished {r.name} and returned no kv_transfer_params",
                     diagnosis="request_finished returned None for its params, so D was never told where the KV is",
-                ),
-                refused=True,
+                    declined="P handed nothing over",
+                )
             )
         if r.decode.first_computed < due:
+            clean = not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens  # D computed: nothing wrong came
             raise Violation(
                 Finding(
                     rule="KV-HANDOVER-002",
@@ -49,8 +50,8 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
                     if r.decode.external_tokens + r.decode.local_tokens >= due
                     else "get_num_new_matched_tokens announced less than P had",
                     signature="D recomputed what P had",
-                ),
-                refused=not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens,  # D computed: nothing wrong came
+                    declined="D was given nothing, and computed the prompt" if clean else "",
+                )
             )
         computed_once(r)
     return Evidence(

@@ -19,10 +19,11 @@ from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
-from pytest_kvconform.rigs import bench
+from pytest_kvconform.rigs import background, bench
 from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import Subject, of_vllm, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
+from tests.juries import must_be_installed
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
 
@@ -86,8 +87,8 @@ def test_a_table_is_up_to_date(name: str) -> None:
     assert found == script.PARTS[name]() + "\n", f"docs/{script.PAGES[name]} is out of date: python docs/regenerate.py {name}"
 
 
-@pytest.mark.skipif(not (importlib.util.find_spec("vllm") and importlib.util.find_spec("nixl")), reason="needs vLLM and NIXL")
 def test_the_failure_that_authors_read_is_what_a_run_prints() -> None:
+    must_be_installed()
     script = regenerate()
     found = script.block(PAGES["docs/authors.md"], "failure")[2]
     assert found == script.failure() + "\n", "docs/authors.md is out of date: python docs/regenerate.py failure"
@@ -143,13 +144,13 @@ def test_outcomes_and_exit_codes() -> None:
 
 
 def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "_has_gpu", lambda: False)
+    monkeypatch.setattr(background, "_has_gpu", lambda: False)
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     monkeypatch.setenv("VLLM_MINE", "mine")
     monkeypatch.setenv("PLAINLY_MINE", "mine")
-    given = bench.environment(tmp_path)
+    given = background.environment(tmp_path)
     assert given["VLLM_PLUGINS"] == given["PLAINLY_MINE"] == given["VLLM_MINE"] == "mine"
     ours = {name for name, value in given.items() if value != os.environ.get(name)}
     [table] = [table for table in tables(PAGES["docs/authors.md"]) if table[0] == ["variables", "why"]]
@@ -242,7 +243,17 @@ def test_the_case_is_one() -> None:
     assert list(case.variants(Cell("llama", "P1D1"), "quick"))
 
 
-def test_other_programs_compile() -> None:
-    for page, text in PAGES.items():
-        for code in blocks(text, "python"):
-            compile(code, page, "exec")
+def test_every_program_compiles() -> None:
+    programs = [(page, code) for page, text in PAGES.items() for code in blocks(text, "python")]
+    assert {page for page, _ in programs} == {"docs/findings.md", "docs/rules.md"}
+    assert {page: said for page, code in programs if (said := syntax_error(code))} == {}
+    assert syntax_error("def case(:") == "line 1: invalid syntax"
+
+
+def syntax_error(code: str) -> str:
+    """What is wrong with a program; "" if it compiles."""
+    try:
+        compile(code, "page", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    return ""

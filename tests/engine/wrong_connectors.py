@@ -21,6 +21,7 @@ os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # vLLM sets it for connectors t
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 BLOCK = 32  # tokens, of every family but qwen3_5
 
@@ -406,6 +407,15 @@ class RaisesInShutdown(Right):
     def shutdown(self) -> None:
         super().shutdown()
         raise OSError("the fabric was gone")
+
+
+class RankRaisesInShutdown(Right):
+    """Raises in shutdown of the second rank."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.role is KVConnectorRole.WORKER and get_tensor_model_parallel_rank() == 1:
+            raise OSError("the fabric of rank 1 was gone")
 
 
 class DiesInShutdown(Right):

@@ -10,6 +10,7 @@ import copy
 import os
 import socket
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -20,6 +21,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 Upstream = NixlPullConnector
+CLOSES_S = 0.5  # after shutdown
+ENDS_S = 6.0  # more than the suite waits, and less than it waits with --kv-timeout-scale=3
 
 
 class Right(NixlPullConnector):
@@ -307,3 +310,26 @@ class KeepsAFile(Nothing):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         os.open(os.devnull, os.O_RDONLY)
+
+
+class EndsSlowly(Nothing):
+    """A thread of the worker half ends some seconds after shutdown."""
+
+    def shutdown(self) -> None:
+        if is_worker(self):
+            threading.Thread(target=time.sleep, args=(ENDS_S,), name="drain", daemon=True).start()
+        super().shutdown()
+
+
+class ClosesLate(Nothing):
+    """No mistake: the worker half listens on its port, and closes it soon after shutdown."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if is_worker(self):
+            self.listener = socket.create_server(("127.0.0.1", vllm_config.kv_transfer_config.kv_port))
+
+    def shutdown(self) -> None:
+        if is_worker(self):
+            threading.Timer(CLOSES_S, self.listener.close).start()
+        super().shutdown()

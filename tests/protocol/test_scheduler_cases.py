@@ -73,13 +73,13 @@ WRONG = [
         "CutsPlainPrompts", "KV-MATCH-009", "a_new_request_stays_what_it_is[plain]", r"a request of 53 tokens and max_tokens 3 has 52 and 3"
     ),
     Wrong("CutsAgain", "KV-MATCH-009", "a_new_request_stays_what_it_is[prefill_preempted]", r"53 tokens has 52 after a preemption"),
-    Wrong("ComputesAhead", "KV-HOOK-003", "the_scheduler_can_go_on[d-length]", r"vLLM's scheduler of D0 stopped with AssertionError"),
+    Wrong("ComputesAhead", "KV-HOOK-003", "the_scheduler_can_go_on[D]", r"vLLM's scheduler of D0 stopped with AssertionError"),
     # What it tells its workers.
     Wrong("TellsADict", "KV-META-001", "travels_to_the_workers[empty]", r"returned a dict, which is no KVConnectorMetadata"),
     Wrong(
         "TellsALock", "KV-META-001", "travels_to_the_workers[empty]", r"does not survive pickle: TypeError: cannot pickle '_thread.lock'"
     ),
-    Wrong("TakesTheEnds", "KV-META-002", "leaves_the_schedulers_output_alone[p-length]", r"changed scheduler_output\.finished_req_ids"),
+    Wrong("TakesTheEnds", "KV-META-002", "leaves_the_schedulers_output_alone[D]", r"changed scheduler_output\.finished_req_ids"),
     Wrong(
         "RepeatsLoads",
         "KV-META-003",
@@ -87,7 +87,7 @@ WRONG = [
         r"is ordered in steps \[|mentions it: the state of a step|still mentions",
     ),
     Wrong("RepeatsSends", "KV-META-003", "tells_of_an_end_once[p-length]", r"mentions it: the state of a step is not reset|still mentions"),
-    Wrong("ReusesTheList", "KV-META-004", "is_not_changed_afterwards[prefill]", r"named blocks \[\d.*\] and names \[\] now"),
+    Wrong("ReusesTheList", "KV-META-004", "is_not_changed_afterwards[prefill]", r"named block \d.* and names cmpl-P0-0000 now"),
     # How it ends requests.
     Wrong("AnswersParamsAlone", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[plain-length]", rf"{ENDED}\(\w+\) returned"),
     Wrong("KeepsByNumber", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[p-length]", rf"{ENDED}\(\w+\) returned \([01], "),
@@ -150,12 +150,22 @@ WRONG = [
     Wrong(
         "Crashes",
         "KV-HOOK-002",
-        "no_hook_ends_or_stops_the_process[d-length]",
+        "every_hook_comes_back[loading]",
         r"died of SIGSEGV, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
     ),
-    Wrong("PrintsAndAborts", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", r"died of SIGABRT, in update_state_after_alloc"),
+    Wrong("PrintsAndAborts", "KV-HOOK-002", "every_hook_comes_back[loading]", r"died of SIGABRT, in update_state_after_alloc"),
+    Wrong("LeavesAtOnce", "KV-HOOK-002", "every_hook_comes_back[loading]", r"ended with exit code 0, in update_state_after_alloc"),
     Wrong(
-        "LeavesAtOnce", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", r"ended with exit code 0, in update_state_after_alloc"
+        "WaitsForWorkers",
+        "KV-HOOK-002",
+        "every_hook_comes_back[loading]",
+        r"^build_connector_meta took 1\.\d s and 1\.\d s in steps \d+ and \d+ of D0",
+    ),
+    Wrong(
+        "OneAtATime",
+        "KV-HOOK-002 KV-MATCH-004",
+        "every_hook_comes_back[loading]",
+        r"nobody reports what is loading, .* another request is WAITING",
     ),
 ]
 
@@ -190,7 +200,7 @@ def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(judge: Callable[.
 
 
 def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(judge: Callable[..., Judged]) -> None:
-    wrong = Wrong("StandsStill", "KV-HOOK-002", "no_hook_ends_or_stops_the_process[d-length]", "", scale=SHORT)
+    wrong = Wrong("StandsStill", "KV-HOOK-002", "every_hook_comes_back[loading]", "", scale=SHORT)
     judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=SHORT, only=chosen(wrong))
     said = [finding.happened for finding in judged.findings.values()]
     assert len(said) == 3 and "BLOCKED" in judged.outcomes.values()

@@ -484,6 +484,41 @@ class LeavesAtOnce(DiesOf):
         os._exit(0)
 
 
+class KnowsLoads(Right):
+    """`notes` has the loads that have begun and were not reported."""
+
+    waited = 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.notes[request.request_id] = True
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for name in connector_output.finished_recving or ():
+            self.notes.pop(name, None)
+
+
+class WaitsForWorkers(KnowsLoads):
+    """Has patience for nine steps of a load, and then waits for a worker's report."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.waited = self.waited + 1 if self.notes else 0
+        if self.waited in (10, 11):
+            time.sleep(1.2)
+        return super().build_connector_meta(scheduler_output)
+
+
+class OneAtATime(KnowsLoads):
+    """Lets no other request begin while one is loaded."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        if self.notes:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class StandsStill(DiesOf):
     def die(self) -> None:
         while True:

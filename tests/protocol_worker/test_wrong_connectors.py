@@ -95,10 +95,10 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Said], wrong: Wrong) -> None:
     said = judge(wrong.connector, wrong.topology, wrong.scale)
-    expected = {name: "FAIL" if name in wrong.fails else "Blocked" if name in wrong.blocked.split() else "PASS" for name in said}
+    expected = {name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked.split() else "PASS" for name in said}
     # What says that this machine was too slow to tell says nothing about the connector; see the test of the right one.
     slow = {
-        name for name, (outcome, reason) in said.items() if outcome == "Blocked" and "--kv-timeout-scale" in reason
+        name for name, (outcome, reason) in said.items() if outcome == "BLOCKED" and "--kv-timeout-scale" in reason
     } - wrong.fails.keys()
     assert {name: outcome for name, (outcome, _) in said.items() if name not in slow} == {
         n: e for n, e in expected.items() if n not in slow
@@ -124,7 +124,7 @@ def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: s
 def test_a_long_lease_is_not_waited_for(judge: Callable[..., Said]) -> None:
     said = judge("TrustsLeases", "P1D1", lease_s=30)
     blocked = {
-        name for name, (outcome, reason) in said.items() if outcome == "Blocked" and "P may keep what nobody has read for 30 s" in reason
+        name for name, (outcome, reason) in said.items() if outcome == "BLOCKED" and "P may keep what nobody has read for 30 s" in reason
     }
     assert blocked == {
         *TOO_LATE.split(),

@@ -142,7 +142,7 @@ def test_attention_lies_where_vllm_views_it(layout: str, kernel: int) -> None:
     for name in names:
         box, view = made.of(name)["kv"], made.caches[name]
         assert [(axis.name, axis.start, axis.stop, axis.whole) for axis in box.axes] == [("head", 4, 8, 8)]
-        assert (box.block_tokens, box.num_blocks // box.pieces, box.element) == (64, BLOCKS, "bfloat16")
+        assert (box.tokens * box.pieces, box.num_blocks // box.pieces, box.element) == (64, BLOCKS, "bfloat16")
         for block, head, token in [(0, 0, 0), (1, 3, 5), (3, 2, 63), (5, 1, 16), (5, 3, 63)]:
             kernel_block, slot = block * (64 // kernel) + token // kernel, token % kernel
             mine, within = divmod(block * 64 + token, box.tokens)
@@ -178,7 +178,7 @@ def test_states_lie_where_vllm_binds_them(geometry: str, other: Any, order: str,
         at = 0
         for part, whole in zip(("conv.q", "conv.k", "conv.v"), kind.conv_channels, strict=True):
             box = made.of(name)[part]
-            assert (box.group, box.block_tokens, box.axes[0].start, box.axes[0].whole) == (1, 1, whole // 2, whole)
+            assert (box.group, box.tokens * box.pieces, box.axes[0].start, box.axes[0].whole) == (1, 1, whole // 2, whole)
             for channel, tap in [(0, 0), (1, 2), (whole // 2 - 1, 1)]:
                 assert made.cell(box, 4, 0, whole // 2 + channel, tap) == said(conv[4, at + channel, tap])
             at += whole // 2
@@ -213,25 +213,39 @@ def test_cpu_attention_lies_where_its_kernel_writes_it(block: int) -> None:
             assert made.cell(found["v"], *where) == said(v[token, head])
 
 
-def test_cpu_attention_with_blocks_of_another_size() -> None:
-    """What vLLM's kernel wrote on P into blocks of 32 is on D what it would have written into blocks of 64."""
+def test_cpu_attention_with_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM's kernel wrote on P into blocks of 32 is on D what it would have written into blocks of 64, with the kernel that every
+    processor has.
+    """
     import torch
     from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends import cpu_attn
 
     (name,) = names_of("llama3_1_8b", many=1)
-    if (isa := _get_attn_isa(torch.bfloat16, 32, 128, "auto")) == "amx":
-        pytest.skip("tiles of AMX cannot be cut, and are not")
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "vec")
     k, v = (torch.randn(77, 4, 128).bfloat16() for _ in range(2))
     p, d, due = (Made("llama3_1_8b", [[name]], "LBHNC", 2, 1, block, cpu=True) for block in (32, 64, 64))
     for made, table, block in ((p, [4, 1, 3], 32), (due, [2, 5], 64)):
         slots = torch.tensor([table[t // block] * block + t % block for t in range(77)])
         cache = made.caches[name].view(BLOCKS, 4, 2 * block, 128).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(k, v, *cache, slots, isa, 1.0, 1.0, "auto")
+        ops.cpu_attn_reshape_and_cache(k, v, *cache, slots, "vec", 1.0, 1.0, "auto")
     found = runs(pair(d.boxes, [p.boxes]), [(0, 77)], [Table([2, 5])], [Table([4, 1, 3])])[0]
     for local, remote, length in zip(found.local.tolist(), found.remote.tolist(), found.length.tolist(), strict=True):
         ctypes.memmove(local, remote, length)
     assert torch.equal(d.caches[name], due.caches[name])
+
+
+def test_cpu_attention_of_amx_with_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel packs the K of a block into tiles, which cannot be cut: such a pair is refused."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "amx")
+    names = [names_of("llama3_1_8b", many=1)]
+    small, large = (Made("llama3_1_8b", names, "LBHNC", 2, 1, block, cpu=True).boxes for block in (32, 64))
+    assert [box.part for box in small] == ["tile"]
+    assert pair(small, [small]).matches
+    with pytest.raises(Unplannable, match=r"^tile of layer .*: D has "):
+        pair(large, [small])
 
 
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
@@ -296,7 +310,7 @@ MISTAKES = {  # a piece of boxes.py -> what a mistake would make of it, and the 
     "shards = min(config.get_total_num_kv_heads(), tp_size)": ("shards = tp_size", lambda _: test_heads_of_every_rank("gemma3_1b")),
     "shards = min(spec.max_tp_shards, tp_size)": ("shards = tp_size", lambda _: test_heads_of_every_rank("deepseek_v3")),
     "and _is_draft(vllm_config, name)": ("and False", lambda _: test_heads_of_a_draft_that_has_fewer_than_its_model()),
-    "view.data_ptr() + tokens * row": ("view.data_ptr() + row", lambda _: test_cpu_attention_with_blocks_of_another_size()),
+    "view.data_ptr() + tokens * row": ("view.data_ptr() + row", test_cpu_attention_with_blocks_of_another_size),
     "token_stride=size, axes=(axis, inner)": (
         "token_stride=row, axes=(axis, inner)",
         lambda _: test_cpu_attention_lies_where_its_kernel_writes_it(32),

@@ -10,7 +10,7 @@ import pytest
 
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.compare import GARBLED
-from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
+from pytest_kvconform.rigs.background import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.pattern_messages import Check
 
 from .pattern_pair import Pair, prompt

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +12,16 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from tests.engine.judged import Jury
+from tests.juries import ROOT, looked_for_in, must_be_installed
 from tests.rigs import scheduler_cases
 
-ROOT = Path(__file__).parents[2]
 Run = Callable[..., Evidence]
 
 
 @pytest.fixture(scope="module")
 def jury() -> Iterator[Jury]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(ROOT)])
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    must_be_installed()
+    with looked_for_in(ROOT):
         jury = Jury("tests.protocol.wrong_connectors_scheduler", "protocol", ("llama3_1_8b",))
         yield jury
     assert jury.close() == []

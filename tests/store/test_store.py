@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from pytest_kvconform.rigs.bench import Bench, SubjectFacts, Zygote, launch_zygo
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _store
+from tests.juries import looked_for_in, must_be_installed
 
 HERE = Path(__file__).parent
 CELL = "llama3_1_8b-P1D1.b16"
@@ -37,9 +36,8 @@ class Said:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, str(HERE)])
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    must_be_installed()
+    with looked_for_in(HERE):
         zygote = launch_zygote([], ["LlamaForCausalLM", "KimiLinearForCausalLM"])
         yield zygote
         assert zygote.close() == []

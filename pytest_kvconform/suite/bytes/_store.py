@@ -59,8 +59,8 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
                         "is the whole prompt saved, also when it was computed in chunks?",
                         "a store that saves in the background: does it keep the blocks (request_finished returns True) until it has?",
                     ),
-                ),
-                refused=not r.decode.external_tokens,
+                    declined="" if r.decode.external_tokens else "the store announced nothing, and D computed the prompt",
+                )
             )
         computed_once(r)
     return Evidence(

@@ -27,8 +27,9 @@ def completes(bench: Bench, transfer: Transfer) -> Evidence:
             f"{seen.decoder.block_size} on D)",
             diagnosis=said_last(seen) or "the connector gives up loads of this pair of engines",
             log=seen.logged,
+            declined="the connector gave the load up, and no word is wrong" if seen.declined else "",
         )
-        raise Violation(finding, refused=seen.declined)
+        raise Violation(finding)
     return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
 
 

@@ -15,7 +15,13 @@ def comes_up(bench: Bench, variant: None) -> Evidence:
     try:
         p, d = bench.pattern.facts(longest(bench.cell, bench.settings.matrix))
     except EngineFailed as failed:
-        stack = "; ".join(failed.stack)
-        finding = Finding(rule="KV-START-001", happened=failed.sentence, differs=stack, diagnosis=failed.sentence, log=failed.log)
-        raise Violation(finding, refused=failed.declined) from None
+        finding = Finding(
+            rule="KV-START-001",
+            happened=failed.sentence,
+            differs="; ".join(failed.stack),
+            diagnosis=failed.sentence,
+            log=failed.log,
+            declined=failed.refusal,
+        )
+        raise Violation(finding) from None
     return Evidence(looked_at=sum(len(group.layers) for facts in (p, d) for group in facts.groups), unit="layers")

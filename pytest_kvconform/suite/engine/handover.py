@@ -25,9 +25,16 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
     ]
     if wrong:
         happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"
-        finding = Finding(rule="KV-HANDOVER-001", happened=happened, diagnosis=said_last(seen), log=seen.logged)
         ended = [r for r in seen.requests if r.got and r.got.finish == "error"]
-        raise Violation(finding, refused=len(ended) == len(wrong) and not any(r.rows and r.rows.wrong for r in ended))
+        clean = len(ended) == len(wrong) and not any(r.rows and r.rows.wrong for r in ended)
+        finding = Finding(
+            rule="KV-HANDOVER-001",
+            happened=happened,
+            diagnosis=said_last(seen),
+            log=seen.logged,
+            declined="these requests ended with an error, and no word is wrong" if clean else "",
+        )
+        raise Violation(finding)
     return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(seen))
 
 

@@ -15,8 +15,8 @@ def comes_up(bench: Bench, _: None) -> Evidence:
     try:
         p, d = bench.facts_of_engines()
     except EngineFailed as failed:
-        finding = Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)
-        raise Violation(finding, refused=failed.declined) from None
+        finding = Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence, declined=failed.refusal)
+        raise Violation(finding) from None
     return Evidence(
         looked_at=2,
         unit="engines",

@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.scheduler_rig import Rig
 from pytest_kvconform.rigs.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import each_memory, once
 
-FOREVER_S = 2.0  # a hook of the start that has nothing to wait for and takes longer waits for ever
+FOREVER_S = 2.0  # a hook of the start that has nothing to wait for and takes longer waits for ever; times --kv-timeout-scale
 
 
 def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
@@ -136,12 +136,12 @@ def taken_port_is_no_reason_to_wait(rig: Rig, _: None) -> Evidence:
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
-    thread.join(FOREVER_S)
+    thread.join(patience := rig.patience(FOREVER_S))
     if thread.is_alive():
         raise rig.broken(
             "",
             f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port still waits in "
-            f"set_xfer_handshake_metadata after {FOREVER_S:g} s",
+            f"set_xfer_handshake_metadata after {patience:g} s",
             diagnosis="the start waits for a listener that could not bind its port, and says nothing",
         )
     return Evidence(

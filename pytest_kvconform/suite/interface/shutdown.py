@@ -6,7 +6,8 @@ import gc
 import os
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
@@ -15,7 +16,8 @@ from pytest_kvconform.rigs.scheduler_rig import Rig, Side
 from pytest_kvconform.rigs.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import once
 
-MOMENT_S = 4.0  # that threads which were told to end may take to do so
+Left = TypeVar("Left", dict[str, Any], list[int])
+MOMENT_S = 4.0  # that what was told to end may take to do so; times --kv-timeout-scale
 
 
 @case("KV-SHUTDOWN-001", applies=once, inside=True)
@@ -24,17 +26,21 @@ def leaves_nothing(rig: Rig, _: None) -> Evidence:
     half = WorkerHalf(rig, "P")
     before = set(threads()), set(listening_sockets(os.getpid()))
     _end(half, half.start())
-    left: dict[str, Any] = {}
-    deadline = time.monotonic() + MOMENT_S
-    while (left := _left(*before)) and time.monotonic() < deadline:
-        gc.collect()  # some things end when the halves are collected
-        time.sleep(0.02)
-    if left:
+    if left := _once_nothing(rig, lambda: _left(*before)):
         said = " and ".join(f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items())
         raise rig.broken(
             "", f"after shutdown of both halves there are still {said}", diagnosis=f"shutdown() leaves {' and '.join(left)} behind"
         )
     return Evidence(looked_at=2, unit="halves")
+
+
+def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
+    """What there still is when everything has had its time to end; empty at once when it has ended."""
+    deadline = time.monotonic() + rig.patience(MOMENT_S)
+    while (found := look()) and time.monotonic() < deadline:
+        gc.collect()  # some things end when the halves are collected
+        time.sleep(0.02)
+    return found
 
 
 def _left(known: set[str], ports: set[str]) -> dict[str, list[Any]]:
@@ -68,28 +74,27 @@ def twice_is_once(rig: Rig, which: str) -> Evidence:
 @case("KV-SHUTDOWN-003", applies=once, inside=True)
 def another_one_can_follow(rig: Rig, _: None) -> Evidence:
     """The same process starts a second engine on the same port, and holds no more files and memory after it than after the first one."""
-    held, ports = [], []
+    held, ports = Counter[str](), []
     for _engine in range(2):
         half = WorkerHalf(rig, "P")
         side = half.start()
         half.idle_step(side)
         ports.append(half.ports())
         _end(half, side)
+        _once_nothing(rig, half.ports)
         del half, side
         gc.collect()
-        held.append(_held())
+        held = held or _held()
     if ports[0] != ports[1]:
         raise rig.broken(
             "", f"the first engine listened on {ports[0]}, and the second one on {ports[1]}", diagnosis="the port is not given back"
         )
-    if more := {what: things for what, things in (held[1] - held[0]).items() if things}:
+    if more := _once_nothing(rig, lambda: dict(_held() - held)):
         said = ", ".join(f"{number} more {what}" for what, number in more.items())
         raise rig.broken(
             "", f"after the second engine's end the process has {said} than after the first one's", diagnosis=f"each engine leaves {said}"
         )
-    return Evidence(
-        looked_at=2, unit="engines", notes={"ports": ", ".join(map(str, ports[0])) or "none", "open files": sum(held[0].values())}
-    )
+    return Evidence(looked_at=2, unit="engines", notes={"ports": ", ".join(map(str, ports[0])) or "none", "open files": sum(held.values())})
 
 
 def _held() -> Counter[str]:

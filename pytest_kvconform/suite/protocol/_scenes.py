@@ -85,6 +85,32 @@ def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
     return side, id, sides
 
 
+def crowd(rig: Rig, role: str) -> Side:
+    """Requests of every kind at once on a side of this role: one has a prefix in the prefix cache, one is preempted, one is aborted, and
+    prompts are computed in chunks; on D two are handed over. Returns the side, on which all have ended.
+    """
+    p = side = rig.side("P")
+    if role == "D":
+        hands_over(rig)
+        side = rig.side("D")
+    prompts = [rig.prompt(several(PROMPT, side.block_size), seed=seed) for seed in range(4)]
+    side.hit(prompts[0], 2 * side.block_size)
+    if role == "D":
+        ids = [rig.hand_over(p, side, prompt, max_tokens=3)[1] for prompt in prompts[:2]]
+        ids += [side.add(prompt, max_tokens=3) for prompt in prompts[2:]]
+    else:
+        ids = [side.add(prompt, rig.ask_prefill() or None, max_tokens=3) for prompt in prompts]
+    side.budget(2 * side.block_size)
+    side.run(lambda: side.status(ids[2]) == "RUNNING")
+    side.preempt(ids[2])
+    side.run(lambda: bool(side.steps[-1].preempted))
+    side.abort(ids[3])
+    side.run()
+    settle(*dict.fromkeys((p, side)))
+    side.step()
+    return side
+
+
 def settle(*sides: Side) -> None:
     """Let the workers report everything that is still kept: loads of cancelled requests as received, the others as sent."""
     for side in sides:

@@ -1,34 +1,60 @@
-"""No hook of a connector ends the engine, whatever happens to requests."""
+"""No hook of a connector ends the engine, whatever happens to requests.
+
+The three rules are judged in every case of the scheduler rig: the recorder names the one that is broken, whatever the case is about. The
+cases here are the situations in which each is most likely to be.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler_rig import Rig
-from pytest_kvconform.suite.protocol._scenes import end, endings, settle
+from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.suite.protocol._scenes import PROMPT, crowd, end, endings, hands_over, settle, spread
+
+SOON_S = 1.0  # a hook takes microseconds, and the whole engine stands still for as long; times --kv-timeout-scale
+SILENT = 20  # steps in which no worker reports anything
 
 
 @case("KV-HOOK-001", variants=endings, inside=True)
 def no_hook_raises(rig: Rig, ending: str) -> Evidence:
     """From its arrival to the end of a request no hook raises."""
-    return _called(rig, ending)
-
-
-@case("KV-HOOK-002", variants=endings, inside=True)
-def no_hook_ends_or_stops_the_process(rig: Rig, ending: str) -> Evidence:
-    """Every hook comes back, and the process lives on."""
-    return _called(rig, ending)
-
-
-@case("KV-HOOK-003", variants=endings, inside=True)
-def the_scheduler_can_go_on(rig: Rig, ending: str) -> Evidence:
-    """What the connector answers, and what it does to requests and blocks, never makes vLLM's own assertions fail."""
-    return _called(rig, ending)
-
-
-def _called(rig: Rig, ending: str) -> Evidence:
     _, _, sides = end(rig, ending)
     settle(*sides)
     for side in sides:
         side.step()
     return Evidence(looked_at=sum(len(side.calls) for side in sides), unit="calls")
+
+
+@case("KV-HOOK-002", variants=spread("loading", "kept"), inside=True)
+def every_hook_comes_back(rig: Rig, what: str) -> Evidence:
+    """While a load, or the blocks of an end, wait for workers that report nothing, every hook comes back soon, and others go on."""
+    p = side = rig.side("P")
+    if what == "loading":
+        hands_over(rig)
+        side = rig.side("D")
+        rig.load(p, side, rig.prompt(several(PROMPT, side.block_size)))
+    else:
+        id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.ask_prefill() or None)
+        p.run(lambda: id in p.results)
+    other = side.add(rig.prompt(side.block_size + 3, seed=1), max_tokens=3)
+    for _ in range(SILENT):
+        side.step()
+    if other not in side.results:
+        raise rig.broken("", f"nobody reports what is {what}, and {SILENT} steps later another request is {side.status(other)}")
+    late = [call for call in side.calls if call.seconds > rig.patience(SOON_S)]
+    for first, again in itertools.combinations(late, 2):
+        if first.hook == again.hook:  # a machine may stand still for a second, but hardly twice in one hook
+            took, where = f"{first.seconds:.1f} s and {again.seconds:.1f} s", f"steps {first.step} and {again.step} of {side.name}"
+            raise rig.broken("", f"{first.hook} took {took} in {where}, and the engine with it")
+    longest = max(call.seconds for call in side.calls)
+    return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})
+
+
+@case("KV-HOOK-003", variants=spread("D", "P"), inside=True)
+def the_scheduler_can_go_on(rig: Rig, role: str) -> Evidence:
+    """With requests of every kind at once, what the connector answers and does never makes vLLM's own assertions fail."""
+    side = crowd(rig, role)
+    return Evidence(looked_at=len(side.steps), unit="steps", notes={"calls": len(side.calls)})

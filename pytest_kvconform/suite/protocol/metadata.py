@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.leaks import walk
 from pytest_kvconform.rigs.scheduler_rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, end, endings, hands_over, names_loads_alone, settle, spread
+from pytest_kvconform.suite.protocol._scenes import PROMPT, crowd, end, endings, hands_over, names_loads_alone, settle, spread
 
 BUILT = "build_connector_meta"
 
@@ -16,24 +16,9 @@ def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
     return ("empty", *endings(cell, matrix))
 
 
-def _built(*sides: Side) -> Evidence:
-    return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
-
-
 @case("KV-META-001", variants=_situations, inside=True)
 def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
-    """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too."""
-    return _stepped(rig, situation)
-
-
-@case("KV-META-002", variants=_situations, inside=True)
-def leaves_the_schedulers_output_alone(rig: Rig, situation: str) -> Evidence:
-    """What the scheduler has decided is the same before and after the metadata is built."""
-    return _stepped(rig, situation)
-
-
-def _stepped(rig: Rig, situation: str) -> Evidence:
-    """Steps of a situation and an empty one after it; the recorder judges every metadata."""
+    """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too. The recorder judges each."""
     if situation == "empty":
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
     else:
@@ -41,7 +26,17 @@ def _stepped(rig: Rig, situation: str) -> Evidence:
         settle(*sides)
     for side in sides:
         side.step()
-    return _built(*sides)
+    return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
+
+
+@case("KV-META-002", variants=spread("D", "P"), inside=True)
+def leaves_the_schedulers_output_alone(rig: Rig, role: str) -> Evidence:
+    """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
+    side = crowd(rig, role)
+    said = [name for name in ("scheduled", "ended", "preempted") if not any(getattr(step, name) for step in side.steps)]
+    if said:
+        raise HarnessError(f"no step of {side.name} had any request that was {said[0]}, so nothing could be changed there")
+    return Evidence(looked_at=len(side.calls_of(BUILT)), unit="steps")
 
 
 @case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), inside=True)
@@ -106,12 +101,20 @@ def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
     side = p if role == "prefill" else d
     looked = 0
     for step in side.steps:
-        now, then = set(_blocks(side, step.given)), set(_blocks(side, step.metadata))
-        looked += 1
+        now, then = _named(side, step.given), _named(side, step.metadata)
+        looked += len(then)
         if now != then:
-            raise rig.broken("", f"the metadata of step {step.number} named blocks {sorted(then)} and names {sorted(now)} now")
-    return Evidence(looked_at=looked, unit="steps")
+            raise rig.broken("", f"the metadata of step {step.number} named {', '.join(then)} and names {', '.join(now) or 'nothing'} now")
+    if not looked:
+        raise NotApplicable("the metadata names neither blocks nor requests in a form that can be read")
+    return Evidence(looked_at=looked, unit="names")
 
 
-def _blocks(side: Side, metadata: object) -> list[int]:
-    return [value for _, value in walk(metadata) if isinstance(value, int) and side.owns(value)]
+def _named(side: Side, metadata: object) -> list[str]:
+    """Blocks of a side, and its requests, that stand in metadata."""
+    values = [value for _, value in walk(metadata)]
+    blocks = sorted({value for value in values if isinstance(value, int) and side.owns(value)})
+    return [
+        *(f"block {block}" for block in blocks),
+        *sorted({value for value in values if isinstance(value, str) and value in side.prompts}),
+    ]

@@ -65,7 +65,7 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
     seen = look(bench, story, rule, "")
     bad = seconds(seen.requests["bad"])
     for name, words in others.items():
-        if bad > NOTICEABLE_S and seconds(seen.requests[name]) > HELD_UP * bad:
+        if bad > bench.pattern.peers.patience(NOTICEABLE_S) and seconds(seen.requests[name]) > HELD_UP * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(seen.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
@@ -105,8 +105,9 @@ def does_not_wait(bench: Bench, variant: str) -> Evidence:
     first, end = (seen.numbers[f"{variant}_{word}"] for word in ("from", "to"))
     longest, noise = watched.longest_load(first, end), watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"])
     what = {"meeting": "D met it", "reading": "D read from it"}[variant]
-    if longest >= STALL_S / 2:
-        if noise >= STALL_S / 4:
+    stall = bench.pattern.peers.patience(STALL_S)
+    if longest >= stall / 2:
+        if noise >= stall / 4:
             raise Blocked(f"start_load_kv takes {noise:.2f} s on this machine even if P does not stand still, so nothing can be said")
         raise violation(
             "KV-PEER-005",

@@ -29,7 +29,7 @@ def act(bench, rule, name, variant, moved):
     if deed == "violate otherwise":
         raise Violation(Finding(rule=rule, happened=f"{word} hung"))
     if deed == "refuse":
-        raise Violation(Finding(rule=rule, happened=f"P did not start for {word}: no such size"), refused=True)
+        raise Violation(Finding(rule=rule, happened=f"P did not start for {word}: no such size", declined="no such size"))
     if deed == "stands on a refusal":
         raise Blocked("stands on kv::engine/start::comes_up: P did not start", refused=True)
     if deed == "blocked":

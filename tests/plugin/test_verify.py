@@ -1,0 +1,180 @@
+"""A report that somebody has edited by hand is found out, even where all that follows from the edit was recomputed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_kvconform import cli
+from pytest_kvconform.report import document
+from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.settle import settle
+from pytest_kvconform.subject import Subject
+
+from .conftest import declare
+
+TODAY = datetime.date.today()
+YESTERDAY, TOMORROW = (TODAY + datetime.timedelta(days=days) for days in (-1, 1))
+UNEQUAL = {"tp-heterogeneous": "one size only"}
+KNOWN = """[[known]]
+case = "kv::engine/bytes::window[gemma3-*]"
+issue = "https://example.org/issues/57"
+reason = "the first key is lost"
+expires = {}
+vllm = "{}"
+"""
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a report, and make of it what the suite itself would make of the change."""
+    raw = json.loads(path.read_bytes())
+    change(raw)
+    report = msgspec.convert(raw, document.Report)
+    results = tuple(settle(result, document.terms(report)) for result in report.results)
+    report = msgspec.structs.replace(report, results=results)
+    path.write_bytes(document.encode(msgspec.structs.replace(report, verdict=document.rejudge(report))))
+
+
+def verified(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = cli.main(["verify", str(path)])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def one(report: dict[str, Any], name: str) -> dict[str, Any]:
+    [found] = [result for result in report["results"] if result["id"].endswith(name)]
+    return found
+
+
+# ---- known failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expires", "versions", "change", "says"),
+    [
+        (
+            YESTERDAY,
+            ">=0.1",
+            {"state": "open"},
+            "known[0] is open in the report, and by its last day and its versions of vLLM it is expired",
+        ),
+        (TODAY, "<0.1", {"state": "open"}, "known[0] is open in the report, and by its last day and its versions of vLLM it is other-vllm"),
+        (
+            TODAY,
+            ">=0.1",
+            {"state": "expired"},
+            "known[0] is expired in the report, and by its last day and its versions of vLLM it is open",
+        ),
+        (YESTERDAY, ">=0.1", {"state": "open", "day": None}, f"known[0] is judged by no day, and today is {TODAY}"),
+        (TOMORROW, ">=0.1", {"day": "2999-01-01"}, f"known[0] is judged by 2999-01-01, and today is {TODAY}"),
+    ],
+)
+def test_the_state_of_a_known_failure(kv, pytester, capsys, expires, versions, change, says):
+    declare(pytester.path / "known.toml", {}, KNOWN.format(expires, versions))
+    path = kv("--kv-declare=known.toml", undeclared=True, deeds={"window*": "violate"}).path
+    assert verified(path, capsys)[0] == 0
+    edit(path, lambda report: report["subject"]["known"][0].update(change))
+    assert verified(path, capsys) == (1, [f"subject.{says}"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda subject: subject["known"][0].update(expires="2999-01-01"), "known has other entries"),
+        (lambda subject: subject["known"][0].update(case="kv::*"), "known has other entries"),
+        (lambda subject: subject.update(known=[]), "known has other entries"),
+        (lambda subject: subject["features"].update(mla="not yet"), "features has another mla"),
+        (lambda subject: subject["features"].pop("abort"), "features has another abort"),
+    ],
+)
+def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, change, says):
+    text = declare(pytester.path / "d.toml", {}, KNOWN.format(TODAY, ">=0.1")).read_text()
+    pytester.makepyprojecttoml(text.replace("[[known]]", "[[tool.kvconform.known]]").replace("[features]", "[tool.kvconform.features]"))
+    path = kv(undeclared=True, deeds={"window*": "violate"}).path
+    assert verified(path, capsys)[0] == 0
+    edit(path, lambda report: change(report["subject"]))
+    assert verified(path, capsys) == (1, [f"subject.{says} than the settings of the report"])
+
+
+# ---- results -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("needs", ["tp-heterogeneous"]), ("needs", []), ("rule", "KV-BYTES-001"), ("cell", {"family": "llama", "topology": "P1D1"})],
+)
+def test_what_a_case_is(kv, capsys, key, value):
+    path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D1*": "violate"}).path
+    edit(path, lambda report: one(report, "window[gemma3-P1D1]").update({key: value}))
+    assert verified(path, capsys) == (1, [f"kv::engine/bytes::window[gemma3-P1D1]: another {key} than that of the case"])
+
+
+def test_a_failure_that_is_called_a_refusal(kv, capsys):
+    path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D2*": "violate"}).path
+    edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=True))
+    assert document.read(path).verdict.word == "CONFORMS"
+    said = "kv::engine/bytes::window[gemma3-P1D2] is a refusal in the report, and by what it says it is no refusal"
+    assert verified(path, capsys) == (1, [said])
+
+
+def test_a_refusal_that_is_called_none(kv, capsys):
+    path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D2*": "refuse"}).path
+    assert verified(path, capsys)[0] == 0
+    edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=False))
+    assert verified(path, capsys)[1][0].endswith("is no refusal in the report, and by what it says it is a refusal")
+
+
+@pytest.mark.parametrize("outcome", ["PASS", "HARNESS"])
+def test_only_what_did_not_pass_can_be_a_refusal(kv, capsys, outcome):
+    path = kv(deeds={"window(gemma3-P1D2*": {"PASS": "pass", "HARNESS": "harness"}[outcome]}).path
+    edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=True))
+    assert verified(path, capsys)[0] == 1
+
+
+@pytest.mark.parametrize("declined", ["", "ValueError: one size only"])
+@pytest.mark.parametrize("called", [False, True])
+def test_what_could_not_run_stands_on_a_case(declined: str, called: bool) -> None:
+    cell, sentence = Cell("llama", "P1D1"), "P did not start: ValueError: one size only"
+    start = CaseResult(
+        id="kv::engine/start::comes_up[llama-P1D1]",
+        rule="KV-START-001",
+        outcome=Outcome.FAIL,
+        cell=cell,
+        finding=Finding(rule="KV-START-001", happened=sentence, declined=declined),
+        refused=bool(declined),
+    )
+    stands = CaseResult(
+        id="kv::engine/bytes::arrive[llama-P1D1-n64]",
+        rule="KV-BYTES-001",
+        outcome=Outcome.BLOCKED,
+        cell=cell,
+        reason=f"stands on {start.id}: {sentence}",
+        refused=called,
+    )
+    ids = [start.id, stands.id]
+    report = document.make(Settings(connector="m:C"), Subject(spec="m:C", connector="C", module="m"), None, [start, stands], ids, ids, ())
+    assert len(document.mistakes(report)) == (called != bool(declined))
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_are_none(kv, capsys):
+    path = kv().path
+    good = path.read_text()
+    for change, says in (
+        (lambda settings: settings["matrix"].update(value="largest"), "$.settings.matrix: expected quick or full, got 'largest'"),
+        (lambda settings: settings.pop("declare"), "$.settings: declare is missing"),
+    ):
+        raw = json.loads(good)
+        change(raw["settings"])
+        path.write_text(json.dumps(raw))
+        assert cli.main(["verify", str(path)]) == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""With --kv-timeout-scale a peer stands still for longer, and what counts as held up takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.result import Evidence, Violation
+from pytest_kvconform.rigs import peer_stories
+from pytest_kvconform.rigs.messages import Trace
+from pytest_kvconform.rigs.peer_bench import PeerBench
+from pytest_kvconform.rigs.peer_desk import Ended, StorySeen
+from pytest_kvconform.suite.protocol import peers
+
+
+def bench(scale: float) -> Any:
+    """As much of a bench as one of these needs."""
+    made = SimpleNamespace(settings=SimpleNamespace(timeout_scale=scale), subject=SimpleNamespace(profile="p2p", lease=""))
+    made.pattern = SimpleNamespace(bench=made)
+    made.pattern.peers = PeerBench(made.pattern)
+    return made
+
+
+@pytest.mark.parametrize(("scale", "stall"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
+def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: float, stall: float) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(peer_stories, "pause", lambda seconds: iter(paused.append(seconds) or ()))
+
+    def nothing(*_: Any) -> Iterator[None]:
+        yield
+
+    desk = SimpleNamespace(bench=bench(scale).pattern.peers, compute=nothing, begin=nothing, end=nothing, receive=nothing)
+    p: Any = SimpleNamespace(stop=nothing, resume=lambda: None)
+    for _ in peer_stories.stalled(desk, p, p):
+        pass
+    assert paused == [stall, stall]  # while they meet, and while one reads
+
+
+@pytest.mark.parametrize(("scale", "limit"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
+def test_what_counts_as_held_up_is_longer(monkeypatch: pytest.MonkeyPatch, scale: float, limit: float) -> None:
+    def judge(took_s: float) -> Evidence:
+        """What is said of a request that took as long as the one that came with it, whose peer does not answer."""
+        ended = Ended("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
+        monkeypatch.setattr(peers, "look", lambda *_: StorySeen({"bad": ended, "own": ended}))
+        return peers.others_go_on(bench(scale), "mute")
+
+    assert judge(limit - 0.1).looked_at == 1
+    with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):
+        judge(limit + 0.1)
