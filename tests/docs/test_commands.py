@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform import cli, doctor
+from pytest_kvconform.features import needed
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
@@ -72,14 +73,16 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def report(outcome: Outcome) -> document.Report:
     name = "kv::engine/bytes::arrive[llama-P1D1-n63]"
     evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
-    result = CaseResult(id=name, rule="KV-BYTES-001", outcome=outcome, evidence=evidence)
+    plan = make_plan(Settings(), ())
+    [planned] = [one for one in plan.asked if one.id == name]
+    result = CaseResult(id=name, rule=planned.case.rule, cell=planned.cell, needs=needed(planned), outcome=outcome, evidence=evidence)
     return document.make(
         Settings(connector="m:C"),
         Subject(spec="m:C", connector="C", module="m"),
         None,
         [result],
         [name],
-        make_plan(Settings(), ()).manifest,
+        plan.manifest,
         (),
     )
 

@@ -1,0 +1,83 @@
+"""The second turn of a conversation: D has the first turn in its own cache, and pulls what is new. Once with that cache and once without.
+
+    python ci/second_turn.py [CONNECTOR] [GEOMETRY] [TOPOLOGY]      default: ReferenceConnector, qwen3_5_35b_a3b, P2D2
+
+Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has whole blocks of turn 1's
+attention, but no state at their end: the connector brings the state that belongs to the end of turn 2. What D finds in its pool is
+compared byte by byte (pytest_kvconform/rigs/pattern_check.py); bytes are those that NIXL was asked for. Exit 1: a wrong word, or no hit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from soaked import BLOCK, Engine, background, start
+
+from model_matrix import load_geometries, parse_topology
+from pytest_kvconform.rigs.geometry import block_size_of
+from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.messages import Trace
+from pytest_kvconform.rigs.pattern_bench import ROOM, blocks_for
+from pytest_kvconform.rigs.pattern_messages import PatternRequest
+from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.scenario import tokens
+
+PATIENCE_S = 60.0
+
+
+def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple[Trace, int, int]:
+    """What D did, the bytes that moved, and the words of D's pool that are wrong or missing. Raises SystemExit if it does not end well."""
+    before, over = d.moved(), time.monotonic() + PATIENCE_S
+    params: dict[str, Any] | None = PREFILL
+    for engine, peer, side in ((p, d, ON_P), (d, p, ON_D)):
+        id, owners = f"{name}-{side}", np.zeros(len(prompt), dtype=int)
+        request = PatternRequest(id=id, tokens=prompt, max_tokens=1, kv_transfer_params=params, watch=engine is d, owners=owners, number=0)
+        engine.add(request)
+        while not (ends := [output for output in engine.step().outputs if output.id == id and output.finish]):
+            peer.step()
+            if time.monotonic() > over:
+                raise SystemExit(f"{name} did not end on {engine.role}, where it is {engine.trace(id).status}")
+        if ends[0].finish == "error":
+            raise SystemExit(f"{engine.role} ended {name} with an error: {engine.process.last_lines()[-1:]}")
+        params = ends[0].kv_transfer_params
+    checks = d.taken(id)
+    if not any(check.rows_due for check in checks):
+        raise SystemExit(f"D was given nothing for {name}")
+    return d.trace(id), d.moved() - before, sum(check.pool.wrong + len(check.missing) for check in checks)
+
+
+def main(connector: str = "reference_connector:ReferenceConnector", model: str = "qwen3_5_35b_a3b", topology: str = "P2D2") -> int:
+    geometry, sizes = load_geometries()[model], dict(zip("PD", parse_topology(topology), strict=True))
+    blocks = {role: block_size_of(geometry, tp, BLOCK, kernel_block=BLOCK) for role, tp in sizes.items()}
+    first = 2 * blocks["D"] + blocks["D"] // 3
+    longest, fine, engines = 2 * first + BLOCK, True, list[Engine]()
+    with background(geometry) as address:
+        try:
+            for role, tp in sizes.items():
+                pool = blocks_for(geometry, blocks[role], longest) + ROOM[role]
+                engines.append(start(address, f"turns-{role}", role, connector, model, tp, pool, longest, free_port()))
+            p, d = engines
+            p.wait_ready()
+            d.wait_ready()
+            print(f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: {first} tokens, then {2 * first}\n")
+            print("| turn 2 | hit on D | pulled | computed on D | bytes moved | wrong |\n|---|---|---|---|---|---|")
+            for turn in ("with turn 1 in D's cache", "without"):
+                hand_over(p, d, f"first {turn}", tokens(first))
+                if turn == "without":
+                    d.poison()  # which empties the prefix cache
+                trace, moved, wrong = hand_over(p, d, f"second {turn}", tokens(2 * first))
+                hit = trace.local_tokens
+                said = f"{hit} tokens, {hit / (2 * first):.0%} | {trace.external_tokens} | {trace.computed_tokens} | {moved:,} | {wrong}"
+                print(f"| {turn} | {said} |", flush=True)
+                fine = fine and not wrong and bool(hit) == (turn != "without")
+        finally:
+            for engine in engines:
+                engine.end()
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

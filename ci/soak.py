@@ -1,0 +1,269 @@
+"""Soak: thousands of hand-overs between two pattern engines over real NIXL, disturbed as users disturb them. Nothing wrong, nothing left?
+
+    python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0] [--lease 2]
+
+P computes up to four prompts at a time, some with a common beginning, and D takes them. The seed says what becomes of each (`FATES`). At a
+fifth of the way P is killed before D has read what it answered, and started anew at the same port. P overwrites blocks the moment they are
+free. The whole pool of D is compared byte by byte whenever a load has ended (pytest_kvconform/rigs/pattern_check.py), both at every rest.
+
+At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests held must be none; NIXL's
+objects, threads and open files no more than in the first half; Python's objects and the resident set leak if the straight line through
+the second half rises by more than the first half strays from its own, and by a tenth for each hand-over; in runs of fewer than 1,000, in
+which processes still warm up, that is printed and not judged. P's halves are of its second life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from soaked import BLOCK, Engine, background, start
+
+from model_matrix import load_geometries
+from pytest_kvconform.kvspace.diagnose import count_pool
+from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.messages import Output
+from pytest_kvconform.rigs.pattern_bench import blocks_for
+from pytest_kvconform.rigs.pattern_handover import shared_owners
+from pytest_kvconform.rigs.pattern_messages import PatternRequest
+from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.scenario import VOCABULARY
+
+LONGEST, TOGETHER, RESTS, PATIENCE_S = 200, 4, 25, 60.0  # tokens; prompts a round; seconds for a round, and for a rest besides the lease
+SPARE = {"P": 9, "D": 5}  # prompts of full length that a pool has room for: leases keep blocks on P
+FATES = {
+    "undisturbed": 0.70,
+    "in chunks on P": 0.08,
+    "preempted on P": 0.04,
+    "preempted on D": 0.05,
+    "aborted on P": 0.03,
+    "aborted on D": 0.06,
+    "never fetched": 0.02,
+    "fetched too late": 0.02,
+}
+NONE, GROWING, WARM = ("blocks", "requests"), ("Python objects", "resident KiB"), 1000
+
+
+@dataclass
+class Handover:
+    """One prompt on its way."""
+
+    fate: str
+    request: PatternRequest  # on P, and from P's answer on: on D
+    excused: bool  # whether D may end it with an error
+    due: float = 0.0  # when D is to fetch it
+
+    def answered(self, params: dict[str, Any] | None) -> None:
+        """Make it a request on D."""
+        says = 2 if self.fate == "preempted on D" else 1  # it must still run
+        id = self.request.id.replace(ON_P, ON_D)
+        self.request = msgspec.structs.replace(self.request, id=id, max_tokens=says, kv_transfer_params=params, watch=True)
+
+
+@dataclass
+class Soak:
+    """One run. `troubles` are sentences, and there should be none."""
+
+    address: str  # of the zygote
+    options: argparse.Namespace
+    rests: int = RESTS
+    troubles: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+    series: dict[str, list[dict[str, int]]] = field(default_factory=lambda: {"P": [], "D": []})  # one entry a rest
+    ready: list[Handover] = field(default_factory=list)  # P has answered
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """All of it, or until the first trouble."""
+        self.random, self.ports = np.random.default_rng(self.options.seed), {role: free_port() for role in "PD"}
+        try:
+            for role in "PD":
+                self._start(role)
+            for rest in range(1, self.rests + 1):
+                while self.seen["right"] < self.options.handovers * rest // self.rests and not self.troubles:
+                    self._round(kill=not self.seen["P was killed"] and self.seen["right"] > self.options.handovers // 5)
+                self._rest()
+                if self.troubles:
+                    break
+        except EngineFailed as failed:
+            self.troubles.append(failed.sentence)
+        finally:
+            for engine in self.engines.values():
+                engine.end()
+
+    def _start(self, role: str) -> None:
+        model, name = self.options.geometry, f"soak-{role}-{self.ports[role]}-{self.seen['P was killed']}"
+        blocks, extra = blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role], {"kv_lease_duration": self.options.lease}
+        where = self.address, name, role, self.options.connector, model
+        self.engines[role] = start(*where, tp=1, blocks=blocks, longest=LONGEST + BLOCK, port=self.ports[role], **extra)
+        self.engines[role].wait_ready()
+        self.engines[role].reuse(role == "P")
+
+    def _round(self, kill: bool) -> None:
+        """Some hand-overs from their prompts to their ends. `kill`: P, once it has answered."""
+        self.seen["rounds"] += 1
+        self.engines["D"].call("poison")
+        for one in self._compute(self._prompts(kill)):
+            one.due = time.monotonic() + 2 * self.options.lease * (one.fate == "fetched too late")
+            self.ready += [one] * (one.fate != "never fetched")
+        now = time.monotonic()
+        fetched, self.ready = [one for one in self.ready if one.due <= now], [one for one in self.ready if one.due > now]
+        self._fetch(fetched, kill)
+
+    def _prompts(self, kill: bool) -> list[Handover]:
+        count, salt = int(self.random.integers(1, TOGETHER + 1)), f"round-{self.seen['rounds']}"
+        ids, same = self.random.choice(VOCABULARY, size=(count, LONGEST)), self.random.integers(-LONGEST, LONGEST, size=count)
+        prompts = [(*ids[0, : max(0, same[i])].tolist(), *ids[i].tolist())[: self.random.integers(2, LONGEST)] for i in range(count)]
+        fates = self.random.choice(list(FATES), size=count, p=list(FATES.values())).tolist()
+        self.seen.update(fates)
+        first = self.seen["rounds"] * TOGETHER % 256  # numbers are written into the rows: those of the last 64 rounds differ
+        more: dict[str, Any] = {"max_tokens": 1, "kv_transfer_params": PREFILL, "salt": salt}
+        return [
+            Handover(
+                fates[i],
+                PatternRequest(id=f"{salt}-{i}-{ON_P}", tokens=prompts[i], owners=owners + first, number=first + i, **more),
+                excused=kill or fates[i] == "fetched too late",
+            )
+            for i, owners in enumerate(shared_owners(prompts))
+        ]
+
+    def _steps(self, role: str, waiting: dict[str, Handover]) -> Iterator[Output | None]:
+        """Step both engines until no request of one is waiting; what it says of those, and None after each step."""
+        engine, over = self.engines[role], time.monotonic() + PATIENCE_S
+        while waiting:
+            yield from [output for output in engine.step().outputs if output.id in waiting]
+            yield None
+            self.engines["P" if role == "D" else "D"].step()
+            if time.monotonic() > over:
+                states = [f"{name} ({one.fate}) is {engine.trace(name).status}" for name, one in waiting.items()]
+                self.troubles.append(f"not over after {PATIENCE_S:.0f} s on {role}: {', '.join(states)}")
+                return
+
+    def _compute(self, some: list[Handover]) -> list[Handover]:
+        """Let P compute them. Returns those that were not aborted."""
+        p, ready, waiting = self.engines["P"], [], {one.request.id: one for one in some}
+        p.budget(3 * BLOCK if any(one.fate.endswith("on P") for one in some) else 0)
+        for one in some:
+            p.add(one.request)
+        for output in self._steps("P", waiting):
+            if output is not None and output.finish:
+                ready.append(waiting.pop(output.id))
+                ready[-1].answered(output.kv_transfer_params)
+            for name in [name for name in waiting if output is None and self.random.random() < 0.5]:
+                if waiting[name].fate == "preempted on P":
+                    p.preempt(name)
+                elif waiting[name].fate == "aborted on P":
+                    p.abort(name)
+                    del waiting[name]
+        return ready
+
+    def _fetch(self, some: list[Handover], kill: bool) -> None:
+        """Give them to D, one now and then, and see how they end."""
+        d, waiting = self.engines["D"], dict[str, Handover]()
+        while some and not self.troubles:
+            now = len(some) if kill else int(self.random.integers(1, len(some) + 1))
+            for one in some[:now]:
+                d.add(one.request)
+                waiting[one.request.id] = one
+            del some[:now]
+            if kill:
+                self.engines["P"].end()
+                self.seen["P was killed"] += 1
+                self.series["P"].clear()
+                self._start("P")
+            for output in self._steps("D", waiting):
+                if output is not None and output.finish:
+                    self._ended(waiting.pop(output.id), output.finish)
+                elif output is not None:
+                    d.preempt(output.id)
+                if output is not None:
+                    continue
+                for name in [name for name, one in waiting.items() if one.fate == "aborted on D" and self.random.random() < 0.5]:
+                    d.abort(name)
+                    d.taken(name)
+                    del waiting[name]
+                if some and self.random.random() < 0.2:
+                    break  # to add more while these are under way
+
+    def _ended(self, one: Handover, finish: str) -> None:
+        """Look at what D found in its pool before its first forward."""
+        d, name = self.engines["D"], one.request.id
+        checks, given = d.taken(name), d.trace(name).external_tokens
+        said = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
+        if finish == "error":
+            self.seen["failed as they may" if one.excused else "failed"] += 1
+            if not one.excused:
+                self.troubles.append(f"{said} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}")
+        elif given and not any(check.rows_due for check in checks):
+            self.troubles.append(f"{said}: nobody has looked at {given} tokens that were loaded")
+        elif wrong := [check for check in checks if not check.clean]:
+            self.troubles.append(f"{said}: {count_pool(wrong[0].pool)}; not in the cache: {wrong[0].missing}")
+        else:
+            self.seen["right" if given else "D had all of it"] += 1
+            self.seen["of these with a prefix hit on D"] += bool(given and d.trace(name).local_tokens)
+            self.seen["bytes compared"] += sum(check.bytes_due for check in checks)
+
+    def _rest(self) -> None:
+        """Wait until nobody holds anything, and note what there is."""
+        deadline, engines = time.monotonic() + self.options.lease + PATIENCE_S, list(self.engines.values())
+        while any(u.requests or u.unfinished or u.free_blocks != u.total_blocks for u in [e.usage() for e in engines]):
+            for engine in engines:
+                engine.step()
+            if self.troubles or time.monotonic() > deadline:
+                break
+        for role, engine in self.engines.items():
+            self.troubles += [f"{role}'s pool at rest: {count_pool(check.pool)}" for check in engine.audit() if check.pool.wrong]
+            has = engine.has()
+            self.troubles += [f"{role} at rest still has {has[what]} {what}" for what in NONE if has[what]]
+            self.series[role].append(has)
+        print(f"{self.seen['right']} hand-overs, {self.seen['rounds']} rounds", file=sys.stderr, flush=True)
+
+    def table(self) -> list[str]:
+        """What either engine had at its rests, as lines. Adds leaks to `troubles`."""
+        lines = ["| engine | what | first rest | middle | last | rise | noise |", "|---|---|---|---|---|---|---|"]
+        for role, rests in self.series.items():
+            for what in rests[0] if rests else ():
+                values = [rest[what] for rest in rests]
+                rise, noise = growth(values) if what in GROWING else (values[-1] - max(values[: (len(values) + 1) // 2]), 0)
+                lines.append(f"| {role} | {what} | {values[0]} | {values[len(values) // 2]} | {values[-1]} | {rise:.0f} | {noise:.0f} |")
+                least = self.seen["right"] / 20 if what in GROWING else 0  # a tenth for each hand-over of the second half
+                if rise > max(noise, least) and what not in NONE and (what not in GROWING or self.seen["right"] >= WARM):
+                    self.troubles.append(f"{role} leaks {what}: {', '.join(map(str, values))}")
+        return lines
+
+
+def growth(values: list[int]) -> tuple[float, float]:
+    """By how much the straight line through the second half rises, and how far the first half strays from its own. (0, 0): too few."""
+    first, second = np.array_split(np.array(values, dtype=float), 2)
+    if len(second) < 5:
+        return 0.0, 0.0
+    strays = first - np.polyval(np.polyfit(range(len(first)), first, 1), range(len(first)))
+    return float(np.polyfit(range(len(second)), second, 1)[0] * (len(second) - 1)), float(np.ptp(strays))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--connector", default="reference_connector:ReferenceConnector")
+    parser.add_argument("--geometry", default="gpt_oss_20b", choices=sorted(load_geometries()))
+    for name, kind, number in (("handovers", int, 5000), ("seed", int, 0), ("lease", float, 2.0)):
+        parser.add_argument(f"--{name}", type=kind, default=number)
+    options, began = parser.parse_args(arguments), time.monotonic()
+    with background(load_geometries()[options.geometry]) as address:
+        soak = Soak(address, options)
+        soak.run()
+    table = soak.table()
+    said = soak.troubles or ["nothing wrong, nothing left"]
+    print(*table, "", *(f"{count} {what}" for what, count in soak.seen.items()), f"{time.monotonic() - began:.0f} s", *said, sep="\n")
+    return int(bool(soak.troubles))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""Pattern engines that say what their process has and what NIXL has moved: for soak.py and second_turn.py.
+
+NIXL's objects are counted where its Python API (nixl/_api.py) makes them and takes them back, whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_matrix import Geometry
+from pytest_kvconform.rigs import engine_process, pattern, pattern_engine
+from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
+from pytest_kvconform.rigs.pattern_messages import PACKED, PatternSpec
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+
+BLOCK, CALL_S, IMPORT_S = 16, 60.0, 180.0  # tokens; seconds
+HANDLES = ("nixl_xfer_handle", "nixl_prepped_dlist_handle")
+counted = Counter[str]()  # in this process: what NIXL has given out and not taken back, and bytes that it was asked to move
+
+
+# ---- inside of an engine's process ---------------------------------------------------------------------------------------------
+
+
+def serve(connection: Any, spec: PatternSpec) -> None:
+    """What the zygote calls in a child: see `engine_process.serve`."""
+    from nixl._api import nixl_agent
+
+    sizes: dict[int, np.ndarray] = {}  # prepared list -> bytes of each of its descriptors
+    for name, what, by in (
+        ("register_memory", "registrations", 1),
+        ("deregister_memory", "registrations", -1),
+        ("add_remote_agent", "peers", 1),
+        ("remove_remote_agent", "peers", -1),
+    ):
+        _watch(nixl_agent, name, lambda *_, what=what, by=by: counted.update({what: by}))
+    _watch(nixl_agent, "prep_xfer_dlist", lambda made, _, descriptors, *__: sizes.update({made._handle: _bytes(descriptors)}))
+    _watch(nixl_agent, "make_prepped_xfer", lambda _, __, local, at, *___: counted.update(bytes=int(sizes[local._handle][at].sum())))
+    _watch(nixl_agent, "initialize_xfer", lambda _, __, local, *___: counted.update(bytes=int(_bytes(local).sum())))
+    engine_process.serve(connection, spec, Soaked)
+
+
+def _watch(cls: Any, name: str, note: Any) -> None:
+    """Call note(answer, *positional arguments) after each call of a method that has not raised."""
+    method = getattr(cls, name)
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = method(self, *args, **kwargs)
+        note(answer, *args)
+        return answer
+
+    setattr(cls, name, watched)
+
+
+def _bytes(descriptors: Any) -> np.ndarray:
+    """Of each descriptor of NIXL's list, (address, bytes, device)."""
+    return np.array([descriptors[index][1] for index in range(descriptors.descCount())])
+
+
+def _count_of_rank(worker: Any) -> Counter[str]:
+    """What vLLM calls in each rank's process."""
+    return counted
+
+
+class Soaked(pattern_engine.PatternEngine):
+    """The engine."""
+
+    def moved(self) -> int:
+        """Bytes that all ranks have asked NIXL for."""
+        return sum(rank["bytes"] for rank in self._workers(_count_of_rank))
+
+    def has(self) -> dict[str, int]:
+        """What this process has, by name: at tensor parallel size 1 the only one of the engine."""
+        for notes in (self.traces, self.watched, self.requests, self.held, self.snapshots):  # the rig's own
+            for request in notes.keys() - self.scheduler.requests.keys():
+                del notes[request]
+        self.tables.clear()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        usage, pages = self.usage(), int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "blocks": usage.total_blocks - usage.free_blocks,
+            "requests": len(usage.requests),
+            "NIXL handles": sum(type(one).__name__ in HANDLES and not one._released for one in gc.get_objects()),
+            "NIXL registrations": counted["registrations"],
+            "NIXL peers": counted["peers"],
+            "threads": len(os.listdir("/proc/self/task")),
+            "open files": len(os.listdir("/proc/self/fd")),
+            "Python objects": sys.getallocatedblocks(),
+            "resident KiB": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+        }
+
+
+# ---- outside -------------------------------------------------------------------------------------------------------------------
+
+
+class Engine(pattern.PatternEngine):
+    """The handle on it."""
+
+    target = "soaked:serve"
+
+    def moved(self) -> int:
+        return self.call("moved")
+
+    def has(self) -> dict[str, int]:
+        return self.call("has")
+
+
+@contextlib.contextmanager
+def background(geometry: Geometry) -> Iterator[str]:
+    """The address of a zygote whose children find this module."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    zygote = launch_zygote([], geometry.config["architectures"])
+    try:
+        wait_for_zygote(zygote.address, IMPORT_S)
+        yield zygote.address
+    finally:
+        zygote.close()
+
+
+def start(
+    address: str, name: str, role: str, connector: str, model: str, tp: int, blocks: int, longest: int, port: int, **more: Any
+) -> Engine:
+    """An engine with a pool of `blocks`, for requests of up to `longest` tokens. `more`: of kv_connector_extra_config."""
+    transfer = transfer_config(resolve(Settings(connector=connector)), role, "cpu")
+    extra = more | transfer.get("kv_connector_extra_config", {})
+    spec = PatternSpec(
+        role=role,
+        geometry=model,
+        tensor_parallel=tp,
+        block_size=BLOCK,
+        num_blocks=blocks,
+        max_model_len=longest,
+        kv_transfer_config={**transfer, "kv_connector_extra_config": extra},
+        environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
+        content=PACKED,
+    )
+    return Engine(address, name, spec, CALL_S, CALL_S)
