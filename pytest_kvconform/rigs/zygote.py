@@ -267,6 +267,7 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
 
 
 def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
+    gc.disable()  # the imports leave few cycles, and the collector would walk all that is imported again and again: 2.5 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
     sys.path.append(os.environ["KVCONFORM_WORKING_FOLDER"])  # last: a connector may lie there, but nothing of it hides a package
