@@ -1,10 +1,11 @@
 # Everything happens in VENV. It is made on first use and kept; a VENV that exists (make conform VENV="$$VIRTUAL_ENV") is used as it is.
-CONNECTOR ?= NixlConnector
+CONNECTOR ?= reference_connector:ReferenceConnector
 ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
+DECLARED = $(if $(filter reference_connector:%,$(CONNECTOR)),--kv-declare=reference_connector/declaration.toml)
 SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
 
 .PHONY: help conform test lint format bench clean
@@ -22,7 +23,7 @@ help:
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness (README.md has the table).
 conform:
 	@$(SETUP) cpu
-	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' -n $(JOBS) $(ARGS)
+	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(JOBS) $(ARGS)
 
 test:
 	@$(SETUP) cpu test
