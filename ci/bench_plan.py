@@ -39,12 +39,11 @@ def main() -> None:
 def say(order: str, tokens: int, plan: Callable[[], dict[int, Runs]]) -> None:
     took, found = best(plan), plan()
     copy = best(lambda: [np.array(column) for of in found.values() for column in (of.local, of.remote, of.length)])
-    descriptors = best(lambda: [of.descriptors() for of in found.values()])
     number, size = sum(len(of.length) for of in found.values()), sum(of.nbytes for of in found.values())
     pieces = LAYERS * tokens // BLOCK * max(1, len(found))
     print(
         f"  {order}, {tokens} tokens: {took * 1e3:.2f} ms, {took / tokens * BLOCK * 1e6:.2f} us a block, {took / copy:.1f} copies; "
-        f"descriptors for NIXL {descriptors * 1e3:.1f} ms; {pieces} pieces in {number} runs of {size / number:.0f} bytes"
+        f"{pieces} pieces in {number} runs of {size / number:.0f} bytes"
     )
 
 

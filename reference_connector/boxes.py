@@ -59,11 +59,6 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     axes: tuple[Axis, ...]
     width: Size  # bytes of a cell
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens per entry of a block table."""
-        return self.tokens * self.pieces
-
 
 def boxes_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], tp_rank: int, tp_size: int) -> tuple[Box, ...]:
     """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
@@ -122,13 +117,15 @@ def _is_draft(vllm_config: Any, name: str) -> bool:
 
 
 def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int) -> Iterator[Box]:
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
     size, (blocks, _, tokens, content) = view.element_size(), view.shape
     block, head, token = (stride * size for stride in view.stride()[:3])
     width, cache_dtype = content * size, vllm_config.cache_config.cache_dtype
     quantised = bool(spec.kv_quant_mode)
     element = cache_dtype if quantised else str(spec.dtype).removeprefix("torch.")
     axis = Axis("head", *heads, head)
-    backend = _backend(vllm_config, common["layer"])
+    backend = get_current_attn_backends(vllm_config, [common["layer"]])[0]
     common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block, "pieces": pieces, "tokens": tokens}
     if backend.get_name() != "CPU_ATTN":
         if block == tokens * token:  # the tokens of a kernel block follow those of the one before: one block again
@@ -150,13 +147,6 @@ def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads:
         yield Box(**common, part="k", element=tile, unit=1, token_stride=size, axes=(axis, inner), width=size)
         common |= {"address": view.data_ptr() + tokens * row}
         yield Box(**common, part="v", element=tile, unit=1, token_stride=row, axes=(axis,), width=row)
-
-
-def _backend(vllm_config: Any, name: str) -> Any:
-    """The attention backend of a layer, found as `get_current_attn_backends` of vLLM's kv_connector/utils.py does."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-
-    return get_current_attn_backends(vllm_config, [name])[0]
 
 
 def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:

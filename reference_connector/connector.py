@@ -66,8 +66,6 @@ class Told(KVConnectorWorkerMetadata):
 class ReferenceStats(KVConnectorStats):
     """`data`: what a worker counts, see `no_stats` in worker.py."""
 
-    data: dict[str, Any]
-
     def reset(self) -> None:
         self.data = no_stats()
 
@@ -105,15 +103,12 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ValueError(f"ReferenceConnector knows tensor and data parallelism only, but {name} is {getattr(parallel, name)}")
         self._listener: Listener | None = None
         self._told: set[Lease] = set()
-        self._scheduler: Scheduler  # of the two an object has one: this one from here on, ...
-        self._worker: Worker  # ... and this one from register_kv_caches on
         if role == KVConnectorRole.SCHEDULER:
-            self._host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+            host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
-            self._port, self._me = port + parallel.data_parallel_index if port else 0, (transfer.engine_id, str(uuid.uuid4()))
-            names = "remote_host", "remote_port", "remote_engine_id", "remote_incarnation"
-            self._address = dict(zip(names, (self._host, self._port, *self._me), strict=True))
+            self._me = host, port + parallel.data_parallel_index if port else 0, transfer.engine_id, str(uuid.uuid4())
+            self._address = dict(zip(("remote_host", "remote_port", "remote_engine_id", "remote_incarnation"), self._me, strict=True))
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             self._scheduler = Scheduler(_groups(kv_cache_config), self._address, lookahead, self._options.heartbeat)
 
@@ -124,15 +119,16 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Any will do. Blocks whose heads are outermost have the longest runs where tensor parallel sizes differ."""
-        return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
+        """Any will do, these have the longest runs. Large blocks of hybrids are split for kernels; where layers share a block none is."""
+        model = vllm_config.model_config
+        return None if model is None else "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """All workers have registered their memory: listen to peers."""
         cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
         if self._listener is not None or not cards:
             return
-        self._listener = Listener(self._host, self._port, *self._me, cards)
+        self._listener = Listener(*self._me, cards)
         self._address["remote_port"] = self._listener.port
 
     def on_new_request(self, request: Any) -> None:
@@ -172,7 +168,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         rank, size, options = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), self._options
         memory = _allocations(kv_caches)
-        progress = options.progress_thread if options.progress_thread is not None else memory[0].kind != HOST
+        progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
         self._worker = Worker(options, rank, size, transport, boxes, memory)
@@ -228,7 +224,8 @@ def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
     found = {}
     for view in kv_caches.values():
         storage, device = view.untyped_storage(), view.device
-        kind, flat = HOST if device.type == "cpu" else "VRAM", torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        place = HOST if device.type == "cpu" else ("VRAM", device.index or 0)
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         view = partial(lambda flat, start, count: flat[start : start + count].cpu().numpy(), flat)
-        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), kind, device.index or 0, view)
+        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view)
     return list(found.values())

@@ -4,12 +4,15 @@
     Orders             scheduler -> its workers                   what is new in a step
     Ask, Answer        D's worker -> P's side channel and back    the handshake, once per peer: who is there and where its memory lies
     Leases             D's worker 0 -> P's workers                notification: leases that are not needed any more, or still are
-    Query, Digest      D's worker -> one of P's and back          notifications, with the option integrity: what should I have read?
+    Query              D's worker -> one of P's                   notification, with the option integrity: what should I have read?
 
 **The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine gives out once. The lease ends
-when D releases it or when its time is over, and then each worker of P writes the number into its **ledger** (an array in registered
-memory, entry number % length) before it lets the blocks go. So D can look there after it has read, with NIXL and without P's help: an entry
-below the number proves that the blocks were P's all the time, and any other that what was read may be somebody else's.
+when D releases it or when its time is over, and then each worker of P writes the number into its **ledger** (entry number % length)
+before it lets the blocks go. So D can look there after it has read: an entry below the number proves that the blocks were P's all the time,
+and any other that what was read may be somebody else's.
+
+The ledger is the first part of a worker's **board**, an array of int64 in registered memory that D reads with NIXL and without P's help.
+The second part are answers to queries: the ticket, which P writes last and D reads first; the digest, zeros if there is none; one unused.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from reference_connector.boxes import Box
 
 VERSION = 1  # of all that is said between engines
 LEDGER = 1 << 16  # entries of the ledger. Two leases that share one can at worst end each other's loads with an error
+ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may have to ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -114,11 +118,9 @@ class Orders(msgspec.Struct):
 class Card(msgspec.Struct, frozen=True):
     """One worker, as its peers know it."""
 
-    rank: int
     agent: bytes  # NIXL's metadata
-    kind: str  # NIXL's name of the memory that KV is in: "DRAM", "VRAM"
-    device: int
-    ledger: int  # address, in host memory; LEDGER int64
+    place: tuple[str, int]  # of KV, see transport.py
+    board: int  # address, in host memory
     boxes: tuple[Box, ...]
 
 
@@ -129,7 +131,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    cards: list[Card]  # one a rank, in their order
+    cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -142,17 +144,11 @@ class Leases(msgspec.Struct, frozen=True, tag=True):
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    ticket: int
-    agent: bytes  # transport's metadata of who asks
-    runs: bytes  # int64 [n, 2]: address, length
+    ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a random number, from which the place of the answer follows
+    runs: bytes  # int64 [2, n]: addresses, lengths
 
 
-class Digest(msgspec.Struct, frozen=True, tag=True):
-    ticket: int
-    digest: bytes
-
-
-Notice = Leases | Query | Digest
+Notice = Leases | Query
 
 
 class BadMessage(Exception):

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from reference_connector.boxes import Box
 
 Ints = NDArray[np.int64]
+WORTH = 1 << 14  # bytes that nobody asked for are read with the others if that spares a run for each so many
 EXACT = 1 << 15  # runs of a rank that are compared with each other, 2 ms at most; more have no neighbours but in their own strip, as a rule
 Step = tuple[int, int, int]  # an axis of an intersection: how many, bytes from one to the next on D and on P
 
@@ -56,13 +57,6 @@ class Runs:
     @property
     def nbytes(self) -> int:
         return int(self.length.sum())
-
-    def descriptors(self, local_device: int = 0, remote_device: int = 0) -> tuple[Ints, Ints]:
-        """(local, remote) as NIXL's get_xfer_descs takes them: int64 arrays [n, 3] of (address, length, device)."""
-        made = np.empty((2, len(self.length), 3), np.int64)
-        for side, address, device in zip(made, (self.local, self.remote), (local_device, remote_device), strict=True):
-            side[:, 0], side[:, 1], side[:, 2] = address, self.length, device
-        return made[0], made[1]
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,8 @@ def runs(pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Tab
     before a sliding window ends, stop the number of tokens to load. (0, 1) asks for a state, (0, 0) for nothing.
     local[g]: D's table of its group g; remote[h]: P's table of P's group h. Both are indexed like `transfer_groups`; which group of P
     belongs to which of D follows from the names of the layers. Tables may reach beyond the span; those of empty spans are not looked at.
-    Tiles (boxes.py) are not cut: of a block of CPU_ATTN that the span touches, the bytes of all its tokens are read.
+    More than the span is read into the same blocks of D: what comes before it in its first block, as far as P's table has it, since vLLM
+    may put that block into the prefix cache; the rest of the last block where that makes fewer runs. A tile (boxes.py) is not cut.
     Raises Unplannable if a table does not cover its span, has the null block in it, or names a block that the pool does not have.
     """
     found: dict[int, list[_Strip]] = {number: [] for number in pairing.ranks}
@@ -234,14 +229,20 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
     """The runs of one match. From here on tokens are counted in units."""
     unit, width = match.mine.unit, match.width
     start, stop = start // unit, -(-stop // unit)
+    before = (start - mine.first // unit) % (match.mine.tokens * match.mine.pieces // unit)
+    start = min(start, max(start - before, theirs.first // unit))
     cuts, others = _ends(match.mine, mine, start, stop), _ends(match.theirs, theirs, start, stop)
-    if not np.array_equal(cuts, others):
-        cuts = np.union1d(cuts, others)
+    end = min(cuts[-1], others[-1])
+    cuts = cuts[1:-1] if np.array_equal(cuts, others) else np.union1d(cuts[1:-1], others[1:-1])
     cuts = np.concatenate([[start], cuts, [stop]])
+    adjoin = (match.mine.token_stride, match.theirs.token_stride) == (width, width)
+    spared = _repeats(match, stop - cuts[-2]) - _repeats(match, end - cuts[-2])
+    if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * spared:
+        cuts[-1] = end
     counts = np.diff(cuts)
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
-    if (match.mine.token_stride, match.theirs.token_stride) != (width, width) and (counts > 1).any():
+    if not adjoin and (counts > 1).any():
         # A token does not follow the one before on both sides: every token is a run.
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         local = np.repeat(local, counts) + within * match.mine.token_stride
@@ -257,10 +258,15 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
         yield _Strip(*_join(local[some], remote[some], counts[some] * sizes[0][1]), left)
 
 
+def _repeats(match: Match, count: int) -> int:
+    """How many runs so many tokens of a block are."""
+    return math.prod(axis[0] for axis in _fold(match.axes, count * match.width)[1])
+
+
 def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
-    """Where a kernel block ends, between `start` and `stop`."""
-    size, first = box.tokens // box.unit, table.first // box.unit
-    return np.arange(first + ((start - first) // size + 1) * size, stop, size, dtype=np.int64)
+    """Where the kernel blocks begin that have the tokens from `start` to `stop`, and where the last one ends."""
+    size = box.tokens // box.unit
+    return np.arange(start - (start - table.first // box.unit) % size, stop + size, size, dtype=np.int64)
 
 
 def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
@@ -268,7 +274,7 @@ def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
     size, blocks = box.tokens // box.unit, np.asarray(table.blocks, dtype=np.int64)
     entry, within = np.divmod(cuts[:-1] - table.first // box.unit, size * box.pieces)
     if table.first % box.unit or entry[0] < 0 or entry[-1] >= len(blocks):
-        covers = f"{table.first} to {table.first + len(blocks) * box.block_tokens}"
+        covers = f"{table.first} to {table.first + len(blocks) * box.tokens * box.pieces}"
         wanted = f"{cuts[0] * box.unit} to {cuts[-1] * box.unit}"
         raise Unplannable(f"Group {box.group} of {side}: the table covers tokens {covers}, and tokens {wanted} are wanted.")
     ids, last = blocks[entry], box.num_blocks // box.pieces - 1

@@ -6,15 +6,19 @@ Every call is made by the thread that runs the worker's steps: NIXL promises not
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-HOST = "DRAM"
+from reference_connector.plan import Runs
+
+logger = logging.getLogger("vllm.reference_connector.transport")
+Place = tuple[str, int]  # where memory is: NIXL's name of its kind, "DRAM" or "VRAM", and the number of the device
+HOST: Place = ("DRAM", 0)
 
 
 class TransportError(Exception):
@@ -27,8 +31,7 @@ class Memory:
 
     address: int
     nbytes: int
-    kind: str = HOST  # NIXL's name: "DRAM", "VRAM"
-    device: int = 0
+    place: Place = HOST
     view: Callable[[int, int], Any] | None = None  # view(i, n): a copy or view of n bytes from byte i on, in host memory
 
 
@@ -39,8 +42,7 @@ class Transport(Protocol):
     def metadata(self) -> bytes: ...  # what a peer needs to connect, once everything is registered
     def connect(self, metadata: bytes) -> str: ...
     def disconnect(self, peer: str) -> None: ...
-    # A read that has not begun. local, remote: int64 [n, 3] of (address, length, device) in memory of these kinds.
-    def prepare(self, peer: str, kinds: tuple[str, str], local: NDArray[Any], remote: NDArray[Any]) -> Any: ...
+    def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any: ...  # a read that has not begun
     def begin(self, handle: Any) -> None: ...
     def done(self, handle: Any) -> bool: ...  # False while it is under way; raises if it has failed
     def release(self, handle: Any) -> bool: ...  # cancel it if need be and forget it; False while it may still write: then ask again
@@ -62,8 +64,8 @@ class Nixl:
         self._registered: list[Any] = []
 
     def register(self, memory: Sequence[Memory]) -> None:
-        for kind in sorted({piece.kind for piece in memory}):
-            pieces = [(piece.address, piece.nbytes, piece.device, "") for piece in memory if piece.kind == kind]
+        for kind in sorted({piece.place[0] for piece in memory}):
+            pieces = [(piece.address, piece.nbytes, piece.place[1], "") for piece in memory if piece.place[0] == kind]
             self._registered.append(self._agent.register_memory(pieces, kind))
 
     def metadata(self) -> bytes:
@@ -78,18 +80,24 @@ class Nixl:
         with _failing("part from a peer"):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, peer: str, kinds: tuple[str, str], local: NDArray[Any], remote: NDArray[Any]) -> Any:
+    def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any:
         with _failing("prepare a read"):
-            here, there = (self._agent.get_xfer_descs(np.ascontiguousarray(d), k) for d, k in zip((local, remote), kinds, strict=True))
-            return self._agent.initialize_xfer("READ", here, there, peer)
+            sides = []
+            for addresses, (kind, device) in ((runs.local, here), (runs.remote, there)):
+                rows = np.stack([addresses, runs.length, np.full_like(addresses, device)], axis=1)
+                sides.append(self._agent.get_xfer_descs(rows, kind))
+            return self._agent.initialize_xfer("READ", *sides, peer)
 
     def begin(self, handle: Any) -> None:
         with _failing("begin a read"):
-            _checked(self._agent.transfer(handle))
+            self._agent.transfer(handle)
 
     def done(self, handle: Any) -> bool:
         with _failing("read"):
-            return _checked(self._agent.check_xfer_state(handle)) == "DONE"
+            state = self._agent.check_xfer_state(handle)
+            if state not in ("DONE", "PROC"):
+                raise TransportError(f"the state of the transfer is {state}")
+            return bool(state == "DONE")
 
     def release(self, handle: Any) -> bool:
         try:
@@ -107,8 +115,12 @@ class Nixl:
             return [message for messages in self._agent.get_new_notifs().values() for message in messages]
 
     def close(self) -> None:
+        """Release everything; what cannot be released is no reason to keep the rest."""
         for descriptors in self._registered:
-            self._agent.deregister_memory(descriptors)
+            try:
+                self._agent.deregister_memory(descriptors)
+            except Exception as error:
+                logger.warning("NIXL could not let a piece of memory go: %s", error)
         del self._agent  # its threads and sockets end with it
 
 
@@ -119,9 +131,3 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise TransportError(f"NIXL could not {what}: {error}") from None
-
-
-def _checked(state: str) -> str:
-    if state not in ("DONE", "PROC"):
-        raise TransportError(f"the state of the transfer is {state}")
-    return state

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -26,15 +27,16 @@ import numpy as np
 from reference_connector import messages
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import LEDGER, Address, Card, Digest, Lease, Leases, Load, Orders, Query, encode
+from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Address, Card, Lease, Leases, Load, Orders, Query, encode
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
-from reference_connector.plan import Runs, Table, Unplannable, runs
+from reference_connector.plan import Ints, Runs, Table, Unplannable, runs
 from reference_connector.transport import HOST, Memory, Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.worker")
 Task = Generator[None, None, None]
-LANDING = 1 << 16  # entries of ledgers that can be read at once: what is read is 8 bytes for each load and rank
+LANDING = 1 << 16  # entries of boards that can be read at once: a load reads one of each rank
+ASK_AGAIN_S = 1.0  # a notification may be lost, so a question is asked again after so long, then after twice as long, and so on
 
 
 class LoadError(Exception):
@@ -66,11 +68,10 @@ class Worker:
     def __init__(self, options: Options, rank: int, size: int, transport: Transport, boxes: tuple[Box, ...], memory: Iterable[Memory]):
         """Make this rank's KV readable. `memory`: every allocation that boxes lie in, each once, all of one kind."""
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
-        self._ledger = np.zeros(LEDGER, dtype=np.int64)
-        self._landing = np.zeros(LANDING, dtype=np.int64)
-        transport.register([*self._memory, *(Memory(array.ctypes.data, array.nbytes) for array in (self._ledger, self._landing))])
-        kind, device = self._memory[0].kind, self._memory[0].device
-        self.card = Card(rank, transport.metadata(), kind, device, self._ledger.ctypes.data, boxes)
+        self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
+        self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
+        transport.register([*self._memory, *(Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing))])
+        self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
@@ -78,9 +79,7 @@ class Worker:
         self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
         self._last_lease = 0
         self._early: set[int] = set()  # released before this worker has heard of them: D can be faster than our own scheduler
-        self._places, self._tickets = itertools.count(), itertools.count()
-        self._digests: dict[int, bytes] = {}  # by ticket
-        self._askers: dict[bytes, str] = {}  # the transport's names for those who have asked for one
+        self._places = itertools.count()
 
     def close(self) -> None:
         """End threads, reads and the transport."""
@@ -100,27 +99,22 @@ class Worker:
         for request, load in orders.loads.items():
             self._loads[request] = self._load(load)
         if self._rank == 0:  # one messenger is enough
-            news: dict[Address, Leases] = {}
-            for lease in orders.releases:
-                news.setdefault(lease.peer, Leases([], [])).released.append(lease.number)
-            for lease in orders.renewals:
-                news.setdefault(lease.peer, Leases([], [])).renewed.append(lease.number)
-            self._errands += [self._tell(address, leases) for address, leases in news.items()]
+            for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
+                released, renewed = ([lease.number for lease in of if lease.peer == peer] for of in (orders.releases, orders.renewals))
+                self._errands.append(self._tell(peer, Leases(released, renewed)))
         self.advance()
 
     def advance(self) -> None:
         """Move everything on."""
         self._listen()
         for request, load in list(self._loads.items()):
-            if (error := self._move_on(load)) is None:
-                continue
-            del self._loads[request]
-            self._results.received.add(request)
-            if not isinstance(error, StopIteration):
-                self._results.failed.add(request)
-                self._stats["failed_loads"] += 1
-                unexpected = None if isinstance(error, EXPECTED) else error
-                logger.error("LoadError: request %s was not loaded: %s", request, error, exc_info=unexpected)
+            if (error := self._move_on(load)) is not None:
+                del self._loads[request]
+                self._results.received.add(request)
+                if not isinstance(error, StopIteration):
+                    self._results.failed.add(request)
+                    self._stats["failed_loads"] += 1
+                    logger.error("LoadError: request %s was not loaded: %s", request, error)
         self._errands = [task for task in self._errands if self._move_on(task) is None]
 
     @staticmethod
@@ -129,6 +123,8 @@ class Worker:
         try:
             next(task)
         except Exception as error:
+            if not isinstance(error, (StopIteration, *EXPECTED)):
+                logger.error("a mistake of this connector: %s", error, exc_info=error)
             return error
         return None
 
@@ -162,8 +158,6 @@ class Worker:
                 continue
             if isinstance(notice, Query):
                 self._answer(notice)
-            elif isinstance(notice, Digest):
-                self._digests[notice.ticket] = notice.digest
             else:
                 self._early |= {number for number in notice.released[:LEDGER] if number > self._last_lease and len(self._early) < LEDGER}
                 for number in self._leases.keys() & notice.released:
@@ -179,7 +173,7 @@ class Worker:
     def _end(self, number: int) -> None:
         """First the ledger, then the blocks: see messages.py."""
         request, _ = self._leases.pop(number)
-        self._ledger[number % LEDGER] = number
+        self._board[number % LEDGER] = number
         self._results.sent.add(request)
 
     # ---- D: loads ------------------------------------------------------------------------------------------------------------
@@ -195,14 +189,15 @@ class Worker:
         local = [Table(part.blocks, part.first) for part in load.parts]
         remote = [Table(blocks, first) for blocks, first in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)]
         planned = {rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)}
-        kinds = {rank: (self.card.kind, peer.cards[rank].kind) for rank in planned}
-        reads = [(rank, kinds[rank], *plan.descriptors(self.card.device, peer.cards[rank].device)) for rank, plan in planned.items()]
         peer.busy += 1
         try:
-            yield from self._read(peer, reads, deadline)
+            yield from self._read(peer, planned, deadline)
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
-            yield from self._ask_ledger(peer, lease, list(planned), deadline)
+            ended = yield from self._look(peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline)
+            if (ended >= lease.number).any():
+                self._stats["late_reads"] += 1
+                raise LoadError(f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read")
         except TransportError:
             peer.failed = True
             raise
@@ -212,26 +207,24 @@ class Worker:
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
 
-    def _read(self, peer: Peer, reads: list[tuple[int, tuple[str, str], Any, Any]], deadline: float) -> Task:
-        """Read from several ranks at once, (rank, kinds of memory, local, remote) each; see `Transport.prepare`. Raises TransportError."""
-        handles = []
+    def _read(self, peer: Peer, reads: dict[int, Runs], deadline: float, kv: bool = True) -> Task:
+        """Read from several ranks at once: KV, or else what is in host memory. Raises TransportError."""
+        handles: list[Any] = []
         try:
-            for rank, kinds, local, remote in reads:
-                handles.append(self._transport.prepare(self._peers.name(peer, rank), kinds, local, remote))
+            for rank, plan in reads.items():
+                here, there = (self.card.place, peer.cards[rank].place) if kv else (HOST, HOST)
+                handles.append(self._transport.prepare(self._peers.name(peer, rank), plan, here, there))
                 self._transport.begin(handles[-1])
             waiting = list(handles)
             while waiting := [handle for handle in waiting if not self._transport.done(handle)]:
                 yield from self._wait(deadline)
-        except GeneratorExit:  # the worker is being closed
-            for handle in handles:
-                self._transport.release(handle)
-            raise
         except Exception:
             while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
                 yield
             raise
-        for handle in handles:
-            self._transport.release(handle)
+        finally:  # they have ended, or the worker is being closed
+            for handle in handles:
+                self._transport.release(handle)
 
     def _wait(self, deadline: float) -> Task:
         """Until the next step. Raises TransportError when the time of a load is over."""
@@ -248,16 +241,13 @@ class Worker:
             pass  # it has failed; but does its transport know?
         return not self._transport.release(handle)
 
-    def _ask_ledger(self, peer: Peer, lease: Lease, ranks: list[int], deadline: float) -> Task:
-        """Read the lease's entry in the ledgers of these ranks. Raises LoadError if one says that it has ended."""
-        places, reads = [next(self._places) % LANDING for _ in ranks], []
-        for rank, place in zip(ranks, places, strict=True):
-            here, there = self._landing.ctypes.data + 8 * place, peer.cards[rank].ledger + 8 * (lease.number % LEDGER)
-            reads.append((rank, (HOST, HOST), np.array([[here, 8, 0]]), np.array([[there, 8, 0]])))
-        yield from self._read(peer, reads, deadline)
-        if (self._landing[places] >= lease.number).any():
-            self._stats["late_reads"] += 1
-            raise LoadError(f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read")
+    def _look(self, peer: Peer, entries: dict[int, int], count: int, deadline: float) -> Generator[None, None, Ints]:
+        """Read `count` numbers of the boards of these ranks, from these entries on: int64 [rank, number]."""
+        places, reads = [next(self._places) % LANDING for _ in entries], {}
+        for place, (rank, entry) in zip(places, entries.items(), strict=True):
+            reads[rank] = Runs(*np.array([[self._landing[place].ctypes.data], [peer.cards[rank].board + 8 * entry], [8 * count]]))
+        yield from self._read(peer, reads, deadline, kv=False)
+        return self._landing[places, :count]
 
     def _tell(self, address: Address, leases: Leases) -> Task:
         """Tell every rank of a peer. If that fails the leases will end by themselves."""
@@ -271,7 +261,8 @@ class Worker:
                     self._not_told(address, leases, error)
         except HandshakeError as error:
             self._not_told(address, leases, error)
-        self._results.told |= {Lease(address, number) for number in leases.released}
+        finally:  # whatever it was that nobody has foreseen, the engine may rest
+            self._results.told |= {Lease(address, number) for number in leases.released}
 
     def _not_told(self, address: Address, leases: Leases, error: Exception) -> None:
         self._stats["failed_notifications"] += 1
@@ -279,32 +270,37 @@ class Worker:
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
         """Ask P for a digest of what should have arrived. Raises LoadError."""
-        asked = {next(self._tickets): (rank, plan) for rank, plan in planned.items()}
-        for ticket, (rank, plan) in asked.items():
-            where = np.stack([plan.remote, plan.length], axis=1).tobytes()
-            self._transport.notify(self._peers.name(peer, rank), encode(Query(ticket, self.card.agent, where)))
-        while not asked.keys() <= self._digests.keys():
+        tickets = {rank: 1 + secrets.randbits(61) for rank in planned}
+        entries = {rank: LEDGER + ticket % ANSWERS * ANSWER for rank, ticket in tickets.items()}
+        found, again, pause = np.zeros((len(planned), 3), np.int64), 0.0, ASK_AGAIN_S
+        while (found[:, 0] != list(tickets.values())).any():
+            if time.monotonic() >= again:
+                again, pause = time.monotonic() + pause, 2 * pause
+                for rank, plan in planned.items():
+                    query = Query(tickets[rank], np.stack([plan.remote, plan.length]).tobytes())
+                    self._transport.notify(self._peers.name(peer, rank), encode(query))
             yield from self._wait(deadline)
-        for ticket, (rank, plan) in asked.items():
-            if self._digests.pop(ticket) != self._digest(np.stack([plan.local, plan.length], axis=1)):
-                raise LoadError(f"{plan.nbytes} bytes from rank {rank} differ from those that it has")
+            found = yield from self._look(peer, entries, 3, deadline)
+        for (rank, plan), digest in zip(planned.items(), found[:, 1:].tolist(), strict=True):
+            if digest != self._digest(plan.local, plan.length):
+                raise LoadError(f"{plan.nbytes} bytes from rank {rank} are not those that it has, or it could not tell")
 
     def _answer(self, query: Query) -> None:
-        """P's half of `_compare`."""
+        """P's half of `_compare`. Whatever is asked, this worker goes on."""
+        entry = self._board[LEDGER:].reshape(ANSWERS, ANSWER)[query.ticket % ANSWERS]
         try:
-            digest = self._digest(np.frombuffer(query.runs, dtype=np.int64).reshape(-1, 2))
-            if query.agent not in self._askers:
-                self._askers[query.agent] = self._transport.connect(query.agent)
-            self._transport.notify(self._askers[query.agent], encode(Digest(query.ticket, digest)))
-        except (TransportError, ValueError) as error:
-            logger.warning("a question for a digest was not answered: %s", error)
+            entry[1:3] = self._digest(*np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1))
+        except Exception as error:
+            logger.warning("a question for a digest has no answer: %s", error)
+            entry[1:3] = 0
+        entry[0] = query.ticket
 
-    def _digest(self, spans: Any) -> bytes:
-        """Of bytes that peers may read: int64 [n, 2] of address, length. Raises ValueError for others."""
+    def _digest(self, addresses: Ints, lengths: Ints) -> list[int]:
+        """Two numbers for bytes that peers may read. Raises ValueError for others."""
         made = hashlib.blake2b(digest_size=16)
-        for address, length in spans.tolist():
+        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
             memory = next((m for m in self._memory if m.address <= address <= address + length <= m.address + m.nbytes), None)
             if memory is None or memory.view is None:
                 raise ValueError(f"no peer may read {length} bytes at {address:#x}")
             made.update(memory.view(address - memory.address, length))
-        return made.digest()
+        return np.frombuffer(made.digest(), dtype=np.int64).tolist()

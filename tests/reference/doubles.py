@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from reference_connector.boxes import Axis, Box
+from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.transport import TransportError
 
@@ -96,11 +97,10 @@ class Local:
     def disconnect(self, peer: str) -> None:
         self.wire.parted.append(peer)
 
-    def prepare(self, peer: str, kinds: Any, local: Any, remote: Any) -> Copy:
+    def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
         if peer not in self.wire.inboxes:
             raise TransportError(f"{peer} is gone")
-        assert (local[:, 1] == remote[:, 1]).all()
-        return Copy(self.wire, [(int(a), int(b), int(n)) for a, b, n in zip(local[:, 0], remote[:, 0], local[:, 1], strict=True)])
+        return Copy(self.wire, list(zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)))
 
     def begin(self, handle: Copy) -> None:
         handle.left, handle.state = self.wire.late, "open"

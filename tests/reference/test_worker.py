@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
-from reference_connector.messages import Address, Handoff, Lease, Load, Orders, Part, Query, encode
+from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Address, Handoff, Lease, Leases, Load, Orders, Part, Query, encode
 from reference_connector.options import Options
 from reference_connector.transport import Memory
 from reference_connector.worker import Results, Worker
@@ -280,13 +282,85 @@ def test_with_integrity_p_is_asked_what_it_has(make: Callable[..., Engine], wire
         assert (request in found.received, request in found.failed) == (True, request == "wrong")
 
 
+def integrity_load(p: Engine, d: Engine, seconds: float = PATIENCE_S) -> Results:
+    """Steps of both until a load has ended."""
+    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    deadline, found = time.monotonic() + seconds, Results()
+    while "r" not in found.received and time.monotonic() < deadline:
+        found = d.worker.results()
+        p.worker.obey(Orders())
+        time.sleep(0.001)
+    return found
+
+
+def test_a_question_that_was_lost_is_asked_again(make: Callable[..., Engine], wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("p", 7), make("d", 0, integrity=True)
+    monkeypatch.setattr(worker_module, "ASK_AGAIN_S", 0.05)
+    said, notify = list[bytes](), d.worker._transport.notify
+
+    def lossy(peer: str, message: bytes) -> None:
+        said.append(message)
+        if len(said) > 2:
+            notify(peer, message)
+
+    monkeypatch.setattr(d.worker._transport, "notify", lossy)
+    found = integrity_load(p, d)
+    assert found.received == {"r"} and not found.failed
+    assert len(said) >= 3 and len(set(said)) == 1
+    assert not wire.inboxes["d"], "P answers on its board, and has no connection to who asks"
+
+
+def test_where_p_has_no_answer_the_load_fails_at_once(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("p", 7), make("d", 0, integrity=True)
+
+    def view(start: int, count: int) -> np.ndarray:
+        raise RuntimeError("no copy to host memory")
+
+    p.worker._memory = (dataclasses.replace(p.worker._memory[0], view=view),)
+    found = integrity_load(p, d)
+    assert found.failed == {"r"}
+    p.worker.obey(Orders(leases={9: "x"}))  # and P goes on
+    d.worker.obey(Orders(releases=[Lease(p.address, 9)]))
+    while not d.worker.results().told:
+        pass
+    assert p.worker.results().sent == {"x"}
+
+
 def test_nobody_learns_of_memory_that_is_not_kv(make: Callable[..., Engine], wire: Wire) -> None:
-    p, _ = make("p", 7), make("d", 0)
-    for address, length in ((p.pool.ctypes.data - 1, 2), (p.pool.ctypes.data, p.pool.nbytes + 1), (0, 8), (p.pool.ctypes.data, -8)):
-        wire.inboxes["p"].append(encode(Query(1, b"d", np.array([address, length]).tobytes())))
-    wire.inboxes["p"].append(encode(Query(1, b"d", b"odd")))
+    p = make("p", 7)
+    board = p.worker._board[LEDGER:].reshape(ANSWERS, ANSWER)
+    at, size = p.pool.ctypes.data, p.pool.nbytes
+    for ticket, where in enumerate([(at - 1, 2), (at, size + 1), (0, 8), (at, -8), (at, 8, 8)], 1):
+        wire.inboxes["p"].append(encode(Query(ticket, np.array(where).tobytes())))
+    wire.inboxes["p"] += [encode(Query(6, b"odd")), encode(Query(7, np.array([at, 8]).tobytes()))]
     p.worker.obey(Orders())
-    assert not wire.inboxes["d"]
-    wire.inboxes["p"].append(encode(Query(1, b"d", np.array([p.pool.ctypes.data, 8]).tobytes())))
-    p.worker.obey(Orders())
-    assert len(wire.inboxes["d"]) == 1
+    assert board[1:8, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert not board[1:7, 1:].any() and board[7, 1:3].all()
+
+
+def test_whatever_ends_a_message_the_engine_may_rest(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("p", 7), make("d", 0)
+    logged = list[str]()
+    monkeypatch.setattr(worker_module.logger, "error", lambda text, *args, **kwargs: logged.append(text % args))
+
+    def notify(peer: str, message: bytes) -> None:
+        raise ZeroDivisionError("nobody has foreseen this")
+
+    monkeypatch.setattr(d.worker._transport, "notify", notify)
+    d.worker.obey(Orders(releases=[Lease(p.address, 3)], renewals=[Lease(p.address, 4)]))
+    deadline, told = time.monotonic() + PATIENCE_S, set[Lease]()
+    while not told and time.monotonic() < deadline:
+        told = d.worker.results().told
+    assert told == {Lease(p.address, 3)}
+    assert any("nobody has foreseen this" in line for line in logged)
+
+
+def test_one_message_a_peer_and_step(make: Callable[..., Engine], wire: Wire) -> None:
+    p, q, d = make("p", 7), make("q", 7), make("d", 0)
+    orders = Orders(releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)], renewals=[Lease(q.address, 4)])
+    d.worker.obey(orders)
+    told = set[Lease]()
+    while len(told) < 3:
+        told |= d.worker.results().told
+    assert list(wire.inboxes["p"]) == [encode(Leases([1, 3], []))]
+    assert list(wire.inboxes["q"]) == [encode(Leases([2], [4]))]
