@@ -5,7 +5,7 @@
 start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
 cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
 bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, CPU seconds, and where they go
-quick   a whole quick run on NixlConnector as `make conform CONNECTOR=NixlConnector` does it: first verdict, end, the largest sum of memory over its processes
+quick   a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, the largest sum of memory over its processes
 """
 
 from __future__ import annotations

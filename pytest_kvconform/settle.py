@@ -118,7 +118,7 @@ def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) 
     why = declared.get(name)
     rule, sentence = "", ""
     if why == "" and observed == "refused":
-        rule, sentence = REFUSES, f"{name} is declared as supported, and every case that needs it was refused"
+        rule, sentence = REFUSES, f"{name} is declared as supported; it was refused, and no case showed that it works"
     elif why and observed == "works":
         rule, sentence = HIDES, f"hidden ability: {name} is declared unsupported ({why}), and it works"
     elif why and observed == "fails":

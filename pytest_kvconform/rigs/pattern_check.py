@@ -216,7 +216,12 @@ class _Span:
 
 
 def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
-    tokens = np.arange(max(judge.local, judge.computed - window + 1 if window else 0), judge.computed)
+    first = max(judge.local, judge.computed - window + 1 if window else 0)
+    # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and the window of a later request
+    # that hits it may begin earlier. Of smaller blocks P gives back those before its window: it has only the one in which it begins.
+    kept = min(size, judge.peer_block or size)
+    tokens = np.arange(max(judge.local, first // kept * kept), judge.computed)
     blocks = judge.tables[group][tokens // size]
-    gone, tokens, blocks = tuple(tokens[blocks == 0].tolist()), tokens[blocks != 0], blocks[blocks != 0]
+    gone = tuple(tokens[(blocks == 0) & (tokens >= first)].tolist())
+    tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]
     return _Span(tokens, blocks, shares_of(tokens, judge.owners[tokens]), np.array(list(dict.fromkeys(blocks.tolist()))), gone)

@@ -247,7 +247,8 @@ class PatternEngine(engine_process.Engine):
             parts.append(Part(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
-                judges.append(Judge(request_id, local, position, owners[:position], tables, np.array(sorted(blocks), dtype=np.int64)))
+                loaded, peer_block = np.array(sorted(blocks), dtype=np.int64), self.spec.peer_block
+                judges.append(Judge(request_id, local, position, owners[:position], tables, loaded, peer_block))
         return Work(tuple(parts), tuple(judges), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading)
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:

@@ -144,6 +144,32 @@ class ShortWindow(Right):
 # ---- what D's cache holds after the read -------------------------------------------------------------------------------------
 
 
+class ReadsFromTheWindow(Spoils):
+    """Of the block in which a window begins nothing is read that stands before the window."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.before = dict[int, Any]()  # id() of a layer's cache -> its first block of the window, as it was
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for meta in self.loads().values():
+            for group, blocks in zip(self.kv_cache_config.kv_cache_groups, meta.local_block_ids, strict=True):
+                for cache in self.caches(group) if self.window(group) and blocks else ():
+                    self.before[id(cache)] = cache[blocks[0]].clone()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def caches(self, group: Any) -> list[Any]:
+        return [self.layers[name].kv_cache for name in group.layer_names]
+
+    def window(self, group: Any) -> int:
+        return getattr(group.kv_cache_spec, "sliding_window", None) or 0
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        for cache in layers:
+            if (before := self.before.get(id(cache))) is not None:
+                cache[blocks[0]][:, :14] = before[:, :14]  # 542 tokens, a window of 512, blocks of 16
+
+
 class Reorders(Spoils):
     """`reorder` says what each block's rows, [block, head, token, plane, byte] without gaps, are taken for."""
 
