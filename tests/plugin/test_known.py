@@ -14,7 +14,7 @@ from .conftest import declare
 
 ISSUE = "https://example.org/issues/57"
 CASE = "kv::engine/bytes::window[gemma3-*]"
-TODAY = datetime.date.today()
+TODAY = datetime.datetime.now(datetime.UTC).date()
 
 
 def entry(case: str = CASE, expires: datetime.date = TODAY, **more: str) -> str:

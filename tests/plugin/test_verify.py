@@ -20,7 +20,7 @@ from pytest_kvconform.subject import Subject
 
 from .conftest import declare
 
-TODAY = datetime.date.today()
+TODAY = datetime.datetime.now(datetime.UTC).date()
 YESTERDAY, TOMORROW = (TODAY + datetime.timedelta(days=days) for days in (-1, 1))
 UNEQUAL = {"tp-heterogeneous": "one size only"}
 KNOWN = """[[known]]

@@ -29,7 +29,7 @@ def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
     return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
 
 
-@case("KV-META-002", variants=spread("D", "P"), inside=True)
+@case("KV-META-002", variants=spread("P", "D"), inside=True)
 def leaves_the_schedulers_output_alone(rig: Rig, role: str) -> Evidence:
     """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
     side = crowd(rig, role)
