@@ -17,5 +17,5 @@ def outlives_nonsense(bench: Bench, variant: None) -> Evidence:
     if sent < QUESTIONS // 2:
         raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
     words = f"after {sent} messages that make no sense to the port on which P listens, a request of a D that P has not met before"
-    rows = all_right("KV-SIDE-001", seen, bench.pattern.peers.lease_s, {"stranger": words})
+    rows = all_right("KV-SIDE-001", seen, bench.pattern.limits.request, {"stranger": words})
     return evidence(rows, "rows", seen, messages=sent, ports=int(seen.numbers["ports"]))
