@@ -41,10 +41,10 @@ def name_of(comparison: PoolComparison, number: int) -> str:
     return next((region.layer for region in comparison.regions if region.number == number), f"layer {number} (not in this engine)")
 
 
-def _missing(comparison: PoolComparison, kind: int, drafts: Collection[str], never: str, always: str) -> str:
+def _missing(comparison: PoolComparison, kind: int, drafts: Collection[str], never: str, one: str, many: str) -> str:
     """Where the rows of one kind are: whole layers, whole segments, the first or the last block, else tokens.
 
-    `never` is what happened to the layers ("no byte of {} was written"), `always` to tokens ("were never written").
+    `never` is what happened to layers ("no byte of {} was written"), `one` to a token ("was never written"), `many` to several.
     """
     parts = [
         (comparison.regions[i], comparison.runs[comparison.runs["region"] == i]) for i in np.unique(comparison.runs["region"]).tolist()
@@ -63,7 +63,7 @@ def _missing(comparison: PoolComparison, kind: int, drafts: Collection[str], nev
     tokens = set(some["stands"]["token"].tolist())
     if len(places) == 1 and "" not in places:
         return f"{places.pop()} ({share})"
-    return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} {always} ({share})"
+    return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} {many if len(tokens) > 1 else one} ({share})"
 
 
 def _whole(comparison: PoolComparison, region: Region, runs: Array, kind: int) -> bool:
@@ -88,11 +88,11 @@ def _block_place(comparison: PoolComparison, region: Region, runs: Array, kind: 
 
 
 def zeroed(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    return _missing(comparison, ZEROED, drafts, "every byte of {} is zero", "hold zeros")
+    return _missing(comparison, ZEROED, drafts, "every byte of {} is zero", "holds zeros", "hold zeros")
 
 
 def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    sentence = _missing(comparison, UNWRITTEN, drafts, "no byte of {} was written", "were never written")
+    sentence = _missing(comparison, UNWRITTEN, drafts, "no byte of {} was written", "was never written", "were never written")
     runs = comparison.runs[comparison.runs["kind"] == UNWRITTEN]
     held = runs["belongs"]
     foreign = (held["offset"] >= 0) & (held["offset"] != _offsets(comparison, runs))

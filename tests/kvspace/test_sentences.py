@@ -83,6 +83,12 @@ def window(made: Pool) -> None:
     unwrite(made, 0, TABLE[2:3])
 
 
+def one_token(made: Pool) -> None:
+    other = poison_bytes(0, len(made.storage), 1, 0)
+    rows, poison = (made.regions[0].of(memory)[TABLE[0], 3] for memory in (made.storage, other))
+    rows[:] = poison
+
+
 def half_of_the_blocks_again(made: Pool) -> None:
     write(made, ALL[64:], ALL[64:] - 32)
 
@@ -127,6 +133,7 @@ def conv_of_others(made: Pool) -> None:
         (lambda made: unwrite(made, 1, TABLE), f"no byte of {DRAFT} (draft) was written"),
         (lambda made: unwrite(made, 1, TABLE, engine=0), "was copied from memory that the prefiller never wrote"),
         (lambda made: unwrite(made, 0, TABLE[1:3]), "tokens 16-47 were never written"),
+        (one_token, "token 3 was never written"),
         (lambda made: unwrite(made, 2, SLOT), f"no byte of {KDA} was written"),
         (outside, f"wrote outside its own blocks: block 17 holds token 5 of owner 3 of {MAIN}"),
         (later_state, "state of 95 tokens instead of 90"),

@@ -137,8 +137,10 @@ def test_ipv6() -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
-    except OSError:
-        pytest.skip("this machine has no IPv6")
+    except OSError:  # a machine without IPv6: a start that says so
+        with pytest.raises(OSError, match="cannot listen"):
+            Listener("::1", 0, "p", "first life", CARDS)
+        return
     made = Listener("::1", 0, "p", "first life", CARDS)
     assert fetch(Address("::1", made.port, "p", "first life"), PATIENCE_S) == CARDS
     made.close()
