@@ -125,10 +125,11 @@ def mistakes(report: Report) -> list[str]:
             said.append(f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}")
     if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
         said.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
-    if (verdict := rejudge(report)) != report.verdict:
-        said.append(
-            f"the report says {report.verdict.word} ({report.verdict.sentence}), its results give {verdict.word} ({verdict.sentence})"
-        )
+    verdict, given = rejudge(report), report.verdict
+    if (verdict.word, verdict.sentence) != (given.word, given.sentence):
+        said.append(f"the report says {given.word} ({given.sentence}), its results give {verdict.word} ({verdict.sentence})")
+    elif differ := [key for key in verdict.__struct_fields__ if getattr(verdict, key) != getattr(given, key)]:
+        said.append(f"verdict.{', verdict.'.join(differ)} in the report is not what its results give")
     return said
 
 
