@@ -140,7 +140,9 @@ def test_only_what_did_not_pass_can_be_a_refusal(kv, capsys, outcome):
 
 @pytest.mark.parametrize("declined", ["", "ValueError: one size only"])
 @pytest.mark.parametrize("called", [False, True])
-def test_what_could_not_run_stands_on_a_case(declined: str, called: bool) -> None:
+@pytest.mark.parametrize("other", ["", "D did not start: "])
+def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other: str) -> None:
+    """`other`: it was a later start that failed, in a way of its own; that says nothing against the report."""
     cell, sentence = Cell("llama", "P1D1"), "P did not start: ValueError: one size only"
     start = CaseResult(
         id="kv::engine/start::comes_up[llama-P1D1]",
@@ -155,15 +157,41 @@ def test_what_could_not_run_stands_on_a_case(declined: str, called: bool) -> Non
         rule="KV-BYTES-001",
         outcome=Outcome.BLOCKED,
         cell=cell,
-        reason=f"stands on {start.id}: {sentence}",
+        reason=f"stands on {start.id}: {other}{sentence}",
         refused=called,
     )
     ids = [start.id, stands.id]
     report = document.make(Settings(connector="m:C"), Subject(spec="m:C", connector="C", module="m"), None, [start, stands], ids, ids, ())
-    assert len(document.mistakes(report)) == (called != bool(declined))
+    assert len(document.mistakes(report)) == (not other and called != bool(declined))
+
+
+def test_what_the_verdict_says_besides_its_word_is_compared_too(kv, capsys):
+    path = kv().path
+    raw = json.loads(path.read_bytes())
+    raw["verdict"]["features"][0]["observed"] = "fails"
+    path.write_text(json.dumps(raw))
+    assert verified(path, capsys) == (1, ["verdict.features in the report is not what its results give"])
+
+
+def test_declarations_of_another_suite_may_have_been_others(kv, pytester, capsys):
+    text = declare(pytester.path / "d.toml", {}).read_text()
+    pytester.makepyprojecttoml(text.replace("[features]", "[tool.kvconform.features]"))
+    path = kv(undeclared=True).path
+    edit(path, lambda report: report["subject"]["features"].update(abort="never tried"))
+    assert verified(path, capsys)[0] == 1
+    edit(path, lambda report: report.update(suite="2026.1"))
+    assert verified(path, capsys)[0] == 0
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_that_came_later_is_not_missed(kv, capsys):
+    path = kv().path
+    raw = json.loads(path.read_bytes())
+    del raw["settings"]["seed"]
+    path.write_text(json.dumps(raw))
+    assert verified(path, capsys)[0] == 0
 
 
 def test_settings_that_are_none(kv, capsys):
