@@ -6,7 +6,9 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
+from pytest_kvconform.features import of_cell
 from pytest_kvconform.plan import PREFIX, cell_word, load_module, module_names
+from pytest_kvconform.result import Cell
 
 
 class ByCell(LoadScopeScheduling):
@@ -19,4 +21,14 @@ class ByCell(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if not (cell := cell_word(nodeid)):
             return str(super()._split_scope(nodeid))
-        return f"{cell} inside" if nodeid.partition("[")[0] in self._inside else cell
+        return f"{PREFIX}{'inside' if nodeid.partition('[')[0] in self._inside else ''}[{cell}]"
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """Cells with states come first: they have few cases, which take long, and xdist would leave them for the end, for one worker."""
+        self.workqueue.move_to_end(max(self.workqueue, key=_has_state), last=False)
+        super()._assign_work_unit(node)
+
+
+def _has_state(scope: str) -> bool:
+    family, _, place = cell_word(scope).partition("-")
+    return bool(family) and "state" in of_cell(Cell(family, *place.split(".")))

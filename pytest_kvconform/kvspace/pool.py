@@ -86,7 +86,6 @@ def compare_pool(
     held: Blocks,
     *,
     due: Blocks | None = None,
-    ignore: Array | Blocks = {},  # noqa: B006 - read only
     others: Iterable[Region] = (),
     engine: int | None = None,
     most: int = 50_000,
@@ -94,9 +93,8 @@ def compare_pool(
     """Compare `storage` with `shadow`, both uint8 [byte] of one rank.
 
     `held` is layer -> block ids (slots of a state) that belong to the layer's group now, in the order of the block table. `due` is the same
-    for the blocks in which something was to arrive; in other blocks each difference is collateral. Default: all that are held. `ignore` is
-    a mask, bool [byte], or layer -> block ids whose pages are left out, padding included. `others` are regions of another rank or engine
-    whose layers may turn up here (a draft layer only P has). `engine`, 0 P or
+    for the blocks in which something was to arrive; in other blocks each difference is collateral. Default: all that are held. `others` are
+    regions of another rank or engine whose layers may turn up here (a draft layer only P has). `engine`, 0 P or
     1 D, is whose pool it is: poison of the other one was copied. `most` bounds the runs that are kept. ValueError if the sizes do not fit.
     """
     if storage.shape != shadow.shape or storage.ndim != 1 or storage.dtype != np.uint8 or shadow.dtype != np.uint8:
@@ -106,25 +104,21 @@ def compare_pool(
     for layer in (held_ids.keys() | due_ids.keys()) - {region.layer for region in regions}:
         raise ValueError(f"{layer} holds blocks and has no region")
     none = np.zeros(0, dtype=np.int64)
-    ignored = none if isinstance(ignore, np.ndarray) else _union(ignore.values())
     finding = _Finding(tuple(regions), due_ids, most)
-    compared_blocks = {id(blocks): len(np.setdiff1d(blocks, ignored)) for blocks in due_ids.values()}  # layers share their arrays
+    compared_blocks = {id(blocks): len(np.unique(blocks)) for blocks in due_ids.values()}  # layers share their arrays
     compared = sum(
         math.prod(region.shape[1:]) * compared_blocks[id(due_ids[region.layer])] for region in regions if region.layer in due_ids
     )
     mask = _differences(storage, shadow)
     if mask is not None:
-        if isinstance(ignore, np.ndarray):
-            mask &= ~ignore
         known = known_rows([*regions, *others])
         owned = _union(held_ids.values())
         for rest in (False, True):  # first the blocks that somebody holds, then those that nobody does
             for index, region in enumerate(regions):
                 mine = held_ids.get(region.layer, none)
                 blocks = np.setdiff1d(np.arange(region.shape[0]), owned) if rest else np.unique(mine)
-                blocks = np.setdiff1d(blocks, ignored)
                 _look_at(finding, index, blocks, mask, (storage, shadow), known, rest)
-        _look_at_raw(finding, mask, storage, ignored)
+        _look_at_raw(finding, mask, storage)
     pictured = sum((region.shape[3] if region.kind == "attention" else 1) for region in regions if len(held_ids.get(region.layer, none)))
     return finding.result(compared, held_ids, pictured, engine)
 
@@ -244,7 +238,7 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
             if not rows.any():
                 continue
             kinds, holds, place = classify_rows(ours[rows, :bytes_], theirs[rows, :bytes_], aligned, known, wanted[rows])
-            kinds[~changed[rows]] = SAME  # ignored by a mask, or taken by another region already
+            kinds[~changed[rows]] = SAME  # taken by another region already
             there = tuple(axis[rows] for axis in at)
             if rest:
                 mine = ((kinds != SAME) & (holds["kind"] != FOREIGN)).any(axis=-1)
@@ -270,27 +264,26 @@ def _grid(region: Region, blocks: Array) -> list[Array]:
     return list(axes)
 
 
-def _look_at_raw(finding: _Finding, mask: Array, storage: Array, ignored: Array) -> None:
+def _look_at_raw(finding: _Finding, mask: Array, storage: Array) -> None:
     """What is left on the mask: in no row that somebody holds."""
-    places = np.flatnonzero(mask)
-    if not len(places):
-        return
+    padded = np.append(mask, np.zeros(-len(mask) % 8, dtype=bool)) if len(mask) % 8 else mask
+    words = np.flatnonzero(padded.view(np.uint64))
+    finding.words[COLLATERAL] += len(words)
+    finding.rows[COLLATERAL] += len(words)
+    finding.truncated |= len(words) > finding.most
+    words = words[: finding.most]  # the pages of millions are not worth the time
+    raw = np.zeros(len(words), dtype=RAW)
+    raw["offset"] = 8 * words
+    places = raw["offset"] + padded.reshape(-1, 8)[words].argmax(axis=1)
     page = np.full((3, len(places)), -1, dtype=np.int64)  # region, block and distance: the page that begins last before the byte
     for index, region in enumerate(finding.regions):
         block, within = np.divmod(places - region.offset, region.strides[0])
         nearer = (block >= 0) & (block < region.shape[0]) & ((within < page[2]) | (page[2] < 0))
         page[:, nearer] = np.broadcast_to(index, within.shape)[nearer], block[nearer], within[nearer]
-    keep = ~np.isin(page[1], ignored)
-    places, page = places[keep], page[:, keep]
-    offsets, firsts = np.unique(places // 8 * 8, return_index=True)
-    raw = np.zeros(len(offsets), dtype=RAW)
-    raw["offset"], raw["region"], raw["block"], raw["within"] = offsets, *page[:, firsts]
-    padded = np.zeros((len(raw), 8), dtype=np.uint8)
+    raw["region"], raw["block"], raw["within"] = page
+    found = np.zeros((len(raw), 8), dtype=np.uint8)
     for byte in range(8):
         here = raw["offset"] + byte < len(storage)
-        padded[here, byte] = storage[raw["offset"][here] + byte]
-    raw["holds"] = decode(padded.view(np.uint64)[:, 0])
-    finding.words[COLLATERAL] += len(raw)
-    finding.rows[COLLATERAL] += len(raw)
-    finding.truncated |= len(raw) > finding.most
-    finding.raw = raw[: finding.most]
+        found[here, byte] = storage[raw["offset"][here] + byte]
+    raw["holds"] = decode(found.view(np.uint64)[:, 0])
+    finding.raw = raw

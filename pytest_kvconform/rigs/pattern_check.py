@@ -46,8 +46,6 @@ class Lack:
 
     where: Array  # bool [byte] of the storage, eight to a byte
     want: Array  # uint8, what was due there
-    held: dict[str, Array]  # as `compare_pool` had them
-    due: dict[str, Array]
 
 
 class Inspector:
@@ -96,13 +94,15 @@ class Inspector:
         held = memory.held(self.groups.of, groups, first)
         for _ in range(LOOKS):
             pool = compare_pool(memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine)
-            if not pool.wrong or not len(loading):
+            if not pool.wrong:
                 break
             memory.fetch(loading)
+            if memory.as_forgiven(loading):  # so nobody was writing, and what was found is so
+                break
             memory.forgive(loading)
         if due is not None and pool.words.keys() == {UNWRITTEN}:
             where = memory.storage != memory.shadow
-            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)
+            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where])
         if pool.wrong or pool.rows:
             memory.adopt()
         return Check(rank=memory.rank, pool=pool)
@@ -112,10 +112,8 @@ class Inspector:
         memory, late = self.memory, []
         for request, lack in self.lacks.items():
             where = np.unpackbits(lack.where, count=len(memory.storage)).view(bool)
-            should = memory.shadow.copy()
-            should[where] = lack.want
-            if not compare_pool(memory.storage, should, self.regions, lack.held, due=lack.due, ignore=~where).wrong:
-                memory.shadow[where] = memory.storage[where]
+            if np.array_equal(memory.storage[where], lack.want):
+                memory.shadow[where] = lack.want
                 late.append(request)
         self.lacks.clear()
         return tuple(late)

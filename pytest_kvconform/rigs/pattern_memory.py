@@ -126,6 +126,13 @@ class Memory:
             for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True):
                 should[blocks] = mine[blocks]
 
+    def as_forgiven(self, blocks: Array) -> bool:
+        """Whether these blocks still hold what was forgiven them."""
+        return all(
+            np.array_equal(mine[blocks], should[blocks])
+            for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True)
+        )
+
     def adopt(self) -> None:
         """Whatever stands anywhere is right."""
         self.dirty[:] = True
