@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pytest_kvconform.rigs import huge_pages
 from pytest_kvconform.rigs.process_facts import (
     become_subreaper,
     children_of,
@@ -285,6 +286,7 @@ def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
         gc.collect()
         gc.enable()
         gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
+        huge_pages.collapse()  # 0.7 s, and a fork takes 11 ms instead of 37
         zygote.serve()
     finally:
         zygote.close()

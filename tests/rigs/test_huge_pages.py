@@ -1,0 +1,32 @@
+"""Memory in huge pages."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from pytest_kvconform.rigs import huge_pages
+
+
+def in_huge_pages() -> int:
+    """Kilobytes of this process."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+def test_memory_is_collapsed_and_keeps_what_it_holds() -> None:
+    with mmap.mmap(-1, 24 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory.write(bytes(range(256)) * (24 << 12))
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        before = in_huge_pages()
+        assert huge_pages.collapse() >= 11
+        assert in_huge_pages() - before >= 22 << 10
+        assert memory[:] == bytes(range(256)) * (24 << 12)
+
+
+def test_a_kernel_that_cannot_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_COLLAPSE", 12345)
+    assert huge_pages.collapse() == 0
