@@ -64,9 +64,10 @@ class Judge:
                 self._zygote = parts.bench().start_zygote(self.settings, self.runner.subject)
         except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
             self.runner.link = Link(refusal="HARNESS", reason=f"the background process did not start: {type(error).__name__}: {error}")
-        if self._distributed():  # workers are told the facts when they are started, so they must be known now
+        if self._distributed():
             self._selected = [planned.id for planned in self.runner.plan().asked]
-            self._probe()
+            if self._zygote is not None:  # workers start while vLLM is being loaded
+                self.runner.link = Link(later=str(Path(self._zygote.address).with_name("link.json")))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if not self._distributed():
@@ -74,8 +75,12 @@ class Judge:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
-        if not self._distributed() and not self.config.getoption("collectonly"):
-            self._probe()
+        if self.config.getoption("collectonly"):
+            return
+        later = self.runner.link.later
+        self._probe()
+        if later:
+            Path(later).write_bytes(msgspec.json.encode(self.runner.link))
 
     def _distributed(self) -> bool:
         return self.config.pluginmanager.has_plugin("dsession")

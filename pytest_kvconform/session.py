@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     facts: msgspec.Raw = msgspec.Raw(b"null")  # SubjectFacts as JSON
     refusal: str = ""  # "", "BLOCKED" or "HARNESS"
     reason: str = ""
+    later: str = ""  # a file in which all this stands before the first case begins
 
 
 class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class Runner:
     def bench(self, item: CaseItem) -> Any:
         """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject could not be looked at."""
         self._item = item
+        if self.link.later:
+            self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=Link)
         if self.link.refusal:
             raise (Blocked if self.link.refusal == "BLOCKED" else HarnessError)(self.link.reason)
         if self._bench is None:

@@ -1,6 +1,7 @@
 """Stands for pytest_kvconform.rigs.bench. FAKEKV_BENCH says what goes wrong; FAKEKV_LOG is a file that gets a line for every call."""
 
 import os
+from pathlib import Path
 
 import msgspec
 
@@ -29,7 +30,7 @@ def _log(line: str) -> None:
 
 
 class Zygote:
-    address = "fake://zygote"
+    address = str(Path.cwd() / "zygote")  # where nobody listens
 
     def close(self):
         _log("zygote closed")
