@@ -173,7 +173,7 @@ class _Finding:
         runs["words"] *= words
         return runs
 
-    def thin(self, slack: int = 2) -> None:
+    def thin(self, slack: int = 4) -> None:
         """Keep whole blocks, evenly chosen, of no more than `most` runs, and of each kind one block at least.
 
         Nothing is done up to `slack` times as many: looking through all of them after every block would take longer than finding them.
