@@ -71,12 +71,16 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def preload() -> None:
-    """Import in the zygote what every scheduler needs."""
+    """Import in the zygote what every scheduler needs, and what cases would else import one by one."""
     import vllm.v1.core.sched.scheduler
     import vllm.v1.engine
     import vllm.v1.outputs
     import vllm.v1.request
     import vllm.v1.structured_output  # noqa: F401
+
+    import pytest_kvconform.rigs.neighbour
+    import pytest_kvconform.rigs.pattern_bench
+    import pytest_kvconform.rigs.saving  # noqa: F401
 
 
 def serve(connection: Connection, spec: HostSpec) -> None:
@@ -129,9 +133,10 @@ class Host:
         self._killed: list[int] = []  # children that are still to be reaped
         without_limits_of_kernels()
         preload()
-        for index, role in enumerate("PD"):  # of most cases the first and the second side; a fork inherits them
+        for role in "PD":
             self._make(role, True)
-            self.kv_config(role, self.config(role, "fail", 1, True, {}), APART * index + BLOCKS + 1)
+            for index in range(3):  # as the first, second or third side, which a fork inherits
+                self.kv_config(role, self.config(role, "fail", 1, True, {}), APART * index + BLOCKS + 1)
         self.structured_output = StructuredOutputManager(self._configs["D", True])  # no request asks it for anything
 
     # ---- what sides are made of ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ def _kept(result: Any) -> Any:
         return result
 
 
+_PLAIN = {int, str, bytes, float, bool, type(None)}  # what repr says all of; lists of block ids and tokens are long
+
+
 def _content(scheduler_output: Any) -> dict[str, str]:
     """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector may change
     (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
@@ -162,10 +165,12 @@ def _content(scheduler_output: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    if type(value) in _PLAIN:
+        return repr(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return repr([*value]) if _PLAIN.issuperset(map(type, value)) else "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(_text, value))) + "}"
     if hasattr(value, "__dataclass_fields__"):
