@@ -18,8 +18,8 @@ from pytest_kvconform.rigs.engine import EngineFailed
 from pytest_kvconform.rigs.messages import Output
 from pytest_kvconform.rigs.pattern import PatternEngine
 
-IDLE_S = 0.001  # pause after a round in which no engine computed anything
-EMPTY_S = 0.03  # pause of an engine after a step in which nothing happened: a dozen of them share the cores
+IDLE_S = 0.002  # pause after a round in which no engine computed anything
+EMPTY_S = 0.01, 0.12  # pauses of an engine after steps in which nothing happened, the first and the longest: a dozen share the cores
 Steps = Generator[None, None, Any]
 
 
@@ -79,6 +79,7 @@ class Actor:
         self.call: Call | None = Call("start")
         self.since = self.stepped = time.monotonic()
         self.next = 0.0  # when it takes the next step
+        self.pause = EMPTY_S[0]  # before it, if nothing happened; twice as long each time
         self.up = self.stopped = False
 
     def turn(self) -> bool:
@@ -115,7 +116,7 @@ class Actor:
         """Note what a step said. Returns whether it was anything but an empty one."""
         self.up = True
         if call.name != "step":
-            self.next = 0.0
+            self.next, self.pause = 0.0, EMPTY_S[0]
             return False
         now = time.monotonic()
         self.longest_gap, self.stepped = max(self.longest_gap, now - self.stepped), now
@@ -123,7 +124,8 @@ class Actor:
             if output.finish or output.kv_transfer_params:
                 self.ends[output.id] = output, now
         busy = bool(call.answer.outputs or call.answer.computed)
-        self.next = now if busy else now + EMPTY_S
+        self.next = now if busy else now + self.pause
+        self.pause = EMPTY_S[0] if busy else min(2 * self.pause, EMPTY_S[1])
         return busy
 
     def ask(self, name: str, *arguments: Any) -> Steps:
