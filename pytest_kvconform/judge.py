@@ -80,6 +80,7 @@ class Judge:
         later = self.runner.link.later
         self._probe()
         if later:
+            Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended took its folder along
             Path(later).write_bytes(msgspec.json.encode(self.runner.link))
 
     def _distributed(self) -> bool:

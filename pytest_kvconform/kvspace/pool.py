@@ -86,6 +86,7 @@ def compare_pool(
     held: Blocks,
     *,
     due: Blocks | None = None,
+    ignore: Array | None = None,
     others: Iterable[Region] = (),
     engine: int | None = None,
     most: int = 50_000,
@@ -93,9 +94,10 @@ def compare_pool(
     """Compare `storage` with `shadow`, both uint8 [byte] of one rank.
 
     `held` is layer -> block ids (slots of a state) that belong to the layer's group now, in the order of the block table. `due` is the same
-    for the blocks in which something was to arrive; in other blocks each difference is collateral. Default: all that are held. `others` are
-    regions of another rank or engine whose layers may turn up here (a draft layer only P has). `engine`, 0 P or
-    1 D, is whose pool it is: poison of the other one was copied. `most` bounds the runs that are kept. ValueError if the sizes do not fit.
+    for the blocks in which something was to arrive; in other blocks each difference is collateral. Default: all that are held. `ignore` is
+    a mask of bytes that are left out, bool [byte]. `others` are regions of another rank or engine whose layers may turn up here (a draft
+    layer only P has). `engine`, 0 P or 1 D, is whose pool it is: poison of the other one was copied. `most` bounds the runs that are kept.
+    ValueError if the sizes do not fit.
     """
     if storage.shape != shadow.shape or storage.ndim != 1 or storage.dtype != np.uint8 or shadow.dtype != np.uint8:
         raise ValueError(f"storage {storage.shape} {storage.dtype} and shadow {shadow.shape} {shadow.dtype} are not the same bytes")
@@ -111,6 +113,8 @@ def compare_pool(
     )
     mask = _differences(storage, shadow)
     if mask is not None:
+        if ignore is not None:
+            mask &= ~ignore
         known = known_rows([*regions, *others])
         owned = _union(held_ids.values())
         for rest in (False, True):  # first the blocks that somebody holds, then those that nobody does
@@ -238,7 +242,7 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
             if not rows.any():
                 continue
             kinds, holds, place = classify_rows(ours[rows, :bytes_], theirs[rows, :bytes_], aligned, known, wanted[rows])
-            kinds[~changed[rows]] = SAME  # taken by another region already
+            kinds[~changed[rows]] = SAME  # ignored, or taken by another region already
             there = tuple(axis[rows] for axis in at)
             if rest:
                 mine = ((kinds != SAME) & (holds["kind"] != FOREIGN)).any(axis=-1)

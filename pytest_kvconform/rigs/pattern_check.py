@@ -44,8 +44,10 @@ class Groups:
 class Lack:
     """Bytes that were due at the check of a request and had not been written."""
 
-    where: Array  # bool [byte] of the storage, eight to a byte
+    where: Array  # bool [byte] of the storage, eight to a byte; words as a whole, although a byte of them may have been right by accident
     want: Array  # uint8, what was due there
+    held: dict[str, Array]  # as `compare_pool` had them
+    due: dict[str, Array]
 
 
 class Inspector:
@@ -101,8 +103,8 @@ class Inspector:
                 break
             memory.forgive(loading)
         if due is not None and pool.words.keys() == {UNWRITTEN}:
-            where = memory.storage != memory.shadow
-            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where])
+            where = _whole_words(memory.storage != memory.shadow)
+            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)
         if pool.wrong or pool.rows:
             memory.adopt()
         return Check(rank=memory.rank, pool=pool)
@@ -112,8 +114,12 @@ class Inspector:
         memory, late = self.memory, []
         for request, lack in self.lacks.items():
             where = np.unpackbits(lack.where, count=len(memory.storage)).view(bool)
-            if np.array_equal(memory.storage[where], lack.want):
-                memory.shadow[where] = lack.want
+            if np.array_equal(memory.storage[where], memory.shadow[where]):
+                continue  # nothing has come since
+            should = memory.shadow.copy()
+            should[where] = lack.want
+            if not compare_pool(memory.storage, should, self.regions, lack.held, due=lack.due, ignore=~where).wrong:
+                memory.shadow[where] = memory.storage[where]
                 late.append(request)
         self.lacks.clear()
         return tuple(late)
@@ -200,6 +206,12 @@ class Inspector:
         found = decode(np.concatenate([np.zeros(0, dtype=np.uint64), *words]))
         ranks = np.where((found["kind"] == ATTENTION) & (found["rank"] >= 0), found["rank"], 0)
         return np.split(ranks, np.cumsum([len(some) for some in words])[:-1]) if words else []
+
+
+def _whole_words(mask: Array) -> Array:
+    """A mask of bytes, bool [byte], grown to all bytes of the words that it touches."""
+    padded = np.append(mask, np.zeros(-len(mask) % 8, dtype=bool))
+    return np.repeat(padded.reshape(-1, 8).any(axis=1), 8)[: len(mask)]
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,9 @@ def test_a_byte_changed_where_nothing_was_due_is_collateral(pool, data):
     found = compared(pool)
     assert found.words == {COLLATERAL: 1}
     assert "wrote outside its own blocks" in explain_pool(found)
+    mask = np.zeros(len(pool.storage), dtype=bool)
+    mask[at] = True
+    assert not compared(pool, ignore=mask).wrong
 
 
 @SETTINGS
