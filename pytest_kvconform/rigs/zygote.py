@@ -252,7 +252,8 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     if nixl.preload() and current_platform.is_cpu():
         nixl.without_progress_threads()
     without_shared_memory_broadcaster()
-    current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
+    if architectures:  # engines with kernels
+        current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
     type(current_platform).register_triton_kernel_overrides = lambda self: None
     if geometries:
         pytest_kvconform.rigs.pattern_engine.preload()
