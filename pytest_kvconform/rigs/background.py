@@ -105,8 +105,9 @@ def remove_stale_run_dirs() -> None:
 
 def environment(run_dir: Path) -> dict[str, str]:
     """The environment of every engine: the user's, with ours over it."""
-    # Of UCX's modules only the one for memory of other processes is loaded: looking for the others takes a third of an agent's start.
-    defaults = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo", "UCX_MODULES": "cma"} if not _has_gpu() else {}
+    defaults = {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"} if not _has_gpu() else {}
+    if defaults and "UCX_TLS" not in os.environ:  # transports of the user's choice may need other modules
+        defaults["UCX_MODULES"] = "cma"  # memory of other processes; looking for hardware takes a third of an agent's start
     return (
         defaults
         | os.environ

@@ -158,6 +158,8 @@ def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert set(told) - {"VLLM_NIXL_SIDE_CHANNEL_PORT"} >= ours
     assert set(told) - {"VLLM_NIXL_SIDE_CHANNEL_PORT"} <= set(given)
     assert {name: value for name, value in told.items() if value and given[name] != value} == {}
+    monkeypatch.setenv("UCX_TLS", "rc,self")
+    assert background.environment(tmp_path)["UCX_TLS"] == "rc,self" and "UCX_MODULES" not in background.environment(tmp_path)
 
 
 def test_numbers_that_authors_are_told() -> None:
