@@ -12,6 +12,7 @@ connector asks for those more often.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class _Orders:
 
 
 _orders = _Orders()
+_holders: list[tuple[Any, str]] = []  # modules that refer to NIXL's agent, and their name for it: see `find_holders`
+_last = ""  # the module that was loaded last when they were looked for
 
 
 class FaultyAgent:
@@ -267,11 +270,25 @@ def install() -> bool:
         return True
     error = getattr(_bindings, "nixlBackendError", RuntimeError)
     faulty = type("nixl_agent", (FaultyAgent, real), {"real": real, "error": error, "__module__": real.__module__})
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is real:
-                setattr(module, name, faulty)
+    find_holders()
+    for module, name in _holders:
+        setattr(module, name, faulty)
     return True
+
+
+def find_holders() -> None:
+    """Find who refers to NIXL's agent by now. What is forked after this looks only at modules that were loaded later: whoever looks at
+    all of them copies the whole heap that it inherited (0.3 s).
+    """
+    global _last
+    with contextlib.suppress(ImportError):
+        from nixl._api import nixl_agent
+
+        for module in [sys.modules[name] for name in itertools.takewhile(lambda name: name != _last, reversed(sys.modules))]:
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if value is nixl_agent:
+                    _holders.append((module, name))
+        _last = next(reversed(sys.modules))
 
 
 def arm(orders: tuple[Faults, ...], rank: int) -> None:

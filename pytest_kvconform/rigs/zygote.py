@@ -223,7 +223,7 @@ def without_shared_memory_broadcaster() -> None:
 
 def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
-    from pytest_kvconform.rigs import nixl
+    from pytest_kvconform.rigs import faulty_nixl, nixl
     from pytest_kvconform.rigs.extras import mend_imports
 
     mended = mend_imports()
@@ -260,6 +260,7 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
         pytest_kvconform.rigs.protocol_host.preload()
     for architecture in geometries - set(architectures):
         register(architecture)  # last: one of them brings numba, whose objects break that look through every module
+    faulty_nixl.find_holders()
     return {
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
@@ -284,7 +285,6 @@ def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
         except Exception as error:
             traceback.print_exc()
             zygote.ready = ("failed", "harness", f"vLLM could not be imported: {type(error).__name__}: {error}")
-        gc.collect()
         gc.enable()
         gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
         huge_pages.collapse()  # 0.7 s, and a fork takes 11 ms instead of 37

@@ -145,7 +145,7 @@ def test_outcomes_and_exit_codes() -> None:
 
 def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(background, "_has_gpu", lambda: False)
-    for name in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES"):
+    for name in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_MODULES", "THP_MEM_ALLOC_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     monkeypatch.setenv("VLLM_MINE", "mine")

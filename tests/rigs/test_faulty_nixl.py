@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -151,3 +153,26 @@ def test_progress_serves_peers_and_keeps_what_they_say(agent: Callable[..., Any]
     faulty_nixl.progress()
     one.inbox = [b"late"]
     assert heard(one, 1) == [[b"early", b"late"]]
+
+
+def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, **has: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(has)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    real = type("nixl_agent", (), {})
+    monkeypatch.setattr(faulty_nixl, "_holders", [])
+    monkeypatch.setattr(faulty_nixl, "_last", "")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
+        monkeypatch.delitem(sys.modules, name)
+    api, bindings = load("nixl._api", nixl_agent=real), load("nixl._bindings")
+    load("nixl", _api=api, _bindings=bindings)
+    early = load("loaded_early", NixlWrapper=real, other=Struck)
+    faulty_nixl.find_holders()
+    late = load("loaded_late", agent_class=real)
+    assert faulty_nixl.install()
+    assert issubclass(api.nixl_agent, FaultyAgent) and issubclass(api.nixl_agent, real)
+    assert early.NixlWrapper is late.agent_class is api.nixl_agent and early.other is Struck
+    assert faulty_nixl.install() and api.nixl_agent.real is real  # once is enough
