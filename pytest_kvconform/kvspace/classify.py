@@ -134,7 +134,7 @@ def runs_of(index: int, region: Region, at: tuple[Array, ...], kinds: Array, hol
     first[:, 1:] = ~joined
     row, lane = np.nonzero(first)
     ends = np.append(np.flatnonzero(first.ravel())[1:], first.size)
-    runs = np.zeros(len(row), dtype=RUN)
+    runs = np.empty(len(row), dtype=RUN)
     runs["region"], runs["lane"] = index, lane
     for name, values in zip(("block", "slot", "row", "plane"), at, strict=True):
         runs[name] = values[row]

@@ -231,7 +231,8 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
         at = tuple(axis.ravel() for axis in grid)
         ours, theirs = (of[some].reshape(-1, region.width) for of in (got, want))
         wanted = due[start : start + step].repeat(len(at[0]) // len(some))
-        changed = np.asarray(differs[some].reshape(-1, region.width).any(axis=-1))
+        wrong = differs[some].reshape(-1, region.width)
+        changed = np.asarray((wrong if region.width % 8 else wrong.view(np.uint64)).any(axis=-1))
         taken = np.ones(len(ours), dtype=bool)
         pieces = np.zeros(len(ours), dtype=bool)
         if aligned and region.lanes > 1 and not region.width % 8:
@@ -253,8 +254,8 @@ def _look_at(finding: _Finding, index: int, blocks: Array, mask: Array, both: tu
         if runs:
             joined = np.concatenate(runs)
             finding.runs.append(joined[np.argsort(joined, order=("block", "slot", "row", "plane", "lane"))] if len(runs) > 1 else joined)
-        shape = differs[some].shape
-        differs[some] &= ~np.broadcast_to(taken[:, None], (len(taken), region.width)).reshape(shape)
+        wrong[taken] = False
+        differs[some] = wrong.reshape(len(some), *region.shape[1:])
         finding.thin()
 
 

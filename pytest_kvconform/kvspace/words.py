@@ -235,6 +235,8 @@ def decode(words: Array, size: int = 8) -> Array:
                 read["lane"] = 0
             if size > 6:
                 read["token"][read["token"] == 0] = 1 << 14
+        if len(values) == words.size:  # all of one form, as most rows are
+            return read.reshape(words.shape)
         found[mine] = read
     return found
 
