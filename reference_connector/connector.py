@@ -5,8 +5,7 @@
     worker.py                  how a load goes from its order to its last byte
     peers.py, handshake.py     how a worker of D meets those of P
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
-    transport.py               what moves them: NIXL
-    options.py
+    transport.py, options.py   what moves them: NIXL; what can be set
 
 vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They speak through `Metadata`
 (scheduler to workers, each step), `Told` (back) and `CardMetadata` (once).
@@ -109,8 +108,8 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
             self._me = host, port + parallel.data_parallel_index if port else 0, transfer.engine_id, str(uuid.uuid4())
             self._address = dict(zip(("remote_host", "remote_port", "remote_engine_id", "remote_incarnation"), self._me, strict=True))
-            lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
-            self._scheduler = Scheduler(_groups(kv_cache_config), self._address, lookahead, self._options.heartbeat)
+            lookahead, caching = getattr(vllm_config, "num_prefill_lookahead_tokens", 0), vllm_config.cache_config.enable_prefix_caching
+            self._scheduler = Scheduler(_groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:

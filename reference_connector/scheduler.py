@@ -42,11 +42,10 @@ class Group:
 class Scheduler:
     """Both roles; an engine may have both at once."""
 
-    def __init__(self, groups: tuple[Group, ...], address: dict[str, Any], lookahead: int, heartbeat: float):
+    def __init__(self, groups: tuple[Group, ...], address: dict[str, Any], lookahead: int, heartbeat: float, caching: bool):
         """`address`: the fields of a Handoff that say where this engine is; `lookahead`: vLLM's num_prefill_lookahead_tokens."""
-        self._groups, self._address, self._heartbeat = groups, address, heartbeat
-        # Tokens at the end of a prompt that P leaves to D.
-        self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
+        self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
+        self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)  # tokens of a prompt that P leaves to D
         self._last_lease = 0
         self._handoffs: dict[str, Handoff] = {}  # requests of D that P has something for
         self._placed: set[str] = set()  # those of them whose load is under way
@@ -60,9 +59,8 @@ class Scheduler:
     def _shorten(self, request: Any) -> None:
         """Let P stop before the tokens that D is to compute. A request is shortened once, whatever vLLM does with it."""
         params = request.kv_transfer_params
-        if not self._short or params.get(SHORTENED) or request.num_prompt_tokens <= self._short:
-            return
-        if request.get_skip_reading_prefix_cache():  # prompt logprobs: D computes the whole prompt
+        done = not self._short or params.get(SHORTENED) or request.num_prompt_tokens <= self._short
+        if done or request.get_skip_reading_prefix_cache():  # prompt logprobs: D computes the whole prompt
             return
         if request.prompt_token_ids is not None:
             del request.prompt_token_ids[-self._short :]
@@ -80,9 +78,8 @@ class Scheduler:
         """
         self._forget(request.request_id)
         params = request.kv_transfer_params
-        if not isinstance(params, dict) or not params.get("do_remote_decode") or params.get("do_remote_prefill"):
-            return False, None
-        if request.status.name not in COMPLETE or not request.num_computed_tokens:
+        asked = isinstance(params, dict) and params.get("do_remote_decode") and not params.get("do_remote_prefill")
+        if not asked or request.status.name not in COMPLETE or not request.num_computed_tokens:
             return False, None
         firsts = [next((i for i, block in enumerate(table) if block), len(table)) for table in blocks]
         tables = [list(table[first:]) for table, first in zip(blocks, firsts, strict=True)]
@@ -127,8 +124,12 @@ class Scheduler:
         handoff = self._handoffs.get(request.request_id)
         if handoff is None or request.request_id in self._placed:
             return 0, False
-        count = self._stop(handoff, request.num_prompt_tokens) - computed
-        return (count, True) if count > 0 else (0, False)
+        stop = self._stop(handoff, request.num_prompt_tokens)
+        for group, first in zip(self._groups, handoff.remote_first_tokens, strict=False):
+            # vLLM caches the block in which a window begins as a whole, and P has given the first part of it back.
+            if self._caching and group.window and first > max(computed, (stop - group.window + 1) // group.tokens * group.tokens):
+                return 0, False
+        return (stop - computed, True) if stop > computed else (0, False)
 
     def _stop(self, handoff: Handoff, prompt: int) -> int:
         """The number of tokens after a load; 0 if what P has is of no use."""
@@ -179,8 +180,7 @@ class Scheduler:
 
     def released(self, leases: set[Lease]) -> None:
         """A worker has told P, or has given it up."""
-        for lease in leases:
-            self._to_release.pop(lease, None)
+        self._to_release = {lease: told for lease, told in self._to_release.items() if lease not in leases}
 
     @property
     def busy(self) -> bool:

@@ -96,8 +96,7 @@ class Worker:
             if number in self._early:
                 self._early.discard(number)
                 self._end(number)
-        for request, load in orders.loads.items():
-            self._loads[request] = self._load(load)
+        self._loads |= {request: self._load(load) for request, load in orders.loads.items()}
         if self._rank == 0:  # one messenger is enough
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
                 released, renewed = ([lease.number for lease in of if lease.peer == peer] for of in (orders.releases, orders.renewals))
@@ -255,6 +254,8 @@ class Worker:
             peer = yield from self._peers.meet(address)
             for rank in range(len(peer.cards)):
                 try:
+                    if rank not in peer.names:  # only a read is sure to connect two ranks of which one may rest right after this
+                        yield from self._look(peer, {rank: 0}, 1, time.monotonic() + self._options.transfer_timeout)
                     self._transport.notify(self._peers.name(peer, rank), encode(leases))
                 except TransportError as error:
                     peer.failed = True

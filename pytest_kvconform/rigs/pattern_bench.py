@@ -169,7 +169,6 @@ class PatternBench:
             kernel_block=side.kernel,
             prefix_caching=side.prefix_caching,
             device=self.bench.facts.device,
-            peer_block=block_size(cell, "D" if role == "P" else "P"),
             store=self.bench.subject.profile == "store",
         )
 

@@ -228,9 +228,8 @@ class _Span:
 def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
     first = max(judge.local, judge.computed - window + 1 if window else 0)
     # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and the window of a later request
-    # that hits it may begin earlier. Of smaller blocks P gives back those before its window: it has only the one in which it begins.
-    kept = min(size, judge.peer_block or size)
-    tokens = np.arange(max(judge.local, first // kept * kept), judge.computed)
+    # that hits it may begin earlier.
+    tokens = np.arange(max(judge.local, first // size * size if judge.cached else first), judge.computed)
     blocks = judge.tables[group][tokens // size]
     gone = tuple(tokens[(blocks == 0) & (tokens >= first)].tolist())
     tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]

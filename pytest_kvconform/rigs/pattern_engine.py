@@ -248,8 +248,7 @@ class PatternEngine(engine_process.Engine):
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
                 loaded = np.array(sorted(blocks), dtype=np.int64)
-                peer_block = self.spec.peer_block if self.spec.prefix_caching else 1
-                judges.append(Judge(request_id, local, position, owners[:position], tables, loaded, peer_block))
+                judges.append(Judge(request_id, local, position, owners[:position], tables, loaded, self.spec.prefix_caching))
         return Work(tuple(parts), tuple(judges), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading)
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:

@@ -33,7 +33,6 @@ class PatternSpec(msgspec.Struct, frozen=True, kw_only=True):
     content: str = BACKEND  # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
-    peer_block: int = 0  # tokens a block of attention has on the other side; 0: the same
     store: bool = False  # loads may bring what either engine has computed and saved
     faulty: bool = False  # NIXL agents obey `faulty_nixl.arm`
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
@@ -104,7 +103,7 @@ class Judge:
     owners: np.ndarray  # int per token of [0, computed)
     tables: tuple[np.ndarray, ...]
     loaded: np.ndarray  # blocks that the load was allowed to write
-    peer_block: int = 0  # tokens a block of attention has on P; 0: the same; 1: D has no prefix cache, and blocks need not be whole
+    cached: bool = True  # whether D has a prefix cache
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Wrong:
     says: dict[str, str]  # case -> pattern of its diagnosis, from the beginning
     geometry: str = "llama3_1_8b"
     topology: str = "P1D1"
+    setup: str = "b16"
     variants: str = "n55"  # 55 tokens are three blocks and a half, and the last one of them D computes itself
     matrix: str = "quick"
     blocked: set[str] = field(default_factory=set)
@@ -111,6 +112,14 @@ WRONG = [
         },
     ),
     Wrong("ClearsWhatWasRead", {"source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
+    Wrong(
+        "LoadsPartsOfBlocks",
+        rows(r"of layers with a window of 512 P has the tokens from 16 on, and D's block in which the window begins, .* those from 0 on$"),
+        geometry="gemma3_1b",
+        setup="b16x64",
+        variants="n528",
+        matrix="full",
+    ),
     # What is no matter of bytes.
     Wrong("NeverFinishes", {"completes": r"the connector never reported the load as finished"}, blocked=STOPPED, scale=SHORT),
     Wrong("KeepsBlocks", {"all_come_back": r""}, scale=SHORT),
@@ -128,7 +137,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(judge: Callable[..., Judged], wrong: Wrong) -> None:
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, wrong.variants, wrong.scale, matrix=wrong.matrix)
+    judged = judge(wrong.connector, wrong.geometry, wrong.topology, wrong.variants, wrong.scale, setup=wrong.setup, matrix=wrong.matrix)
     outcomes = {name.partition("[")[0]: outcome for name, outcome in judged.outcomes.items()}
     assert len(outcomes) == len(judged.outcomes), "one variant"
     assert outcomes == {case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS" for case in outcomes}
@@ -162,3 +171,10 @@ def test_a_right_connector_passes_every_case(
     judged = judge(connector, geometry, topology, variants, matrix=matrix)
     assert judged.outcomes and set(judged.outcomes.values()) == {"PASS"}
     assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+
+
+def test_what_no_load_can_make_right_may_be_computed(judge: Callable[..., Judged]) -> None:
+    judged = judge("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
+    computed = {name for name, outcome in judged.outcomes.items() if outcome != "PASS"}
+    assert computed == {f"{case}[n528]" for case in ("spares_computing", "rows_arrive", "window_is_whole")}
+    assert {judged.outcomes[name] for name in computed} == {"NOT-APPLICABLE"} and judged.verdict.word == "CONFORMS"

@@ -1,6 +1,6 @@
 """Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its reads have ended.
 
-All of them are vLLM's NixlConnector but for what the first sentence of their docstring says. Engines import this module under its full
+All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their docstring says. Engines import this module under its full
 name; nothing here is imported by the tests themselves.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
+from reference_connector import ReferenceConnector
 from tests.engine.wrong_connectors import (
     AnnouncesLess,
     BacksOff,
@@ -36,6 +37,7 @@ __all__ = [
     "LateByOne",
     "NeverFinishes",
     "RaisesAtStart",
+    "ReferenceConnector",
     "Right",
     "WritesNull",
     "WritesOutside",
@@ -292,3 +294,12 @@ class ClearsWhatWasRead(Right):
             for cache in self.caches:
                 cache[blocks] = 0
         return results
+
+
+class LoadsPartsOfBlocks(ReferenceConnector):
+    """Loads what P has of the block in which a window begins, although D's prefix cache will hold the whole block."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        vllm_config.cache_config.enable_prefix_caching, caching = False, vllm_config.cache_config.enable_prefix_caching
+        super().__init__(vllm_config, role, kv_cache_config)
+        vllm_config.cache_config.enable_prefix_caching = caching

@@ -19,8 +19,8 @@ ADDRESS = {"remote_engine_id": "p", "remote_incarnation": "first life", "remote_
 FULL, WINDOW, STATE = Group(16), Group(16, window=32), Group(64, state=True, scratch=1)
 
 
-def scheduler(*groups: Group, heartbeat: float = 1000.0) -> Scheduler:
-    return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, heartbeat=heartbeat)
+def scheduler(*groups: Group, heartbeat: float = 1000.0, caching: bool = True) -> Scheduler:
+    return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, heartbeat=heartbeat, caching=caching)
 
 
 def request(name: str, tokens: int, params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
@@ -66,6 +66,7 @@ class Copy:
     """A read: memmove, some questions after it was begun."""
 
     wire: Wire
+    peer: str
     runs: list[tuple[int, int, int]]
     left: int = 0
     fails: bool = False
@@ -83,6 +84,7 @@ class Local:
 
     def __init__(self, wire: Wire, name: str):
         self.wire, self.name = wire, name
+        self.connected: set[str] = set()  # by a read; NIXL sends the first message only when its sender makes further calls
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:
@@ -100,13 +102,14 @@ class Local:
     def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
         if peer not in self.wire.inboxes:
             raise TransportError(f"{peer} is gone")
-        return Copy(self.wire, list(zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)))
+        return Copy(self.wire, peer, list(zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)))
 
     def begin(self, handle: Copy) -> None:
         handle.left, handle.state = self.wire.late, "open"
         handle.fails, handle.stubborn = self.wire.failing > 0, self.wire.stubborn
         self.wire.failing -= handle.fails
         self.wire.reads.append(handle)
+        self.connected.add(handle.peer)
 
     def done(self, handle: Copy) -> bool:
         if handle.fails:
@@ -127,7 +130,8 @@ class Local:
     def notify(self, peer: str, message: bytes) -> None:
         if peer not in self.wire.inboxes:
             raise TransportError(f"{peer} is gone")
-        self.wire.inboxes[peer].append(message)
+        if peer in self.connected:
+            self.wire.inboxes[peer].append(message)
 
     def notifications(self) -> list[bytes]:
         inbox = self.wire.inboxes[self.name]

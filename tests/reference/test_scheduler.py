@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reference_connector.messages import Lease, Part
-from reference_connector.scheduler import Scheduler
+from reference_connector.scheduler import Group, Scheduler
 from tests.reference.doubles import FULL, STATE, WINDOW, request, scheduler, tables
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -142,6 +142,14 @@ def test_a_window_is_loaded_from_its_first_token() -> None:
     d.placed(r, tables("nnnnn", "00nnn"), 79)
     # D computes token 79, which sees tokens 48 to 79. What its third block has of earlier ones P need not have any more.
     assert d.orders().loads["r"].parts == [Part(0, 79, [1, 2, 3, 4, 5], 0), Part(48, 79, [3, 4, 5], 32)]
+
+
+@pytest.mark.parametrize(("caching", "computed", "found"), [(True, 0, (0, False)), (True, 64, (15, True)), (False, 0, (79, True))])
+def test_nothing_is_loaded_into_a_block_of_which_p_has_only_a_part(caching: bool, computed: int, found: tuple[int, bool]) -> None:
+    p, d = scheduler(FULL, WINDOW), scheduler(FULL, Group(64, window=32), caching=caching)
+    r = request("r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9]))  # P has tokens from 32 on, D's block begins at 0
+    d.known(r)
+    assert d.matched(r, computed) == found
 
 
 def test_states_are_loaded_whatever_else_is_here() -> None:

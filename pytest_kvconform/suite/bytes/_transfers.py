@@ -22,7 +22,7 @@ def lengths(cell: Cell, matrix: str) -> list[Transfer]:
         for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
             found |= {count * size - 1, count * size, count * size + 1} if not short else {count * size}
         found.add(_long(cell))
-        for window in _windows(cell):
+        for window in windows(cell):
             found |= {window, window + 1}
             for count in range(1, LAYOUTS[matrix] + 1):
                 # The prompts at which the window of the last token begins with the last token of a block: see model_matrix/prompts.py.
@@ -69,16 +69,17 @@ def longest(cell: Cell, matrix: str) -> int:
 
 def has_window(cell: Cell) -> bool:
     """Whether a layer has a sliding window."""
-    return bool(_windows(cell))
+    return bool(windows(cell))
+
+
+def windows(cell: Cell) -> list[int]:
+    """Tokens of the sliding windows of a cell's layers, each size once."""
+    return sorted({kind.window for kind in load_geometries()[cell.family].kinds.values() if isinstance(kind, SlidingWindow)})
 
 
 def has_state(cell: Cell) -> bool:
     """Whether a layer keeps a state."""
     return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
-
-
-def _windows(cell: Cell) -> list[int]:
-    return sorted({kind.window for kind in load_geometries()[cell.family].kinds.values() if isinstance(kind, SlidingWindow)})
 
 
 def _blocks(cell: Cell) -> list[int]:
