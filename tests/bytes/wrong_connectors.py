@@ -1,7 +1,7 @@
 """Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its reads have ended.
 
-All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their docstring says. Engines import this module under its full
-name; nothing here is imported by the tests themselves.
+All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their docstring says. Engines import this
+module under its full name; nothing here is imported by the tests themselves.
 """
 
 from __future__ import annotations
