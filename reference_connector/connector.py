@@ -204,8 +204,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """May be called twice, and on an object that is not complete."""
         for half in ("_listener", "_worker"):
-            found = self.__dict__.pop(half, None)
-            if found is not None:
+            if (found := self.__dict__.pop(half, None)) is not None:
                 found.close()
 
 

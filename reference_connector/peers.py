@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reference_connector.boxes import Box
@@ -25,8 +26,21 @@ class Peer:
     cards: tuple[Card, ...]  # of its ranks
     pairing: Pairing | Unplannable
     names: dict[int, str] = field(default_factory=dict)  # rank -> the transport's name for it, once needed
-    busy: int = 0  # loads that read from it
+    reached: set[int] = field(default_factory=set)  # ranks of which a read has ended, which is what connects two agents for certain
+    busy: int = 0  # tasks that read from it
     failed: bool = False  # one of them has failed: once nothing reads from it, it is met anew
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Nobody parts from it meanwhile."""
+        self.busy += 1
+        try:
+            yield
+        except TransportError:
+            self.failed = True
+            raise
+        finally:
+            self.busy -= 1
 
 
 class Peers:

@@ -124,12 +124,10 @@ class Scheduler:
         handoff = self._handoffs.get(request.request_id)
         if handoff is None or request.request_id in self._placed:
             return 0, False
-        stop = self._stop(handoff, request.num_prompt_tokens)
-        for group, first in zip(self._groups, handoff.remote_first_tokens, strict=False):
-            # vLLM caches the block in which a window begins as a whole, and P has given the first part of it back.
-            if self._caching and group.window and first > max(computed, (stop - group.window + 1) // group.tokens * group.tokens):
-                return 0, False
-        return (stop - computed, True) if stop > computed else (0, False)
+        stop, first = self._stop(handoff, request.num_prompt_tokens), max(handoff.remote_first_tokens)
+        # vLLM caches the block in which a window begins as a whole, and P may have given the first part of it back.
+        blocks = [(stop - group.window + 1) // group.tokens * group.tokens for group in self._groups if group.window and self._caching]
+        return (stop - computed, True) if stop > computed and all(first <= max(computed, b) for b in blocks) else (0, False)
 
     def _stop(self, handoff: Handoff, prompt: int) -> int:
         """The number of tokens after a load; 0 if what P has is of no use."""

@@ -188,8 +188,7 @@ class Worker:
         local = [Table(part.blocks, part.first) for part in load.parts]
         remote = [Table(blocks, first) for blocks, first in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)]
         planned = {rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)}
-        peer.busy += 1
-        try:
+        with peer.used():
             yield from self._read(peer, planned, deadline)
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
@@ -197,11 +196,6 @@ class Worker:
             if (ended >= lease.number).any():
                 self._stats["late_reads"] += 1
                 raise LoadError(f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read")
-        except TransportError:
-            peer.failed = True
-            raise
-        finally:
-            peer.busy -= 1
         self._stats["seconds"].append(time.monotonic() - begun)
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
@@ -217,6 +211,7 @@ class Worker:
             waiting = list(handles)
             while waiting := [handle for handle in waiting if not self._transport.done(handle)]:
                 yield from self._wait(deadline)
+            peer.reached |= reads.keys()
         except Exception:
             while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
                 yield
@@ -252,22 +247,16 @@ class Worker:
         """Tell every rank of a peer. If that fails the leases will end by themselves."""
         try:
             peer = yield from self._peers.meet(address)
-            for rank in range(len(peer.cards)):
-                try:
-                    if rank not in peer.names:  # only a read is sure to connect two ranks of which one may rest right after this
-                        yield from self._look(peer, {rank: 0}, 1, time.monotonic() + self._options.transfer_timeout)
+            with peer.used():
+                new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)  # a first message might stay here if this engine rests
+                yield from self._look(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
+                for rank in range(len(peer.cards)):
                     self._transport.notify(self._peers.name(peer, rank), encode(leases))
-                except TransportError as error:
-                    peer.failed = True
-                    self._not_told(address, leases, error)
-        except HandshakeError as error:
-            self._not_told(address, leases, error)
+        except (HandshakeError, TransportError) as error:
+            self._stats["failed_notifications"] += 1
+            logger.warning("%s was not told about %s: %s", address.engine, leases, error)
         finally:  # whatever it was that nobody has foreseen, the engine may rest
             self._results.told |= {Lease(address, number) for number in leases.released}
-
-    def _not_told(self, address: Address, leases: Leases, error: Exception) -> None:
-        self._stats["failed_notifications"] += 1
-        logger.warning("%s was not told about %s: %s", address.engine, leases, error)
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
         """Ask P for a digest of what should have arrived. Raises LoadError."""

@@ -272,7 +272,8 @@ def install() -> bool:
     faulty = type("nixl_agent", (FaultyAgent, real), {"real": real, "error": error, "__module__": real.__module__})
     find_holders()
     for module, name in _holders:
-        setattr(module, name, faulty)
+        if vars(module).get(name) is real:
+            setattr(module, name, faulty)
     return True
 
 

@@ -109,7 +109,6 @@ class Local:
         handle.fails, handle.stubborn = self.wire.failing > 0, self.wire.stubborn
         self.wire.failing -= handle.fails
         self.wire.reads.append(handle)
-        self.connected.add(handle.peer)
 
     def done(self, handle: Copy) -> bool:
         if handle.fails:
@@ -118,6 +117,7 @@ class Local:
             handle.left -= 1
             if handle.left < 0:
                 handle.move()
+                self.connected.add(handle.peer)
         return handle.state == "done"
 
     def release(self, handle: Copy) -> bool:

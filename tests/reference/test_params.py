@@ -87,9 +87,8 @@ def test_what_is_spoiled_is_used_only_if_it_says_everything(params: dict[Any, An
     except BadParams:
         handoff = None
     found = answer(params)
-    if handoff is None or handoff.remote_num_tokens > N - 1:  # a state that has seen the last token is of no use
-        assert found == (0, False)
-    elif any(handoff.remote_first_tokens[1:2]):  # D's window begins in the first block, of which P says that it has not all
+    # A state that has seen the last token is of no use, nor is a window of which P has not the first block.
+    if handoff is None or handoff.remote_num_tokens > N - 1 or any(handoff.remote_first_tokens):
         assert found == (0, False)
     else:
         assert found == (handoff.remote_num_tokens, True)

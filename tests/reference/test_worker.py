@@ -355,6 +355,35 @@ def test_whatever_ends_a_message_the_engine_may_rest(make: Callable[..., Engine]
     assert any("nobody has foreseen this" in line for line in logged)
 
 
+def test_a_message_goes_out_although_its_sender_rests_afterwards(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.obey(Orders(leases={1: "x"}))
+    wire.late = 5
+    d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
+    d.worker.obey(Orders(releases=[Lease(p.address, 1)]))  # while the first read of this peer is under way
+    while not d.worker.results().told:
+        pass
+    assert p.worker.results().sent == {"x"}
+
+
+def test_nobody_parts_from_a_peer_of_which_a_message_reads(make: Callable[..., Engine], wire: Wire) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.obey(Orders(leases={1: "x", 2: "y"}))
+    wire.late = 1 << 30
+    d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
+    while not wire.reads:
+        d.worker.results()
+    d.worker._peers._met[p.address].failed = True
+    d.worker.obey(Orders(releases=[Lease(p.address, 2)]))
+    for _ in range(10):
+        assert not d.worker.results().told
+    assert not wire.parted and wire.reads[0].state == "open"
+    wire.reads[0].left = wire.late = 0
+    while not d.worker.results().told:
+        pass
+    assert wire.parted == ["p"] and p.worker.results().sent == {"y"}
+
+
 def test_one_message_a_peer_and_step(make: Callable[..., Engine], wire: Wire) -> None:
     p, q, d = make("p", 7), make("q", 7), make("d", 0)
     orders = Orders(releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)], renewals=[Lease(q.address, 4)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
-from model_matrix.geometries import expand_layers, load_geometries
+from model_matrix.geometries import SlidingWindow, expand_layers, load_geometries
 from pytest_kvconform.kvspace.classify import COLLATERAL
 from pytest_kvconform.kvspace.compare import SAME, UNWRITTEN
 from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
 from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.kvspace.pool import PoolComparison
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.pattern_bench import block_size, side_of
@@ -33,8 +36,13 @@ def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
 
 
 def given(bench: Bench, transfer: Transfer) -> TransferSeen:
-    """A settled observation in which D was given KV for every request. What D computed itself proves nothing about the connector."""
+    """A settled observation of the requests that were owed KV, and in which D was given some for each of them.
+
+    What D computed itself proves nothing about the connector.
+    """
     seen = settled(bench, transfer)
+    judged = owed(bench, seen)
+    names = {r.name for r in judged}
     for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
         if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
             raise HarnessError(f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache")
@@ -42,34 +50,57 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
             raise HarnessError(f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}")
         if is_store(bench) and not r.decode.external_tokens:
             nothing_given(bench, seen, transfer)
-        may_decline(bench, r)
-        if not r.decode.external_tokens or not sum(check.rows_due for check in r.checks):
+        if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}", refused=True)
-    return seen
+    return replace(seen, requests=judged)
 
 
-def may_decline(bench: Bench, r: Received) -> None:
-    """Raises NotApplicable for a request of which D was given nothing, if no load could have been right."""
-    if not r.decode.external_tokens and (gone := _gone(bench, r)):
-        raise NotApplicable(f"{gone}: it is right to let D compute the prompt")
+def owed(bench: Bench, seen: TransferSeen) -> tuple[Received, ...]:
+    """The requests but for those of which D was given nothing, and no load could have been right. Raises NotApplicable if none is left."""
+    gone = {r.name: _gone(bench, r) for r in seen.requests if not r.decode.external_tokens}
+    left = tuple(r for r in seen.requests if not gone.get(r.name))
+    if not left:
+        raise NotApplicable(f"{next(iter(gone.values()))}: it is right to let D compute the prompt")
+    return left
 
 
-def _gone(bench: Bench, r: Received) -> str:
-    """What D's prefix cache would hold after a load although P has it no more, in one sentence; "": nothing.
+@dataclass(frozen=True)
+class _Gone:
+    """What D's prefix cache holds after a load although P has it no more: tokens [first, end) of layers with a window."""
+
+    window: int
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        return (
+            f"of layers with a window of {self.window} P has the tokens from {self.end} on, and D's block in which the window begins, "
+            f"which vLLM puts into its prefix cache as a whole, those from {self.first} on"
+        )
+
+
+def _gone(bench: Bench, r: Received) -> _Gone | None:
+    """Where D's blocks are larger than P's: the part of the block in which D's window begins that P has given back.
 
     vLLM takes the blocks before a window from a request that has ended, and then asks P's connector (v1/core/sched/scheduler.py,
-    _connector_finished). Where D's blocks are larger, these may be a part of the one in which D's window begins.
+    _connector_finished). It caches D's block as soon as it is full, at the latest with tokens that D generates.
     """
     p, d = (block_size(bench.cell, role) for role in "PD")
-    for window in windows(bench.cell) if side_of(bench.cell, "D").prefix_caching else ():
+    for window in windows(bench.cell) if side_of(bench.cell, "D").prefix_caching and not is_store(bench) else ():
         begins = max(0, r.length - window)  # the first token that D looks at when it computes the last one
-        has, needs = begins // p * p, max(begins // d * d, r.decode.local_tokens)
-        if has > needs:
-            return (
-                f"of layers with a window of {window} P has the tokens from {has} on, and D's block in which the window begins, which vLLM "
-                f"puts into its prefix cache as a whole, those from {needs} on"
-            )
-    return ""
+        end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
+        if end > first:
+            return _Gone(window, first, end)
+    return None
+
+
+def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
+    """Whether these tokens are all that is wrong: never written, in layers with a window."""
+    layers = {layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if isinstance(layer.kind, SlidingWindow)}
+    runs = pool.runs[pool.runs["kind"] != SAME]
+    inside = (runs["stands"]["token"] >= gone.first) & (runs["stands"]["token"] < gone.end)
+    of_them = np.array([region.layer in layers for region in pool.regions])[runs["region"]]
+    return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
 
 def moved(seen: TransferSeen) -> int:
@@ -94,8 +125,11 @@ def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: s
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
     audits = seen.audits[1]
     later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
-    gone = _gone(bench, r) if check.pool.words.keys() == {UNWRITTEN} else ""
-    diagnosis = gone or explain_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
+    gone = _gone(bench, r)
+    if gone is not None and not later_right and _explains(bench, gone, check.pool):
+        diagnosis = str(gone)
+    else:
+        diagnosis = explain_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,

@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._ended import came_to_an_end, said_last
 from pytest_kvconform.suite._spared import computed_what_it_had_to
-from pytest_kvconform.suite.bytes._seen import look, may_decline, moved, settled
+from pytest_kvconform.suite.bytes._seen import look, moved, owed, settled
 from pytest_kvconform.suite.bytes._store import gave_back, is_store
 from pytest_kvconform.suite.bytes._transfers import transfers
 
@@ -44,6 +44,4 @@ def spares_computing(bench: Bench, transfer: Transfer) -> Evidence:
     seen = settled(bench, transfer)
     if is_store(bench):
         return gave_back(bench, seen, list(seen.requests), moved(seen))
-    for r in seen.requests:
-        may_decline(bench, r)
-    return computed_what_it_had_to(seen.requests, seen.decoder.block_size, moved(seen))
+    return computed_what_it_had_to(owed(bench, seen), seen.decoder.block_size, moved(seen))
