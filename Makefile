@@ -18,7 +18,7 @@ help:
 	@echo "make format                                             let ruff rewrite the files"
 	@echo "make bench                                              measure what docs/benchmarks.md quotes (minutes)"
 	@echo "make clean                                              remove .venv, caches and reports"
-	@echo "Variables: JOBS=$(JOBS) cells side by side (0: in one process)  VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
+	@echo "Variables: JOBS=$(JOBS) cells, or files of tests, side by side (0: in one process)  VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
 
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness (README.md has the table).
 conform:
@@ -27,7 +27,7 @@ conform:
 
 test:
 	@$(SETUP) cpu test
-	@$(VENV)/bin/pytest $(ARGS)
+	@$(VENV)/bin/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint:
 	@$(SETUP) test

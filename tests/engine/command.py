@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,7 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="kvt-"))  # a short name: see `background._short_temporary_folder`
         self.shared_memory = set(os.listdir("/dev/shm"))
         keep = {
             name: value

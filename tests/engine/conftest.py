@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ def _runs(folder: Path) -> Iterator[Run]:
         for pid in run.processes():
             os.kill(pid, signal.SIGKILL)
         run.process.wait(10)
+        shutil.rmtree(run.temporary, ignore_errors=True)
 
 
 @pytest.fixture
