@@ -147,7 +147,11 @@ def test_the_table_names_cells_and_rules_of_the_matrix() -> None:
     for model, places, rule, one, _, two in table[1:]:
         assert {f"{model.strip('`')}-{place}" for place in places.split(", ")} <= cells, model
         assert rule.partition(":")[0] in rules.load()
-        assert re.fullmatch(r"\d+ (FAIL|refused)(, \d+ \w+)*", one) and re.fullmatch(r"\d+ PASS \([\d.]+ MB\)", two), (one, two)
+        assert re.fullmatch(r"\d+ (FAIL|refused)(, \d+ \w+)*", one), one
+        said = [r"\d+ PASS \([\d.]+ MB\)"]
+        if places == "P1D1.b16x64" and model in ("`gemma3_1b`", "`gpt_oss_20b`"):  # small blocks with windows do not fill large ones
+            said.append(r"\d+ NOT-APPLICABLE")
+        assert all(re.fullmatch("|".join(said), part) for part in two.split(", ")), two
 
 
 def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_else() -> None:
