@@ -32,7 +32,7 @@ class Peer:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Nobody parts from it meanwhile."""
+        """Nobody parts from it meanwhile. After a TransportError it is met anew."""
         self.busy += 1
         try:
             yield
