@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,17 +90,15 @@ class Command:
 
     # ---- what it left ----------------------------------------------------------------------------------------------------------
 
-    def processes(self) -> list[int]:
-        """Living processes of the run: they have its mark in their environment, wherever they hang in the tree."""
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environment = Path(f"/proc/{name}/environ").read_bytes()
-                state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
-            except OSError:
-                continue
-            if f"{MARK}={self.mark}".encode() in environment.split(b"\0") and state not in (b"Z", b"X"):
-                found.append(int(name))
+    def processes(self) -> dict[int, str]:
+        """Living processes of the run and their command lines: they have its mark in their environment, wherever they hang in the tree."""
+        found = {}
+        for process in (Path("/proc", name) for name in filter(str.isdigit, os.listdir("/proc"))):
+            with contextlib.suppress(OSError):  # it has ended while it was looked at
+                environment = (process / "environ").read_bytes()
+                state = (process / "stat").read_bytes().rpartition(b")")[2].split()[0]
+                if f"{MARK}={self.mark}".encode() in environment.split(b"\0") and state not in (b"Z", b"X"):
+                    found[int(process.name)] = (process / "cmdline").read_bytes().decode(errors="replace")
         return found
 
     def left(self) -> list[str]:
@@ -110,7 +109,7 @@ class Command:
         return said
 
     def _left(self) -> list[str]:
-        processes = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace')}" for pid in self.processes()]
+        processes = [f"process {pid}: {line}" for pid, line in self.processes().items()]
         shared = of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
         files = [
             str(path)
