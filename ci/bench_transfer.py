@@ -7,10 +7,12 @@ layout that it asks vLLM for. A round starts engines of a real geometry with the
 so that whatever else the machine does meets all three. The first hand-over of a pair of engines, in which peers meet, does not count.
 
 Timed is what a connector does on D, from the hook that orders a load (`start_load_kv`) to the return of the one that reports it
-(`get_transfer_results`), called without a pause. In host memory UCX copies within the call that begins a read: CPU time is the transfer's,
-and other work disturbs it less. Blocks lie in ascending order on both sides, or shuffled on each. Bytes and descriptors are NIXL's count
-of every transfer of D (`get_xfer_telemetry`). The raw read is between two agents without a connector, as many bytes in one descriptor.
-Ratios are of medians, in time and in CPU time; brackets are quartiles. The second table is what hand-overs of models with windows move.
+(`get_transfer_results`), called without a pause. P steps without a pause meanwhile: a read after a notification ends when P's agent has
+made progress (docs/findings.md), which in a server its thread does. In host memory UCX copies within the call that begins a read: CPU time
+is the transfer's, and other work disturbs it less. Blocks lie in ascending order on both sides, or shuffled on each. Bytes and descriptors
+are NIXL's count of every transfer of D (`get_xfer_telemetry`). The raw read is between two agents without a connector, as many bytes in one
+descriptor. Ratios are of medians, in time and in CPU time; brackets are quartiles. The second table is what hand-overs of models with
+windows move.
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
 
 
 def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """One prompt from P to D: what `Timed.transferred` says. A load that is timed is one long step of D; P steps every 5 ms."""
+    """One prompt from P to D: what `Timed.transferred` says. A load that is timed is one long step of D, and many of P."""
     params, deadline = PREFILL, time.monotonic() + PATIENCE_S
     for engine, peer, id in ((p, d, f"{name}-{ON_P}"), (d, p, f"{name}-{ON_D}")):
         more = {"kv_transfer_params": params, "owners": np.zeros(length, dtype=int), "number": 0}
@@ -198,7 +200,7 @@ def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) 
         ends: list[Any] = []
         while not ends:
             engine.send("step", 0.1)
-            while not engine.process.connection.poll(0.005):
+            while not engine.process.connection.poll():
                 peer.step()
             ends = [output for output in engine.answer("step").outputs if output.id == id and output.finish]
             if time.monotonic() > deadline or "error" in [end.finish for end in ends]:
@@ -221,7 +223,7 @@ def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
 
 
 def planned(model: str, length: int, windows: bool = True) -> int:
-    """Bytes that the reference connector reads for a prompt, if D has nothing of it: whole blocks of what its scheduler orders."""
+    """Bytes of the blocks that the reference connector reads of a prompt, if D has nothing of it: of what its scheduler orders."""
     total, fresh = 0, [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))]
     for kind in (layer.kind for layer in expand_layers(load_geometries()[model])):
         part = _part(Group(BLOCK, window=kind.window if windows and isinstance(kind, SlidingWindow) else 0), fresh, length - 1)
@@ -242,7 +244,8 @@ def main(device: str = "cpu", rounds: str = "5") -> None:
     for model, length in ((m, n) for m in ("gpt_oss_20b", "gemma3_27b") for n in (1 << 10, 1 << 12, 1 << 13, 1 << 15, 1 << 17)):
         ours, whole = planned(model, length), planned(model, length, windows=False)
         print(f"| {model} | {length} | {ours / 2**20:.1f} MB | {whole / 2**20:.1f} MB | {ours / whole:.1%} |")
-        if moved.get((model, "P1D1", length), ours) != ours:
+        token = planned(model, 2) // BLOCK  # the most of a last block that is left unread where it is the end of a run
+        if not 0 <= ours - moved.get((model, "P1D1", length), ours) <= token:
             raise SystemExit(f"{model}: {ours} bytes should have moved, and NIXL counts {moved[model, 'P1D1', length]}")
 
 

@@ -69,8 +69,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lease(self) -> Lease:
-        peer = Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation)
-        return Lease(peer, self.remote_lease)
+        return Lease(Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation), self.remote_lease)
 
 
 def read_params(params: Any) -> Handoff | None:

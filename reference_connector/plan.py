@@ -108,7 +108,7 @@ def runs(pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Tab
     local[g]: D's table of its group g; remote[h]: P's table of P's group h. Both are indexed like `transfer_groups`; which group of P
     belongs to which of D follows from the names of the layers. Tables may reach beyond the span; those of empty spans are not looked at.
     More than the span is read into the same blocks of D: what comes before it in its first block, as far as P's table has it, since vLLM
-    may put that block into the prefix cache; the rest of the last block where that makes fewer runs. A tile (boxes.py) is not cut.
+    may put that block into the prefix cache; of the rest of its last block what spares runs. A tile (boxes.py) is not cut.
     Raises Unplannable if a table does not cover its span, has the null block in it, or names a block that the pool does not have.
     """
     found: dict[int, list[_Strip]] = {number: [] for number in pairing.ranks}
@@ -242,8 +242,7 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
     counts = np.diff(cuts)
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
-    if not adjoin and (counts > 1).any():
-        # A token does not follow the one before on both sides: every token is a run.
+    if not adjoin and (counts > 1).any():  # a token does not follow the one before on both sides: every token is a run
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         local = np.repeat(local, counts) + within * match.mine.token_stride
         remote = np.repeat(remote, counts) + within * match.theirs.token_stride
@@ -255,7 +254,9 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
         kinds[left].append((count, wide // count))
     for left, sizes in kinds.items():
         some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
-        yield _Strip(*_join(local[some], remote[some], counts[some] * sizes[0][1]), left)
+        runs = _join(local[some], remote[some], counts[some] * sizes[0][1])
+        runs[2][runs[0] + runs[2] == local[-1] + counts[-1] * sizes[0][1]] -= (cuts[-1] - stop) * width  # what nobody needs at its end
+        yield _Strip(*runs, left)
 
 
 def _repeats(match: Match, count: int) -> int:

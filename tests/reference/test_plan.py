@@ -43,6 +43,9 @@ def check(world: World, planner: types.ModuleType = plan) -> None:
         more = (d.memory[rank] != due.memory[rank]) & (d.memory[rank] == whole.memory[rank])
         assert ((d.memory[rank] == due.memory[rank]) | more).all(), "D does not hold what it should"
         assert more.sum() <= plan.WORTH * sum(len(runs.length) for runs in found.values())
+        for runs in found.values():
+            last = offsets(runs.local, runs.length, d.memory[rank]) + runs.length - 1
+            assert not more[last].any(), "a run ends with what nobody needs"
         assert not ((due.memory[rank] != untouched.memory[rank]) & (read == 0)).any()
         assert_fewest_ranks(d.boxes[rank], p.boxes, pairing.ranks)
         for runs in found.values():
@@ -113,6 +116,8 @@ MISTAKES = {  # a piece of plan.py -> what a mistake would make of it
     "np.repeat(remote, counts) + within * match.theirs.token_stride": "np.repeat(remote, counts) + within * match.mine.token_stride",
     "remote[match.theirs.group]": "remote[match.mine.group]",
     "counts[some] * sizes[0][1]": "counts[some] * width",
+    "-= (cuts[-1] - stop) * width": "-= 0",
+    "runs[0] + runs[2] == local[-1] + counts[-1] * sizes[0][1]": "runs[0] == local[-1]",
     "start - (start - table.first // box.unit) % size": "start",
     "min(start, max(start - before, theirs.first // unit))": "start",
     "max(start - before, theirs.first // unit)": "start - before",
