@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,6 +252,15 @@ def test_every_program_compiles() -> None:
     assert {page for page, _ in programs} == {"docs/findings.md", "docs/rules.md"}
     assert {page: said for page, code in programs if (said := syntax_error(code))} == {}
     assert syntax_error("def case(:") == "line 1: invalid syntax"
+
+
+def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "check_xfer_state" in code]
+    [said] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("notified")]
+    environment = os.environ | {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert [line for line in run.stdout.splitlines() if line.startswith("notified")] == said.splitlines(), run.stderr
 
 
 def syntax_error(code: str) -> str:
