@@ -4,7 +4,7 @@
 
 Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has whole blocks of turn 1's
 attention, but no state at their end: the connector brings the state that belongs to the end of turn 2. What D finds in its pool is
-compared byte by byte (pytest_kvconform/rigs/pattern_check.py); bytes are those that NIXL was asked for. Exit 1: a wrong word, or no hit.
+compared byte by byte (pytest_kvconform/rigs/pattern_check.py); bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pytest_kvconform.rigs.scenario import tokens
 PATIENCE_S = 60.0
 
 
-def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple[Trace, int, int]:
-    """What D did, the bytes that moved, and the words of D's pool that are wrong or missing. Raises SystemExit if it does not end well."""
-    before, over = d.moved(), time.monotonic() + PATIENCE_S
+def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple[Trace, np.ndarray, int]:
+    """What D did, [bytes, descriptors], and the words of D's pool that are wrong or missing. Raises SystemExit if it does not end well."""
+    before, over = np.array(d.moved()), time.monotonic() + PATIENCE_S
     params: dict[str, Any] | None = PREFILL
     for engine, peer, side in ((p, d, ON_P), (d, p, ON_D)):
         id, owners = f"{name}-{side}", np.zeros(len(prompt), dtype=int)
@@ -63,15 +63,15 @@ def main(connector: str = "reference_connector:ReferenceConnector", model: str =
             p.wait_ready()
             d.wait_ready()
             print(f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: {first} tokens, then {2 * first}\n")
-            print("| turn 2 | hit on D | pulled | computed on D | bytes moved | wrong |\n|---|---|---|---|---|---|")
+            print("| turn 2 | hit on D | pulled | computed on D | bytes moved | descriptors | wrong |\n|---|---|---|---|---|---|---|")
             for turn in ("with turn 1 in D's cache", "without"):
                 hand_over(p, d, f"first {turn}", tokens(first))
                 if turn == "without":
                     d.poison()  # which empties the prefix cache
                 trace, moved, wrong = hand_over(p, d, f"second {turn}", tokens(2 * first))
                 hit = trace.local_tokens
-                said = f"{hit} tokens, {hit / (2 * first):.0%} | {trace.external_tokens} | {trace.computed_tokens} | {moved:,} | {wrong}"
-                print(f"| {turn} | {said} |", flush=True)
+                said = f"{hit} tokens, {hit / (2 * first):.0%} | {trace.external_tokens} | {trace.computed_tokens}"
+                print(f"| {turn} | {said} | {moved[0]:,} | {moved[1]} | {wrong} |", flush=True)
                 fine = fine and not wrong and bool(hit) == (turn != "without")
         finally:
             for engine in engines:

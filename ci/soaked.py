@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from model_matrix import Geometry
 from pytest_kvconform.rigs import engine_process, pattern, pattern_engine
 from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
@@ -26,7 +24,7 @@ from pytest_kvconform.subject import resolve
 
 BLOCK, CALL_S, IMPORT_S = 16, 60.0, 180.0  # tokens; seconds
 HANDLES = ("nixl_xfer_handle", "nixl_prepped_dlist_handle")
-counted = Counter[str]()  # in this process: what NIXL has given out and not taken back, and bytes that it was asked to move
+counted = Counter[str]()  # in this process: what NIXL has given out and not taken back, and what it has moved
 
 
 # ---- inside of an engine's process ---------------------------------------------------------------------------------------------
@@ -34,9 +32,8 @@ counted = Counter[str]()  # in this process: what NIXL has given out and not tak
 
 def serve(connection: Any, spec: PatternSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
-    from nixl._api import nixl_agent
+    from nixl._api import nixl_agent, nixl_agent_config
 
-    sizes: dict[int, np.ndarray] = {}  # prepared list -> bytes of each of its descriptors
     for name, what, by in (
         ("register_memory", "registrations", 1),
         ("deregister_memory", "registrations", -1),
@@ -44,9 +41,19 @@ def serve(connection: Any, spec: PatternSpec) -> None:
         ("remove_remote_agent", "peers", -1),
     ):
         _watch(nixl_agent, name, lambda *_, what=what, by=by: counted.update({what: by}))
-    _watch(nixl_agent, "prep_xfer_dlist", lambda made, _, descriptors, *__: sizes.update({made._handle: _bytes(descriptors)}))
-    _watch(nixl_agent, "make_prepped_xfer", lambda _, __, local, at, *___: counted.update(bytes=int(sizes[local._handle][at].sum())))
-    _watch(nixl_agent, "initialize_xfer", lambda _, __, local, *___: counted.update(bytes=int(_bytes(local).sum())))
+    made, release = nixl_agent_config.__init__, nixl_agent.release_xfer_handle
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.capture_telemetry = True  # as NixlConnector has it
+
+    def release_xfer_handle(self: Any, handle: Any) -> None:
+        with contextlib.suppress(Exception):  # NIXL counts nothing of a transfer that has not ended
+            said = self.get_xfer_telemetry(handle)
+            counted.update(bytes=said.totalBytes, descriptors=said.descCount)
+        release(self, handle)
+
+    nixl_agent_config.__init__, nixl_agent.release_xfer_handle = __init__, release_xfer_handle
     engine_process.serve(connection, spec, Soaked)
 
 
@@ -62,11 +69,6 @@ def _watch(cls: Any, name: str, note: Any) -> None:
     setattr(cls, name, watched)
 
 
-def _bytes(descriptors: Any) -> np.ndarray:
-    """Of each descriptor of NIXL's list, (address, bytes, device)."""
-    return np.array([descriptors[index][1] for index in range(descriptors.descCount())])
-
-
 def _count_of_rank(worker: Any) -> Counter[str]:
     """What vLLM calls in each rank's process."""
     return counted
@@ -75,9 +77,10 @@ def _count_of_rank(worker: Any) -> Counter[str]:
 class Soaked(pattern_engine.PatternEngine):
     """The engine."""
 
-    def moved(self) -> int:
-        """Bytes that all ranks have asked NIXL for."""
-        return sum(rank["bytes"] for rank in self._workers(_count_of_rank))
+    def moved(self) -> tuple[int, int]:
+        """(bytes, descriptors) of all transfers of all ranks, as NIXL counts them."""
+        bytes_, descriptors = (sum(rank[what] for rank in self._workers(_count_of_rank)) for what in ("bytes", "descriptors"))
+        return bytes_, descriptors
 
     def has(self) -> dict[str, int]:
         """What this process has, by name: at tensor parallel size 1 the only one of the engine."""
@@ -109,7 +112,7 @@ class Engine(pattern.PatternEngine):
 
     target = "soaked:serve"
 
-    def moved(self) -> int:
+    def moved(self) -> tuple[int, int]:
         return self.call("moved")
 
     def has(self) -> dict[str, int]:
