@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,17 @@ class Command:
     def wait_for(self, word: str, seconds: float = 60.0) -> None:
         """Until the word was printed, by pytest or by an engine."""
         deadline = time.monotonic() + seconds
-        while word not in self.text and not any(word in log.read_text("utf-8", "replace") for log in self.temporary.glob("*/*.log")):
+        while word not in self.text and not any(word in text for text in self._logs()):
             assert self.process.poll() is None, f"it ended before it said {word!r}:\n{self.text}"
             assert time.monotonic() < deadline, f"it did not say {word!r} within {seconds:.0f} s:\n{self.text}"
             time.sleep(0.02)
+
+    def _logs(self) -> Iterator[str]:
+        for top, _, names in os.walk(self.temporary):  # unlike pathlib it does not mind a folder that goes meanwhile
+            for name in names:
+                with contextlib.suppress(OSError):
+                    if name.endswith(".log"):
+                        yield Path(top, name).read_text("utf-8", "replace")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to pytest alone."""
@@ -112,9 +119,10 @@ class Command:
         processes = [f"process {pid}: {line}" for pid, line in self.processes().items()]
         shared = of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
         files = [
-            str(path)
-            for path in sorted(self.temporary.rglob("*"))
-            if not path.relative_to(self.temporary).parts[0].startswith("pytest-of-")
+            os.path.join(top, name)
+            for top, folders, names in os.walk(self.temporary)
+            for name in sorted([*folders, *names])
+            if not os.path.relpath(os.path.join(top, name), self.temporary).startswith("pytest-of-")
         ]
         cores = [str(path.relative_to(self.folder)) for path in sorted(self.folder.glob("core*"))]
         return [*processes, *shared, *files, *cores]  # a port ends with its process
