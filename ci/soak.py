@@ -7,10 +7,10 @@ fifth of the way P is killed before D has read what it answered, and started ane
 free. The whole pool of D is compared byte by byte whenever a load has ended (pytest_kvconform/rigs/pattern_check.py), both at every rest.
 
 At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests held must be none; NIXL's
-objects, threads and open files no more than in the first half; Python's objects and the resident set leak if the straight line through
-the second half, its largest step left out, rises by more than the first half strays from its own, and by a tenth for each hand-over: an
-allocator takes a large piece now and then, and a leak comes again. In runs of fewer than 1,000, in which processes still warm up, that is
-printed and not judged. P's halves are of its second life.
+objects, threads and open files no more than in the first half. Python's objects and the resident set leak if the straight line through
+the second half rises by more than the first half strays from its own, and by a tenth for each hand-over. The largest step that stays is
+left out, since an allocator takes a large piece now and then, and a leak comes again. In runs of fewer than 1,000 hand-overs, in which
+processes still warm up, that is printed and not judged. P's halves are of its second life.
 """
 
 from __future__ import annotations
@@ -242,14 +242,18 @@ class Soak:
 
 
 def growth(values: list[int]) -> tuple[float, float]:
-    """By how much the second half rises but for its largest step, and how far the first half strays, as straight lines. (0, 0): too few."""
+    """By how much the second half rises but for its largest step that stays, and how far the first half strays, as straight lines.
+
+    (0, 0): too few.
+    """
     first, second = np.array_split(np.array(values, dtype=float), 2)
     if len(second) < 5:
         return 0.0, 0.0
-    steps = np.diff(second)
-    second[steps.argmax() + 1 :] -= max(0.0, steps.max())
-    strays = first - np.polyval(np.polyfit(range(len(first)), first, 1), range(len(first)))
-    return float(np.polyfit(range(len(second)), second, 1)[0] * (len(second) - 1)), float(np.ptp(strays))
+    noise = np.ptp(first - np.polyval(np.polyfit(range(len(first)), first, 1), range(len(first))))
+    rises = [(second[at:].min() - second[:at].max() + noise, second[at] - second[at - 1]) for at in range(1, len(second))]
+    step, at = max((min(rise), at) for at, rise in enumerate(rises, 1))
+    second[at:] -= max(0.0, step)
+    return float(np.polyfit(range(len(second)), second, 1)[0] * (len(second) - 1)), float(noise)
 
 
 def main(arguments: list[str]) -> int:

@@ -216,6 +216,8 @@ class _Strip:
     remote: Ints
     length: Ints
     axes: tuple[Step, ...]
+    end: int = 0  # address where the run ends that has the last token
+    over: int = 0  # bytes before it that nobody needs
 
     def offsets(self, side: int) -> Ints:
         """[repetition] bytes; side 1 is D, 2 is P."""
@@ -236,8 +238,8 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
     cuts = cuts[1:-1] if np.array_equal(cuts, others) else np.union1d(cuts[1:-1], others[1:-1])
     cuts = np.concatenate([[start], cuts, [stop]])
     adjoin = (match.mine.token_stride, match.theirs.token_stride) == (width, width)
-    spared = _repeats(match, stop - cuts[-2]) - _repeats(match, end - cuts[-2])
-    if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * spared:
+    whole, exact = (math.prod(axis[0] for axis in _fold(match.axes, (at - cuts[-2]) * width)[1]) for at in (end, stop))
+    if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * (exact - whole):
         cuts[-1] = end
     counts = np.diff(cuts)
     local = match.local + _places("D", match.mine, mine, cuts)
@@ -254,14 +256,8 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
         kinds[left].append((count, wide // count))
     for left, sizes in kinds.items():
         some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
-        runs = _join(local[some], remote[some], counts[some] * sizes[0][1])
-        runs[2][runs[0] + runs[2] == local[-1] + counts[-1] * sizes[0][1]] -= (cuts[-1] - stop) * width  # what nobody needs at its end
-        yield _Strip(*runs, left)
-
-
-def _repeats(match: Match, count: int) -> int:
-    """How many runs so many tokens of a block are."""
-    return math.prod(axis[0] for axis in _fold(match.axes, count * match.width)[1])
+        joined = _join(local[some], remote[some], counts[some] * sizes[0][1])
+        yield _Strip(*joined, left, local[-1] + counts[-1] * sizes[0][1], (cuts[-1] - stop) * width)
 
 
 def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
@@ -310,4 +306,7 @@ def _write(strips: list[_Strip]) -> Runs:
         np.add.outer(there, strip.remote, out=remote[at:end].reshape(shape))
         length[at:end].reshape(shape)[:] = strip.length
         at = end
-    return Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
+    runs = Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
+    for strip in [strip for strip in strips if strip.over and total <= EXACT]:  # inside of a longer run it is cheaper to read it
+        runs.length[np.isin(runs.local + runs.length, strip.end + strip.offsets(1))] -= strip.over
+    return runs

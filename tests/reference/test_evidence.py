@@ -241,6 +241,8 @@ def test_a_short_soak_finds(soak: Callable[..., Any], monkeypatch: pytest.Monkey
         ([100.0 + i % 3 + 40 * (i > 17) for i in range(20)], False),  # an allocator's piece
         ([100.0 + i % 3 + 40 * (i > 15) for i in range(20)], False),
         ([100.0 + i % 3 + 10 * (i // 3) for i in range(20)], True),
+        ([100.0 + 5 * i + i % 3 + 40 * (i == 15) for i in range(20)], True),  # a piece that is given back
+        ([100.0 + 5 * i + i % 3 + 40 * (i > 15) for i in range(20)], True),
         ([100.0 + i for i in range(20)], True),
         ([100.0 + i + i % 3 for i in range(20)], True),
     ],

@@ -116,8 +116,9 @@ MISTAKES = {  # a piece of plan.py -> what a mistake would make of it
     "np.repeat(remote, counts) + within * match.theirs.token_stride": "np.repeat(remote, counts) + within * match.mine.token_stride",
     "remote[match.theirs.group]": "remote[match.mine.group]",
     "counts[some] * sizes[0][1]": "counts[some] * width",
-    "-= (cuts[-1] - stop) * width": "-= 0",
-    "runs[0] + runs[2] == local[-1] + counts[-1] * sizes[0][1]": "runs[0] == local[-1]",
+    "-= strip.over": "-= 0",
+    "strip.end + strip.offsets(1)": "strip.end",
+    "runs.local + runs.length, strip.end": "runs.local + runs.length, runs.local + runs.length",
     "start - (start - table.first // box.unit) % size": "start",
     "min(start, max(start - before, theirs.first // unit))": "start",
     "max(start - before, theirs.first // unit)": "start - before",
@@ -126,7 +127,7 @@ MISTAKES = {  # a piece of plan.py -> what a mistake would make of it
     "found[ranges][number] = box": "found[(number,), *ranges][number] = box",
     "abs(number - nearest)": "-abs(number - nearest)",
     "np.add.reduceat(length, firsts)": "length[firsts]",
-    "if total <= EXACT else": "if False else",
+    "if total <= EXACT else (local": "if False else (local",
 }
 
 
@@ -185,6 +186,19 @@ def test_widens_runs(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(replace(SETUP, tp=2), SETUP, (0, 12), UP, UP) == {0: 3 * 3, 1: 3 * 3}, "heads of a block"
     assert count(SETUP, replace(SETUP, tp=2), (0, 12), UP, UP) == {0: 3 * 3}
     assert count(replace(SETUP, block=12), SETUP, (0, 12), MIXED, [5]) == {0: 3 * 3 * 4}, "heads of blocks of another size"
+
+
+def test_leaves_the_end_of_a_run_unread_and_makes_no_second_one_of_it() -> None:
+    """Two groups of three layers with four heads of 8 bytes in blocks of four tokens."""
+    outer = replace(SETUP, groups=((GQA,), (replace(GQA, name="window", layers=("w.0", "w.1", "w.2")),)), layout="BLHNC")
+    block, token = 3 * 4 * 4 * 8, 8
+    pairing = plan.pair(Engine(outer, 0).boxes[0], Engine(outer, 0).boxes)
+    for second, lengths in (([7, 8, 9], [6 * block - token]), ([8, 9, 10], [3 * block - token] * 2)):
+        tables = [plan.Table(UP), plan.Table(second)]
+        assert plan.runs(pairing, [(0, 11)] * 2, tables, tables)[0].length.tolist() == lengths
+    for local, remote, lengths in ((DOWN, DOWN, [3 * block]), (MIXED, UP, [block - token, block, block])):
+        tables = [[plan.Table(local), plan.Table([])], [plan.Table(remote), plan.Table([])]]
+        assert sorted(plan.runs(pairing, [(0, 11), (0, 0)], *tables)[0].length) == lengths
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
