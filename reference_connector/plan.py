@@ -217,7 +217,7 @@ class _Strip:
     length: Ints
     axes: tuple[Step, ...]
     end: int = 0  # address where the run ends that has the last token
-    over: int = 0  # bytes before it that nobody needs
+    over: int = 0  # bytes before that end that nobody needs
 
     def offsets(self, side: int) -> Ints:
         """[repetition] bytes; side 1 is D, 2 is P."""
@@ -241,7 +241,7 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
     whole, exact = (math.prod(axis[0] for axis in _fold(match.axes, (at - cuts[-2]) * width)[1]) for at in (end, stop))
     if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * (exact - whole):
         cuts[-1] = end
-    counts = np.diff(cuts)
+    counts = cuts[1:] - cuts[:-1]
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
     if not adjoin and (counts > 1).any():  # a token does not follow the one before on both sides: every token is a run
@@ -251,13 +251,13 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
         yield _Strip(local, remote, np.full(len(local), width), match.axes)
         return
     kinds: dict[tuple[Step, ...], list[tuple[int, int]]] = defaultdict(list)
-    for count in np.unique(counts).tolist():  # whole blocks, and what the span or the other side's blocks leave of them
+    for count in set(counts.tolist()):  # whole blocks, and what the span or the other side's blocks leave of them
         wide, left = _fold(match.axes, count * width)
         kinds[left].append((count, wide // count))
     for left, sizes in kinds.items():
         some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
-        joined = _join(local[some], remote[some], counts[some] * sizes[0][1])
-        yield _Strip(*joined, left, local[-1] + counts[-1] * sizes[0][1], (cuts[-1] - stop) * width)
+        lengths = counts * sizes[0][1]
+        yield _Strip(*_join(local[some], remote[some], lengths[some]), left, local[-1] + lengths[-1], (cuts[-1] - stop) * width)
 
 
 def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
@@ -308,5 +308,6 @@ def _write(strips: list[_Strip]) -> Runs:
         at = end
     runs = Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
     for strip in [strip for strip in strips if strip.over and total <= EXACT]:  # inside of a longer run it is cheaper to read it
-        runs.length[np.isin(runs.local + runs.length, strip.end + strip.offsets(1))] -= strip.over
+        those = runs.local.searchsorted(ends := strip.end + strip.offsets(1)) - 1  # they ascend
+        runs.length[those[runs.local[those] + runs.length[those] == ends]] -= strip.over
     return runs
