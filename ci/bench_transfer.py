@@ -200,7 +200,7 @@ def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) 
         ends: list[Any] = []
         while not ends:
             engine.send("step", 0.1)
-            while not engine.process.connection.poll():
+            while not engine.process.connection.poll() and time.monotonic() < deadline:
                 peer.step()
             ends = [output for output in engine.answer("step").outputs if output.id == id and output.finish]
             if time.monotonic() > deadline or "error" in [end.finish for end in ends]:

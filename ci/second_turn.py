@@ -43,10 +43,12 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
         if ends[0].finish == "error":
             raise SystemExit(f"{engine.role} ended {name} with an error: {engine.process.last_lines()[-1:]}")
         params = ends[0].kv_transfer_params
-    checks = d.taken(id)
+    checks, moved = d.taken(id), d.moved() - before
     if not any(check.rows_due for check in checks):
         raise SystemExit(f"D was given nothing for {name}")
-    return d.trace(id), d.moved() - before, sum(check.pool.wrong + len(check.missing) for check in checks)
+    if not moved.all():
+        raise SystemExit(f"D was given something for {name}, and NIXL has counted {moved[0]} bytes in {moved[1]} descriptors")
+    return d.trace(id), moved, sum(check.pool.wrong + len(check.missing) for check in checks)
 
 
 def main(connector: str = "reference_connector:ReferenceConnector", model: str = "qwen3_5_35b_a3b", topology: str = "P2D2") -> int:

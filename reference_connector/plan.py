@@ -307,7 +307,7 @@ def _write(strips: list[_Strip]) -> Runs:
         length[at:end].reshape(shape)[:] = strip.length
         at = end
     runs = Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
-    for strip in [strip for strip in strips if strip.over and total <= EXACT]:  # inside of a longer run it is cheaper to read it
+    for strip in [strip for strip in strips if strip.over and total <= EXACT]:  # it is read where the run goes on behind it
         those = runs.local.searchsorted(ends := strip.end + strip.offsets(1)) - 1  # they ascend
         runs.length[those[runs.local[those] + runs.length[those] == ends]] -= strip.over
     return runs
