@@ -33,7 +33,7 @@ if __name__ == "__main__":
     LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), skip_tokenizer_init=True, max_model_len=256, dtype="float32",
         enforce_eager=True, block_size=32, num_gpu_blocks_override=96)
 """
-MEND = "from pytest_kvconform.rigs.extras import mend_imports\nmend_imports()\n"  # in every process, as sitecustomize
+MEND = "from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports\nmend_imports()\n"  # in every process, as sitecustomize
 
 
 def start(tensor_parallel: int) -> float:
@@ -47,10 +47,22 @@ def start(tensor_parallel: int) -> float:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or vLLM refuses TP 2 on a machine with one NUMA node
         }
-        command = [sys.executable, str(Path(folder) / "plain.py"), str(ensure_checkpoint(load_families()[FAMILY])), str(tensor_parallel)]
+        command = [
+            sys.executable,
+            str(Path(folder) / "plain.py"),
+            str(ensure_checkpoint(load_families()[FAMILY])),
+            str(tensor_parallel),
+        ]
         began = time.monotonic()
         for _ in range(2):
-            subprocess.run(command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                command,
+                env=environment,
+                check=True,
+                timeout=300,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         return time.monotonic() - began
 
 
@@ -58,12 +70,15 @@ def cell(topology: str) -> float:
     """Seconds from asking for a cell to the end of its first hand-over, with the zygote up."""
     from pytest_kvconform.result import Cell
     from pytest_kvconform.rigs import bench
-    from pytest_kvconform.rigs.handover import SUBJECT, Deadlines, _run
+    from pytest_kvconform.rigs.engine.handover import SUBJECT, Deadlines, _run
     from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
 
-    settings, subject = Settings(connector="NixlConnector", family=(FAMILY,)), Subject(spec="NixlConnector", connector="NixlConnector")
+    settings, subject = (
+        Settings(connector="NixlConnector", family=(FAMILY,)),
+        Subject(spec="NixlConnector", connector="NixlConnector"),
+    )
     zygote = bench.start_zygote(settings, subject)
     try:
         facts = bench.probe_subject(zygote.address, subject, 300)
@@ -71,7 +86,9 @@ def cell(topology: str) -> float:
         table.use(Cell(FAMILY, topology))
         began = time.monotonic()
         p, d = table._engines()
-        run = _run(Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5, 20, 90), "first")
+        run = _run(
+            Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5, 20, 90), "first"
+        )
         took = time.monotonic() - began
         assert not run.stuck, run.stuck
         table.close()
@@ -96,7 +113,9 @@ def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
             *more,
         ]
         began, first, peak, last = time.monotonic(), 0.0, 0.0, ""
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         while process.poll() is None:
@@ -106,7 +125,13 @@ def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
                     first = time.monotonic() - began
                 last = line.strip() or last
             peak = max(peak, memory(process.pid))
-        return first, time.monotonic() - began, peak, last, json.loads((Path(folder) / "report.json").read_bytes())
+        return (
+            first,
+            time.monotonic() - began,
+            peak,
+            last,
+            json.loads((Path(folder) / "report.json").read_bytes()),
+        )
 
 
 def by_cell(report: dict[str, Any]) -> list[str]:
@@ -117,7 +142,10 @@ def by_cell(report: dict[str, Any]) -> list[str]:
         row[1].append(result["seconds"])
         if "::completes[" in result["id"] and result["outcome"] == "PASS":
             row[0] += result["evidence"]["looked_at"]
-    lines = [f"{cell:<30} {n:4} hand-overs {sum(s):6.1f} s, of them starting {max(s):5.1f} s" for cell, (n, s) in sorted(rows.items())]
+    lines = [
+        f"{cell:<30} {n:4} hand-overs {sum(s):6.1f} s, of them starting {max(s):5.1f} s"
+        for cell, (n, s) in sorted(rows.items())
+    ]
     return [
         *lines,
         f"{'in all':<30} {sum(n for n, _ in rows.values()):4} hand-overs {sum(sum(s) for _, s in rows.values()):6.1f} s of cases",
@@ -155,10 +183,15 @@ def main(wanted: list[str]) -> int:
             print(f"{title:<32} {seconds[title]:7.2f} s", flush=True)
         if name == "quick":
             first, whole, peak, last, _ = quick()
-            print(f"quick run: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}", flush=True)
+            print(
+                f"quick run: first verdict {first:.1f} s, whole {whole:.1f} s, peak {peak:.2f} GB\n  {last}",
+                flush=True,
+            )
         if name.startswith("bytes"):
             before = cpu()
-            first, whole, peak, last, report = quick("--kv-tier=bytes", f"--kv-matrix={name.partition('-')[2] or 'quick'}")
+            first, whole, peak, last, report = quick(
+                "--kv-tier=bytes", f"--kv-matrix={name.partition('-')[2] or 'quick'}"
+            )
             print("\n".join(by_cell(report)))
             said = f"first verdict {first:.1f} s, whole {whole:.1f} s, CPU {cpu() - before:.1f} s, peak {peak:.2f} GB"
             print(f"{name}: {said}\n  {last}", flush=True)

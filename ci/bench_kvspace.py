@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pytest_kvconform.kvspace.address import Region, poison, write_tokens
-from pytest_kvconform.kvspace.pool import compare_pool
+from pytest_kvconform.kvspace.pools.compare import compare_pool
+from pytest_kvconform.kvspace.pools.regions import Region, poison, write_tokens
 
 LAYERS, HEADS, BLOCK, WIDTH = 32, 8, 16, 256
 
@@ -24,7 +24,9 @@ def main() -> None:
     size = int(sys.argv[1] if sys.argv[1:] else 1024) << 20
     page = HEADS * BLOCK * 2 * WIDTH
     blocks = size // page // LAYERS
-    storage = np.zeros(blocks * page * LAYERS, dtype=np.uint8)  # touched here, so that page faults are not measured
+    storage = np.zeros(
+        blocks * page * LAYERS, dtype=np.uint8
+    )  # touched here, so that page faults are not measured
     regions = [
         Region(
             f"layers.{number}",
@@ -43,7 +45,11 @@ def main() -> None:
     table = 1 + np.arange(len(tokens)) // BLOCK
     storage[:] = 1
     say("poison", storage.nbytes, lambda: poison(storage, 0, 0))
-    say("fill", storage.nbytes, lambda: [write_tokens(storage, region, table, tokens, 0, 0, 0) for region in regions])
+    say(
+        "fill",
+        storage.nbytes,
+        lambda: [write_tokens(storage, region, table, tokens, 0, 0, 0) for region in regions],
+    )
     shadow = storage.copy()
     held = {region.layer: np.arange(1, blocks) for region in regions}
     say("compare, equal", storage.nbytes, lambda: compare_pool(storage, shadow, regions, held))
@@ -57,7 +63,10 @@ def say(what: str, size: int, work: Callable[[], object]) -> None:
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
-    print(f"{what:<26} {size / 2**30:6.2f} GiB in {seconds:6.2f} s = {size / 1e9 / seconds:6.2f} GB/s", flush=True)
+    print(
+        f"{what:<26} {size / 2**30:6.2f} GiB in {seconds:6.2f} s = {size / 1e9 / seconds:6.2f} GB/s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

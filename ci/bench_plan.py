@@ -20,14 +20,20 @@ from reference_connector.boxes import Axis, Box
 from reference_connector.plan import Runs, Table, pair, runs
 
 LAYERS, BLOCK, P, D = 61, 16, 8, 4
-CASES = {"MLA": (1, 576 * 2, True), "GQA, 8 heads of 128": (8, 2 * 128 * 2, False)}  # heads, bytes of a cell, held by every rank
+CASES = {
+    "MLA": (1, 576 * 2, True),
+    "GQA, 8 heads of 128": (8, 2 * 128 * 2, False),
+}  # heads, bytes of a cell, held by every rank
 
 
 def main() -> None:
     tokens = int(sys.argv[1]) if sys.argv[1:] else 1 << 17
     for name, case in CASES.items():
         for layout in ("LBHNC", "BLHNC"):
-            p, d = [boxes(case, P, rank, layout, tokens) for rank in range(P)], boxes(case, D, 1, layout, tokens)
+            p, d = (
+                [boxes(case, P, rank, layout, tokens) for rank in range(P)],
+                boxes(case, D, 1, layout, tokens),
+            )
             took = best(partial(pair, d, p, 1, D))
             print(f"{name}, {layout}: pair in {took * 1e3:.1f} ms")
             pairing = pair(d, p, 1, D)
@@ -38,7 +44,9 @@ def main() -> None:
 
 def say(order: str, tokens: int, plan: Callable[[], dict[int, Runs]]) -> None:
     took, found = best(plan), plan()
-    copy = best(lambda: [np.array(column) for of in found.values() for column in (of.local, of.remote, of.length)])
+    copy = best(
+        lambda: [np.array(column) for of in found.values() for column in (of.local, of.remote, of.length)]
+    )
     number, size = sum(len(of.length) for of in found.values()), sum(of.nbytes for of in found.values())
     pieces = LAYERS * tokens // BLOCK * max(1, len(found))
     print(
@@ -65,7 +73,9 @@ def boxes(case: tuple[int, int, bool], tp: int, rank: int, layout: str, tokens: 
     block, layer = (page, page * blocks) if layout[0] == "L" else (page * LAYERS, page)
     axis = Axis("head", first, first + here, heads, BLOCK * width)
     common = (blocks, block, 1, BLOCK, 1, width, (axis,), width)
-    return tuple(Box(f"layers.{n}", "kv", "bfloat16", 0, (1 << 40) + n * layer, *common) for n in range(LAYERS))
+    return tuple(
+        Box(f"layers.{n}", "kv", "bfloat16", 0, (1 << 40) + n * layer, *common) for n in range(LAYERS)
+    )
 
 
 def tables(order: str, tokens: int) -> tuple[list[Table], list[Table]]:

@@ -29,13 +29,13 @@ import numpy as np
 from model_matrix import load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, expand_layers
 from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
-from pytest_kvconform.rigs.engine import Process
-from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.pattern import PatternEngine
-from pytest_kvconform.rigs.pattern_bench import blocks_for
-from pytest_kvconform.rigs.pattern_handover import _release
-from pytest_kvconform.rigs.pattern_messages import PACKED, PatternRequest, PatternSpec
-from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.bytes.bench import blocks_for
+from pytest_kvconform.rigs.bytes.handle import PatternEngine
+from pytest_kvconform.rigs.bytes.handover import _release
+from pytest_kvconform.rigs.bytes.messages import PACKED, PatternRequest, PatternSpec
+from pytest_kvconform.rigs.engine.handle import Process
+from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -43,7 +43,11 @@ from reference_connector.scheduler import Group, _part
 
 BLOCK, REPEAT, PATIENCE_S = 16, 4, 120.0  # tokens; hand-overs of a pair for each order of blocks; seconds
 LLAMA = [("llama3_1_8b", "P1D1", 64), ("llama3_1_8b", "P1D1", 1024), ("llama3_1_8b", "P2D1", 1024)]
-CASES = [*LLAMA, ("deepseek_v3", "P1D1", 1024), ("gpt_oss_20b", "P1D1", 4096)]  # geometry, topology, tokens of the prompt
+CASES = [
+    *LLAMA,
+    ("deepseek_v3", "P1D1", 1024),
+    ("gpt_oss_20b", "P1D1", 4096),
+]  # geometry, topology, tokens of the prompt
 NIXL, OURS = CONNECTORS = ("NixlConnector", "reference_connector:ReferenceConnector")
 HEAD = """| case | blocks | NixlConnector: ms / CPU ms | reference | raw read | to NixlConnector | to raw | MB | bytes | descriptors |
 |---|---|---|---|---|---|---|---|---|---|"""
@@ -60,7 +64,8 @@ def serve(connection: Any, spec: PatternSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    from pytest_kvconform.rigs import engine_process, pattern_engine
+    from pytest_kvconform.rigs.bytes import process as pattern_engine
+    from pytest_kvconform.rigs.engine import process as engine_process
 
     class Timed(pattern_engine.PatternEngine):
         def arrange(self, shuffled: bool) -> None:
@@ -125,7 +130,10 @@ def serve_raw(connection: Any, spec: tuple[int, str]) -> None:
     from nixl._api import nixl_agent, nixl_agent_config
 
     (nbytes, device), kind = spec, "DRAM" if spec[1] == "cpu" else "VRAM"
-    agent, memory = nixl_agent(str(os.getpid()), nixl_agent_config()), torch.ones(nbytes, dtype=torch.uint8, device=device)
+    agent, memory = (
+        nixl_agent(str(os.getpid()), nixl_agent_config()),
+        torch.ones(nbytes, dtype=torch.uint8, device=device),
+    )
     agent.register_memory([(memory.data_ptr(), nbytes, 0, "")], kind)
     connection.send((agent.get_agent_metadata(), mine := [(memory.data_ptr(), nbytes, 0)]))
     while not connection.poll(0.001):
@@ -135,7 +143,9 @@ def serve_raw(connection: Any, spec: tuple[int, str]) -> None:
     for _ in range(times):
         torch.ones(1 << 27, dtype=torch.uint8)  # caches are as cold as they are after a step of an engine
         begun = clock()
-        handle = agent.initialize_xfer("READ", agent.get_xfer_descs(mine, kind), agent.get_xfer_descs(theirs, kind), name)
+        handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(mine, kind), agent.get_xfer_descs(theirs, kind), name
+        )
         agent.transfer(handle)
         while (state := agent.check_xfer_state(handle)) == "PROC":
             pass
@@ -150,7 +160,9 @@ class Engine(PatternEngine):
 
 def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) -> int:
     """Two lines of the table. Returns the bytes of KV that the reference connector moved."""
-    spent: dict[tuple[str, bool], list[np.ndarray]] = {(who, shuffled): [] for who in CONNECTORS for shuffled in (False, True)}
+    spent: dict[tuple[str, bool], list[np.ndarray]] = {
+        (who, shuffled): [] for who in CONNECTORS for shuffled in (False, True)
+    }
     bare, counts = list[np.ndarray](), dict[tuple[str, bool], np.ndarray]()
     for number in range(rounds):
         for who in CONNECTORS:
@@ -167,17 +179,29 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
         times = 1e3 * np.array([spent[NIXL, shuffled], spent[OURS, shuffled], bare])
         low, middle, high = np.percentile(times, (25, 50, 75), axis=1)
         cells = ["{} {}, {} tokens".format(*case), "shuffled" if shuffled else "in order"]
-        cells += [f"{m[0]:.1f} [{a[0]:.1f}, {z[0]:.1f}] / {m[1]:.1f}" for a, m, z in zip(low, middle, high, strict=True)]
+        cells += [
+            f"{m[0]:.1f} [{a[0]:.1f}, {z[0]:.1f}] / {m[1]:.1f}"
+            for a, m, z in zip(low, middle, high, strict=True)
+        ]
         cells += [" / ".join(f"{ratio:.2f}" for ratio in middle[1] / middle[other]) for other in (0, 2)]
         nbytes, number, other, others = *counts[OURS, shuffled], *counts[NIXL, shuffled]
-        print(f"| {' | '.join(cells)} | {nbytes / 2**20:.1f} | {nbytes - other:+} | {number} against {others} |", flush=True)
+        print(
+            f"| {' | '.join(cells)} | {nbytes / 2**20:.1f} | {nbytes - other:+} | {number} against {others} |",
+            flush=True,
+        )
     return int(nbytes) - 8 * parse_topology(case[1])[0]  # what is read of the ledgers is no KV
 
 
 def engines(address: str, connector: str, case: tuple[str, str, int], device: str) -> list[Engine]:
     """P and D, up."""
     model, topology, longest, made = *case[:2], case[2] + BLOCK, list[Engine]()
-    common = {"geometry": model, "block_size": BLOCK, "max_model_len": longest, "max_batched_tokens": 2 * longest, "content": PACKED}
+    common = {
+        "geometry": model,
+        "block_size": BLOCK,
+        "max_model_len": longest,
+        "max_batched_tokens": 2 * longest,
+        "content": PACKED,
+    }
     for role, size, more in zip("PD", parse_topology(topology), (4, 9), strict=True):
         common["kv_transfer_config"] = transfer_config(resolve(Settings(connector=connector)), role, device)
         common["environment"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
@@ -189,7 +213,9 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
     return made
 
 
-def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def hand_over(
+    p: Engine, d: Engine, name: str, length: int, timed: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """One prompt from P to D: what `Timed.transferred` says. A load that is timed is one long step of D, and many of P."""
     params, deadline = PREFILL, time.monotonic() + PATIENCE_S
     for engine, peer, id in ((p, d, f"{name}-{ON_P}"), (d, p, f"{name}-{ON_D}")):
@@ -204,7 +230,9 @@ def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) 
                 peer.step()
             ends = [output for output in engine.answer("step").outputs if output.id == id and output.finish]
             if time.monotonic() > deadline or "error" in [end.finish for end in ends]:
-                raise SystemExit(f"{name} failed on {engine.role}: it is {engine.trace(id).status}; {engine.process.last_lines()[-1:]}")
+                raise SystemExit(
+                    f"{name} failed on {engine.role}: it is {engine.trace(id).status}; {engine.process.last_lines()[-1:]}"
+                )
         params = ends[0].kv_transfer_params
     _release(p, d, PATIENCE_S)
     return d.call("transferred") if timed else (counted, counted)
@@ -212,7 +240,10 @@ def hand_over(p: Engine, d: Engine, name: str, length: int, timed: bool = True) 
 
 def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
     """What each of some reads of so many bytes took between two agents without a connector."""
-    p, d = (Process(address, f"raw-{role}", "bench_transfer:serve_raw", (nbytes, device), PATIENCE_S) for role in "PD")
+    p, d = (
+        Process(address, f"raw-{role}", "bench_transfer:serve_raw", (nbytes, device), PATIENCE_S)
+        for role in "PD"
+    )
     try:
         d.receive(PATIENCE_S)
         d.connection.send((*p.receive(PATIENCE_S), REPEAT + 1))
@@ -224,16 +255,29 @@ def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
 
 def planned(model: str, length: int, windows: bool = True) -> int:
     """Bytes of the blocks that the reference connector reads of a prompt, if D has nothing of it: of what its scheduler orders."""
-    total, fresh = 0, [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))]
+    total, fresh = (
+        0,
+        [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))],
+    )
     for kind in (layer.kind for layer in expand_layers(load_geometries()[model])):
-        part = _part(Group(BLOCK, window=kind.window if windows and isinstance(kind, SlidingWindow) else 0), fresh, length - 1)
-        total += (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4  # K and V, two bytes each
+        part = _part(
+            Group(BLOCK, window=kind.window if windows and isinstance(kind, SlidingWindow) else 0),
+            fresh,
+            length - 1,
+        )
+        total += (
+            (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4
+        )  # K and V, two bytes each
     return total
 
 
 def main(device: str = "cpu", rounds: str = "5") -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    zygote = launch_zygote([], {word for model, *_ in CASES for word in load_geometries()[model].config["architectures"]})
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    zygote = launch_zygote(
+        [], {word for model, *_ in CASES for word in load_geometries()[model].config["architectures"]}
+    )
     try:
         wait_for_zygote(zygote.address, PATIENCE_S)
         print(HEAD, flush=True)
@@ -241,12 +285,18 @@ def main(device: str = "cpu", rounds: str = "5") -> None:
     finally:
         zygote.close()
     print("\n| model | tokens | moved | all layers full | part |\n|---|---|---|---|---|")
-    for model, length in ((m, n) for m in ("gpt_oss_20b", "gemma3_27b") for n in (1 << 10, 1 << 12, 1 << 13, 1 << 15, 1 << 17)):
+    for model, length in (
+        (m, n) for m in ("gpt_oss_20b", "gemma3_27b") for n in (1 << 10, 1 << 12, 1 << 13, 1 << 15, 1 << 17)
+    ):
         ours, whole = planned(model, length), planned(model, length, windows=False)
         print(f"| {model} | {length} | {ours / 2**20:.1f} MB | {whole / 2**20:.1f} MB | {ours / whole:.1%} |")
-        token = planned(model, 2) // BLOCK  # the most of a last block that is left unread where it is the end of a run
+        token = (
+            planned(model, 2) // BLOCK
+        )  # the most of a last block that is left unread where it is the end of a run
         if not 0 <= ours - moved.get((model, "P1D1", length), ours) <= token:
-            raise SystemExit(f"{model}: {ours} bytes should have moved, and NIXL counts {moved[model, 'P1D1', length]}")
+            raise SystemExit(
+                f"{model}: {ours} bytes should have moved, and NIXL counts {moved[model, 'P1D1', length]}"
+            )
 
 
 if __name__ == "__main__":

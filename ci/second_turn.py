@@ -4,7 +4,7 @@
 
 Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has whole blocks of turn 1's
 attention, but no state at their end: the connector brings the state that belongs to the end of turn 2. What D finds in its pool is
-compared byte by byte (pytest_kvconform/rigs/pattern_check.py); bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
+compared byte by byte (pytest_kvconform/rigs/bytes/checks.py); bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from soaked import BLOCK, Engine, background, start
 
 from model_matrix import load_geometries, parse_topology
-from pytest_kvconform.rigs.geometry import block_size_of
-from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.messages import Trace
-from pytest_kvconform.rigs.pattern_bench import ROOM, blocks_for
-from pytest_kvconform.rigs.pattern_messages import PatternRequest
-from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.bytes.bench import ROOM, blocks_for
+from pytest_kvconform.rigs.bytes.messages import PatternRequest
+from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
 PATIENCE_S = 60.0
 
@@ -34,12 +34,22 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
     params: dict[str, Any] | None = PREFILL
     for engine, peer, side in ((p, d, ON_P), (d, p, ON_D)):
         id, owners = f"{name}-{side}", np.zeros(len(prompt), dtype=int)
-        request = PatternRequest(id=id, tokens=prompt, max_tokens=1, kv_transfer_params=params, watch=engine is d, owners=owners, number=0)
+        request = PatternRequest(
+            id=id,
+            tokens=prompt,
+            max_tokens=1,
+            kv_transfer_params=params,
+            watch=engine is d,
+            owners=owners,
+            number=0,
+        )
         engine.add(request)
         while not (ends := [output for output in engine.step().outputs if output.id == id and output.finish]):
             peer.step()
             if time.monotonic() > over:
-                raise SystemExit(f"{name} did not end on {engine.role}, where it is {engine.trace(id).status}")
+                raise SystemExit(
+                    f"{name} did not end on {engine.role}, where it is {engine.trace(id).status}"
+                )
         if ends[0].finish == "error":
             raise SystemExit(f"{engine.role} ended {name} with an error: {engine.process.last_lines()[-1:]}")
         params = ends[0].kv_transfer_params
@@ -47,11 +57,17 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
     if not any(check.rows_due for check in checks):
         raise SystemExit(f"D was given nothing for {name}")
     if not moved.all():
-        raise SystemExit(f"D was given something for {name}, and NIXL has counted {moved[0]} bytes in {moved[1]} descriptors")
+        raise SystemExit(
+            f"D was given something for {name}, and NIXL has counted {moved[0]} bytes in {moved[1]} descriptors"
+        )
     return d.trace(id), moved, sum(check.pool.wrong + len(check.missing) for check in checks)
 
 
-def main(connector: str = "reference_connector:ReferenceConnector", model: str = "qwen3_5_35b_a3b", topology: str = "P2D2") -> int:
+def main(
+    connector: str = "reference_connector:ReferenceConnector",
+    model: str = "qwen3_5_35b_a3b",
+    topology: str = "P2D2",
+) -> int:
     geometry, sizes = load_geometries()[model], dict(zip("PD", parse_topology(topology), strict=True))
     blocks = {role: block_size_of(geometry, tp, BLOCK, kernel_block=BLOCK) for role, tp in sizes.items()}
     first = 2 * blocks["D"] + blocks["D"] // 3
@@ -60,12 +76,18 @@ def main(connector: str = "reference_connector:ReferenceConnector", model: str =
         try:
             for role, tp in sizes.items():
                 pool = blocks_for(geometry, blocks[role], longest) + ROOM[role]
-                engines.append(start(address, f"turns-{role}", role, connector, model, tp, pool, longest, free_port()))
+                engines.append(
+                    start(address, f"turns-{role}", role, connector, model, tp, pool, longest, free_port())
+                )
             p, d = engines
             p.wait_ready()
             d.wait_ready()
-            print(f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: {first} tokens, then {2 * first}\n")
-            print("| turn 2 | hit on D | pulled | computed on D | bytes moved | descriptors | wrong |\n|---|---|---|---|---|---|---|")
+            print(
+                f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: {first} tokens, then {2 * first}\n"
+            )
+            print(
+                "| turn 2 | hit on D | pulled | computed on D | bytes moved | descriptors | wrong |\n|---|---|---|---|---|---|---|"
+            )
             for turn in ("with turn 1 in D's cache", "without"):
                 hand_over(p, d, f"first {turn}", tokens(first))
                 if turn == "without":

@@ -32,35 +32,61 @@ def joined(paths: list[str]) -> list[tuple[str, Results]]:
     for report in (read(Path(path)) for path in paths):
         found[report.subject.connector] |= {result.id: result for result in report.results if result.cell}
     if len(found) != 2:
-        raise Vacuous(f"reports of two connectors are compared, and these are of {', '.join(found) or 'none'}")
+        raise Vacuous(
+            f"reports of two connectors are compared, and these are of {', '.join(found) or 'none'}"
+        )
     return list(found.items())
 
 
 def outcomes(one: Results, two: Results) -> list[Row]:
     """Rows: model, its combinations, rule, what became of the cases, why, what became of them with the other connector. Raises Vacuous."""
-    bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(list)  # (cell, rule); what is blocked by what it stands on, if that is known
+    bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(
+        list
+    )  # (cell, rule); what is blocked by what it stands on, if that is known
     for result in sorted(one.values(), key=lambda result: _said(result) is Outcome.BLOCKED):
         if _said(result) in (Outcome.FAIL, Outcome.BLOCKED):
-            stands = [r for r in ("KV-START-001", "KV-HANDOVER-001") if _said(result) is Outcome.BLOCKED and (str(result.cell), r) in bad]
+            stands = [
+                r
+                for r in ("KV-START-001", "KV-HANDOVER-001")
+                if _said(result) is Outcome.BLOCKED and (str(result.cell), r) in bad
+            ]
             bad[str(result.cell), (*stands, result.rule)[0]].append(result)
     if not bad:
         raise Vacuous(f"the first connector passes all of its {len(one)} cases: there is nothing to list")
     rows: dict[Row, list[tuple[str, str, list[CaseResult]]]] = defaultdict(list)
     for (cell, rule), results in sorted(bad.items()):
         if missing := [result.id for result in results if result.id not in two]:
-            raise Vacuous(f"the second connector has not run {len(missing)} of the cases that are listed, the first is {missing[0]}")
+            raise Vacuous(
+                f"the second connector has not run {len(missing)} of the cases that are listed, the first is {missing[0]}"
+            )
         theirs, first = [two[result.id] for result in results], results[0]
         if not any(_said(r) is not Outcome.PASS or (r.evidence and r.evidence.bytes_moved) for r in theirs):
             raise Vacuous(f"{cell}: the second connector passes {rule} and has moved no byte")
-        why = " ".join((first.finding.diagnosis or first.finding.happened if first.finding else first.reason).split())
+        why = " ".join(
+            (first.finding.diagnosis or first.finding.happened if first.finding else first.reason).split()
+        )
         model, _, place = cell.partition("-")
-        rows[f"`{model}`", rule, re.sub(r"\d+", "#", why), *sorted({_word(r) for r in theirs})].append((place, why, results))
+        rows[f"`{model}`", rule, re.sub(r"\d+", "#", why), *sorted({_word(r) for r in theirs})].append(
+            (place, why, results)
+        )
     table: list[Row] = []
     for (model, rule, *_), cells in rows.items():
         results = [result for *_, some in cells for result in some]
-        places, named = ", ".join(place for place, *_ in cells), list(dict.fromkeys(_handover(r.id).rpartition("-")[2] for r in results))
+        places, named = (
+            ", ".join(place for place, *_ in cells),
+            list(dict.fromkeys(_handover(r.id).rpartition("-")[2] for r in results)),
+        )
         cases = f"{rule}: {', '.join(named)}" if len(named) < 8 else rule
-        table.append((model, places, cases, _count(results), cells[0][1], _count([two[result.id] for result in results])))
+        table.append(
+            (
+                model,
+                places,
+                cases,
+                _count(results),
+                cells[0][1],
+                _count([two[result.id] for result in results]),
+            )
+        )
     return table
 
 
@@ -77,9 +103,13 @@ def _count(results: list[CaseResult]) -> str:
     """ "2 FAIL, 7 PASS (3.1 MB)". MB are of what arrived right, and count once for all cases that judge one hand-over."""
     moved: dict[str, int] = defaultdict(int)
     for result in results:
-        moved[_handover(result.id)] = max(moved[_handover(result.id)], result.evidence.bytes_moved if result.evidence else 0)
+        moved[_handover(result.id)] = max(
+            moved[_handover(result.id)], result.evidence.bytes_moved if result.evidence else 0
+        )
     size = f" ({sum(moved.values()) / 1e6:.1f} MB)"
-    return ", ".join(f"{n} {word}" + size * (word == "PASS") for word, n in Counter(map(_word, results)).items())
+    return ", ".join(
+        f"{n} {word}" + size * (word == "PASS") for word, n in Counter(map(_word, results)).items()
+    )
 
 
 def _handover(id: str) -> str:
@@ -89,17 +119,29 @@ def _handover(id: str) -> str:
 
 def differences(one: Results, two: Results) -> list[Row]:
     """Rows: model, window, block, tokens, topologies, largest difference of a log-probability, that of the other one; last all the rest."""
-    pairs = {_handover(id): (_largest(one[id]), _largest(two[id])) for id in one.keys() & two.keys() if one[id].rule == "KV-OUTPUT-001"}
+    pairs = {
+        _handover(id): (_largest(one[id]), _largest(two[id]))
+        for id in one.keys() & two.keys()
+        if one[id].rule == "KV-OUTPUT-001"
+    }
     rows: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for handover, pair in sorted(
-        pairs.items(), key=lambda item: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", item[0])]
+        pairs.items(),
+        key=lambda item: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", item[0])],
     ):
         if any(pair):
             family, topology, name = handover.split("-")
             rows[family, name, f"{pair[0]:.3g}", f"{pair[1]:.3g}"].append(topology)
     known, rest = load_families(), sum(pair == (0, 0) for pair in pairs.values())
     found = [
-        (f"`{family}`", str(known[family].sliding_window), str(known[family].block_size), name, ", ".join(places), *numbers)
+        (
+            f"`{family}`",
+            str(known[family].sliding_window),
+            str(known[family].block_size),
+            name,
+            ", ".join(places),
+            *numbers,
+        )
         for (family, name, *numbers), places in rows.items()
     ]
     return [*found, (f"{rest} other hand-overs", "", "", "", "", "0", "0")] if pairs else []
@@ -107,18 +149,31 @@ def differences(one: Results, two: Results) -> list[Row]:
 
 def _largest(result: CaseResult) -> float:
     """The largest difference from the oracle that a case saw; nan if it did not get so far."""
-    found = re.search(r"differ by up to ([\d.]+(?:e[+-]\d+)?)", result.finding.happened if result.finding else "")
-    return float(found[1]) if found else float(result.evidence.notes["largest difference"] if result.evidence else "nan")
+    found = re.search(
+        r"differ by up to ([\d.]+(?:e[+-]\d+)?)", result.finding.happened if result.finding else ""
+    )
+    return (
+        float(found[1])
+        if found
+        else float(result.evidence.notes["largest difference"] if result.evidence else "nan")
+    )
 
 
 def _table(head: Row, rows: list[Row]) -> str:
-    return "\n".join("| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in [head, ("---",) * len(head), *rows])
+    return "\n".join(
+        "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |"
+        for line in [head, ("---",) * len(head), *rows]
+    )
 
 
 def main(paths: list[str]) -> int:
     try:
         (one, first), (two, second) = joined(paths)
-        print(_table(("model", "combinations", "rule: hand-overs", one, "because", two), outcomes(first, second)))
+        print(
+            _table(
+                ("model", "combinations", "rule: hand-overs", one, "because", two), outcomes(first, second)
+            )
+        )
         if rows := differences(first, second):
             print("\n" + _table(("model", "window", "block", "hand-over", "topologies", one, two), rows))
     except (BadReport, Vacuous) as error:

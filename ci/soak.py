@@ -4,7 +4,7 @@
 
 P computes up to four prompts at a time, some with a common beginning, and D takes them. The seed says what becomes of each (`FATES`). At a
 fifth of the way P is killed before D has read what it answered, and started anew at the same port. P overwrites blocks the moment they are
-free. The whole pool of D is compared byte by byte whenever a load has ended (pytest_kvconform/rigs/pattern_check.py), both at every rest.
+free. The whole pool of D is compared byte by byte whenever a load has ended (pytest_kvconform/rigs/bytes/checks.py), both at every rest.
 
 At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests held must be none; NIXL's
 objects, threads and open files no more than in the first half. Python's objects and the resident set leak if the straight line through
@@ -28,17 +28,22 @@ import numpy as np
 from soaked import BLOCK, Engine, background, start
 
 from model_matrix import load_geometries
-from pytest_kvconform.kvspace.diagnose import count_pool
-from pytest_kvconform.rigs.engine import EngineFailed
-from pytest_kvconform.rigs.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.messages import Output
-from pytest_kvconform.rigs.pattern_bench import blocks_for
-from pytest_kvconform.rigs.pattern_handover import shared_owners
-from pytest_kvconform.rigs.pattern_messages import PatternRequest
-from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.kvspace.pools.diagnose import count_pool
+from pytest_kvconform.rigs.bytes.bench import blocks_for
+from pytest_kvconform.rigs.bytes.handover import shared_owners
+from pytest_kvconform.rigs.bytes.messages import PatternRequest
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.engine.messages import Output
+from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import VOCABULARY
 
-LONGEST, TOGETHER, RESTS, PATIENCE_S = 200, 4, 25, 60.0  # tokens; prompts a round; seconds for a round, and for a rest besides the lease
+LONGEST, TOGETHER, RESTS, PATIENCE_S = (
+    200,
+    4,
+    25,
+    60.0,
+)  # tokens; prompts a round; seconds for a round, and for a rest besides the lease
 SPARE = {"P": 9, "D": 5}  # prompts of full length that a pool has room for: leases keep blocks on P
 FATES = {
     "undisturbed": 0.70,
@@ -66,7 +71,9 @@ class Handover:
         """Make it a request on D."""
         says = 2 if self.fate == "preempted on D" else 1  # it must still run
         id = self.request.id.replace(ON_P, ON_D)
-        self.request = msgspec.structs.replace(self.request, id=id, max_tokens=says, kv_transfer_params=params, watch=True)
+        self.request = msgspec.structs.replace(
+            self.request, id=id, max_tokens=says, kv_transfer_params=params, watch=True
+        )
 
 
 @dataclass
@@ -78,19 +85,27 @@ class Soak:
     rests: int = RESTS
     troubles: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    series: dict[str, list[dict[str, int]]] = field(default_factory=lambda: {"P": [], "D": []})  # one entry a rest
+    series: dict[str, list[dict[str, int]]] = field(
+        default_factory=lambda: {"P": [], "D": []}
+    )  # one entry a rest
     ready: list[Handover] = field(default_factory=list)  # P has answered
     engines: dict[str, Engine] = field(default_factory=dict)
 
     def run(self) -> None:
         """All of it, or until the first trouble."""
-        self.random, self.ports = np.random.default_rng(self.options.seed), {role: free_port() for role in "PD"}
+        self.random, self.ports = (
+            np.random.default_rng(self.options.seed),
+            {role: free_port() for role in "PD"},
+        )
         try:
             for role in "PD":
                 self._start(role)
             for rest in range(1, self.rests + 1):
                 while self.seen["right"] < self.options.handovers * rest // self.rests and not self.troubles:
-                    self._round(kill=not self.seen["P was killed"] and self.seen["right"] > self.options.handovers // 5)
+                    self._round(
+                        kill=not self.seen["P was killed"]
+                        and self.seen["right"] > self.options.handovers // 5
+                    )
                 self._rest()
                 if self.troubles:
                     break
@@ -102,9 +117,14 @@ class Soak:
 
     def _start(self, role: str) -> None:
         model, name = self.options.geometry, f"soak-{role}-{self.ports[role]}-{self.seen['P was killed']}"
-        blocks, extra = blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role], {"kv_lease_duration": self.options.lease}
+        blocks, extra = (
+            blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role],
+            {"kv_lease_duration": self.options.lease},
+        )
         where = self.address, name, role, self.options.connector, model
-        self.engines[role] = start(*where, tp=1, blocks=blocks, longest=LONGEST + BLOCK, port=self.ports[role], **extra)
+        self.engines[role] = start(
+            *where, tp=1, blocks=blocks, longest=LONGEST + BLOCK, port=self.ports[role], **extra
+        )
         self.engines[role].wait_ready()
         self.engines[role].reuse(role == "P")
 
@@ -116,21 +136,38 @@ class Soak:
             one.due = time.monotonic() + 2 * self.options.lease * (one.fate == "fetched too late")
             self.ready += [one] * (one.fate != "never fetched")
         now = time.monotonic()
-        fetched, self.ready = [one for one in self.ready if one.due <= now], [one for one in self.ready if one.due > now]
+        fetched, self.ready = (
+            [one for one in self.ready if one.due <= now],
+            [one for one in self.ready if one.due > now],
+        )
         self._fetch(fetched, kill)
 
     def _prompts(self, kill: bool) -> list[Handover]:
         count, salt = int(self.random.integers(1, TOGETHER + 1)), f"round-{self.seen['rounds']}"
-        ids, same = self.random.choice(VOCABULARY, size=(count, LONGEST)), self.random.integers(-LONGEST, LONGEST, size=count)
-        prompts = [(*ids[0, : max(0, same[i])].tolist(), *ids[i].tolist())[: self.random.integers(2, LONGEST)] for i in range(count)]
+        ids, same = (
+            self.random.choice(VOCABULARY, size=(count, LONGEST)),
+            self.random.integers(-LONGEST, LONGEST, size=count),
+        )
+        prompts = [
+            (*ids[0, : max(0, same[i])].tolist(), *ids[i].tolist())[: self.random.integers(2, LONGEST)]
+            for i in range(count)
+        ]
         fates = self.random.choice(list(FATES), size=count, p=list(FATES.values())).tolist()
         self.seen.update(fates)
-        first = self.seen["rounds"] * TOGETHER % 256  # numbers are written into the rows: those of the last 64 rounds differ
+        first = (
+            self.seen["rounds"] * TOGETHER % 256
+        )  # numbers are written into the rows: those of the last 64 rounds differ
         more: dict[str, Any] = {"max_tokens": 1, "kv_transfer_params": PREFILL, "salt": salt}
         return [
             Handover(
                 fates[i],
-                PatternRequest(id=f"{salt}-{i}-{ON_P}", tokens=prompts[i], owners=owners + first, number=first + i, **more),
+                PatternRequest(
+                    id=f"{salt}-{i}-{ON_P}",
+                    tokens=prompts[i],
+                    owners=owners + first,
+                    number=first + i,
+                    **more,
+                ),
                 excused=kill or fates[i] == "fetched too late",
             )
             for i, owners in enumerate(shared_owners(prompts))
@@ -144,7 +181,9 @@ class Soak:
             yield None
             self.engines["P" if role == "D" else "D"].step()
             if time.monotonic() > over:
-                states = [f"{name} ({one.fate}) is {engine.trace(name).status}" for name, one in waiting.items()]
+                states = [
+                    f"{name} ({one.fate}) is {engine.trace(name).status}" for name, one in waiting.items()
+                ]
                 self.troubles.append(f"not over after {PATIENCE_S:.0f} s on {role}: {', '.join(states)}")
                 return
 
@@ -187,7 +226,11 @@ class Soak:
                     d.preempt(output.id)
                 if output is not None:
                     continue
-                for name in [name for name, one in waiting.items() if one.fate == "aborted on D" and self.random.random() < 0.5]:
+                for name in [
+                    name
+                    for name, one in waiting.items()
+                    if one.fate == "aborted on D" and self.random.random() < 0.5
+                ]:
                     d.abort(name)
                     d.taken(name)
                     del waiting[name]
@@ -202,7 +245,9 @@ class Soak:
         if finish == "error":
             self.seen["failed as they may" if one.excused else "failed"] += 1
             if not one.excused:
-                self.troubles.append(f"{said} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}")
+                self.troubles.append(
+                    f"{said} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}"
+                )
         elif given and not any(check.rows_due for check in checks):
             self.troubles.append(f"{said}: nobody has looked at {given} tokens that were loaded")
         elif wrong := [check for check in checks if not check.clean]:
@@ -215,13 +260,20 @@ class Soak:
     def _rest(self) -> None:
         """Wait until nobody holds anything, and note what there is."""
         deadline, engines = time.monotonic() + self.options.lease + PATIENCE_S, list(self.engines.values())
-        while any(u.requests or u.unfinished or u.free_blocks != u.total_blocks for u in [e.usage() for e in engines]):
+        while any(
+            u.requests or u.unfinished or u.free_blocks != u.total_blocks
+            for u in [e.usage() for e in engines]
+        ):
             for engine in engines:
                 engine.step()
             if self.troubles or time.monotonic() > deadline:
                 break
         for role, engine in self.engines.items():
-            self.troubles += [f"{role}'s pool at rest: {count_pool(check.pool)}" for check in engine.audit() if check.pool.wrong]
+            self.troubles += [
+                f"{role}'s pool at rest: {count_pool(check.pool)}"
+                for check in engine.audit()
+                if check.pool.wrong
+            ]
             has = engine.has()
             self.troubles += [f"{role} at rest still has {has[what]} {what}" for what in NONE if has[what]]
             self.series[role].append(has)
@@ -229,14 +281,29 @@ class Soak:
 
     def table(self) -> list[str]:
         """What either engine had at its rests, as lines. Adds leaks to `troubles`."""
-        lines = ["| engine | what | first rest | middle | last | rise | noise |", "|---|---|---|---|---|---|---|"]
+        lines = [
+            "| engine | what | first rest | middle | last | rise | noise |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for role, rests in self.series.items():
             for what in rests[0] if rests else ():
                 values = [rest[what] for rest in rests]
-                rise, noise = growth(values) if what in GROWING else (values[-1] - max(values[: (len(values) + 1) // 2]), 0)
-                lines.append(f"| {role} | {what} | {values[0]} | {values[len(values) // 2]} | {values[-1]} | {rise:.0f} | {noise:.0f} |")
-                least = self.seen["right"] / 20 if what in GROWING else 0  # a tenth for each hand-over of the second half
-                if rise > max(noise, least) and what not in NONE and (what not in GROWING or self.seen["right"] >= WARM):
+                rise, noise = (
+                    growth(values)
+                    if what in GROWING
+                    else (values[-1] - max(values[: (len(values) + 1) // 2]), 0)
+                )
+                lines.append(
+                    f"| {role} | {what} | {values[0]} | {values[len(values) // 2]} | {values[-1]} | {rise:.0f} | {noise:.0f} |"
+                )
+                least = (
+                    self.seen["right"] / 20 if what in GROWING else 0
+                )  # a tenth for each hand-over of the second half
+                if (
+                    rise > max(noise, least)
+                    and what not in NONE
+                    and (what not in GROWING or self.seen["right"] >= WARM)
+                ):
                     self.troubles.append(f"{role} leaks {what}: {', '.join(map(str, values))}")
         return lines
 
@@ -250,7 +317,10 @@ def growth(values: list[int]) -> tuple[float, float]:
     if len(second) < 5:
         return 0.0, 0.0
     noise = np.ptp(first - np.polyval(np.polyfit(range(len(first)), first, 1), range(len(first))))
-    rises = [(second[at:].min() - second[:at].max() + noise, second[at] - second[at - 1]) for at in range(1, len(second))]
+    rises = [
+        (second[at:].min() - second[:at].max() + noise, second[at] - second[at - 1])
+        for at in range(1, len(second))
+    ]
     step, at = max((min(rise), at) for at, rise in enumerate(rises, 1))
     second[at:] -= max(0.0, step)
     return float(np.polyfit(range(len(second)), second, 1)[0] * (len(second) - 1)), float(noise)
@@ -268,7 +338,14 @@ def main(arguments: list[str]) -> int:
         soak.run()
     table = soak.table()
     said = soak.troubles or ["nothing wrong, nothing left"]
-    print(*table, "", *(f"{count} {what}" for what, count in soak.seen.items()), f"{time.monotonic() - began:.0f} s", *said, sep="\n")
+    print(
+        *table,
+        "",
+        *(f"{count} {what}" for what, count in soak.seen.items()),
+        f"{time.monotonic() - began:.0f} s",
+        *said,
+        sep="\n",
+    )
     return int(bool(soak.troubles))
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from model_matrix import Geometry
-from pytest_kvconform.rigs import engine_process, pattern, pattern_engine
 from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
-from pytest_kvconform.rigs.pattern_messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.bytes import handle as pattern
+from pytest_kvconform.rigs.bytes import process as pattern_engine
+from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 
@@ -79,7 +81,9 @@ class Soaked(pattern_engine.PatternEngine):
 
     def moved(self) -> tuple[int, int]:
         """(bytes, descriptors) of all transfers of all ranks, as NIXL counts them."""
-        bytes_, descriptors = (sum(rank[what] for rank in self._workers(_count_of_rank)) for what in ("bytes", "descriptors"))
+        bytes_, descriptors = (
+            sum(rank[what] for rank in self._workers(_count_of_rank)) for what in ("bytes", "descriptors")
+        )
         return bytes_, descriptors
 
     def has(self) -> dict[str, int]:
@@ -94,7 +98,9 @@ class Soaked(pattern_engine.PatternEngine):
         return {
             "blocks": usage.total_blocks - usage.free_blocks,
             "requests": len(usage.requests),
-            "NIXL handles": sum(type(one).__name__ in HANDLES and not one._released for one in gc.get_objects()),
+            "NIXL handles": sum(
+                type(one).__name__ in HANDLES and not one._released for one in gc.get_objects()
+            ),
             "NIXL registrations": counted["registrations"],
             "NIXL peers": counted["peers"],
             "threads": len(os.listdir("/proc/self/task")),
@@ -122,7 +128,9 @@ class Engine(pattern.PatternEngine):
 @contextlib.contextmanager
 def background(geometry: Geometry) -> Iterator[str]:
     """The address of a zygote whose children find this module."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     zygote = launch_zygote([], geometry.config["architectures"])
     try:
         wait_for_zygote(zygote.address, IMPORT_S)
@@ -132,7 +140,16 @@ def background(geometry: Geometry) -> Iterator[str]:
 
 
 def start(
-    address: str, name: str, role: str, connector: str, model: str, tp: int, blocks: int, longest: int, port: int, **more: Any
+    address: str,
+    name: str,
+    role: str,
+    connector: str,
+    model: str,
+    tp: int,
+    blocks: int,
+    longest: int,
+    port: int,
+    **more: Any,
 ) -> Engine:
     """An engine with a pool of `blocks`, for requests of up to `longest` tokens. `more`: of kv_connector_extra_config."""
     transfer = transfer_config(resolve(Settings(connector=connector)), role, "cpu")

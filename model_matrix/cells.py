@@ -1,5 +1,5 @@
-"""From the matrix to cells: which families run at which topologies. The lists themselves are in `matrix.toml` (engine
-rig), `bytes.toml` (byte rig) and `protocol.toml` (scheduler rig)."""
+"""From the matrix to cells: which families run at which topologies. The lists themselves are in `engine.toml` (engine
+rig), `bytes.toml` (byte rig) and `scheduler.toml` (scheduler rig)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import msgspec
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
 
-FILE = Path(__file__).with_name("matrix.toml")
+ENGINE_FILE = Path(__file__).with_name("engine.toml")
 BYTES_FILE = Path(__file__).with_name("bytes.toml")
-PROTOCOL_FILE = Path(__file__).with_name("protocol.toml")
+SCHEDULER_FILE = Path(__file__).with_name("scheduler.toml")
 
 
 class MatrixError(ValueError):
@@ -72,7 +72,7 @@ class ByteMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full: dict[str, dict[str, list[str]]]
 
 
-class ProtocolMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SchedulerMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each matrix of the scheduler rig: geometry id -> setup of bytes.toml -> topologies."""
 
     quick: dict[str, dict[str, list[str]]]
@@ -87,17 +87,30 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
     """
     _know("matrix", matrix, msgspec.structs.asdict(load_matrices()))
     chosen = _places(matrix)
-    words = {place: {place.family, *([load_geometries()[place.family].family] if place.rig != "engine" else [])} for place in chosen}
+    words = {
+        place: {place.family, *([load_geometries()[place.family].family] if place.rig != "engine" else [])}
+        for place in chosen
+    }
     for family in families:
-        _know(f"family in the {matrix} matrix", family, dict.fromkeys(word for place in chosen for word in sorted(words[place])))
+        _know(
+            f"family in the {matrix} matrix",
+            family,
+            dict.fromkeys(word for place in chosen for word in sorted(words[place])),
+        )
     for topology in topologies:
         parse_topology(topology)
-        elsewhere = [name for name in msgspec.structs.asdict(load_matrices()) if topology in _topologies(_places(name))]
+        elsewhere = [
+            name for name in msgspec.structs.asdict(load_matrices()) if topology in _topologies(_places(name))
+        ]
         if matrix not in elsewhere and elsewhere:
-            raise UnknownName(f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}")
+            raise UnknownName(
+                f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}"
+            )
         _know(f"topology in the {matrix} matrix", topology, _topologies(chosen))
     return [
-        place for place in chosen if (not families or words[place] & set(families)) and (not topologies or place.topology in topologies)
+        place
+        for place in chosen
+        if (not families or words[place] & set(families)) and (not topologies or place.topology in topologies)
     ]
 
 
@@ -107,7 +120,7 @@ def _places(matrix: str) -> list[Place]:
     name = "full" if matrix == "nightly" else matrix
     others: dict[str, dict[str, dict[str, list[str]]]] = {
         "bytes": getattr(load_byte_matrices(), name),
-        "scheduler": getattr(load_protocol_matrices(), name),
+        "scheduler": getattr(load_scheduler_matrices(), name),
     }
     return [Place(family, topology) for family, row in engine.items() for topology in row] + [
         Place(geometry, topology, setup, rig)
@@ -122,8 +135,14 @@ def parse_topology(topology: str) -> tuple[int, int]:
     """Tensor parallel sizes of prefill and decode: "P1D2" -> (1, 2). Raises UnknownName."""
     if match := re.fullmatch(r"P([1-9][0-9]*)D([1-9][0-9]*)", topology, re.ASCII):
         return int(match[1]), int(match[2])
-    near = f" (did you mean {topology.upper()}?)" if re.fullmatch(r"p[1-9]\d*d[1-9]\d*", topology, re.I | re.A) else ""
-    raise UnknownName(f"{topology!r} is no topology{near}; one looks like P1D2: tensor parallel size of prefill and decode")
+    near = (
+        f" (did you mean {topology.upper()}?)"
+        if re.fullmatch(r"p[1-9]\d*d[1-9]\d*", topology, re.I | re.A)
+        else ""
+    )
+    raise UnknownName(
+        f"{topology!r} is no topology{near}; one looks like P1D2: tensor parallel size of prefill and decode"
+    )
 
 
 def _topologies(places: Iterable[Place]) -> list[str]:
@@ -132,8 +151,8 @@ def _topologies(places: Iterable[Place]) -> list[str]:
 
 @functools.cache
 def load_matrices() -> Matrices:
-    """The matrices of `matrix.toml`. Raises MatrixError."""
-    return read_matrices(FILE)
+    """The matrices of `engine.toml`. Raises MatrixError."""
+    return read_matrices(ENGINE_FILE)
 
 
 def read_matrices(path: Path) -> Matrices:
@@ -167,22 +186,22 @@ def read_byte_matrices(path: Path) -> ByteMatrices:
 
 
 @functools.cache
-def load_protocol_matrices() -> ProtocolMatrices:
-    """The matrices of `protocol.toml`. Raises MatrixError."""
-    return read_protocol_matrices(PROTOCOL_FILE)
+def load_scheduler_matrices() -> SchedulerMatrices:
+    """The matrices of `scheduler.toml`. Raises MatrixError."""
+    return read_scheduler_matrices(SCHEDULER_FILE)
 
 
-def read_protocol_matrices(path: Path) -> ProtocolMatrices:
+def read_scheduler_matrices(path: Path) -> SchedulerMatrices:
     """Read a matrix file of the scheduler rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
     try:
-        matrices = msgspec.toml.decode(path.read_bytes(), type=ProtocolMatrices)
+        matrices = msgspec.toml.decode(path.read_bytes(), type=SchedulerMatrices)
         _check_rows(matrices, load_byte_matrices().setups)
     except (msgspec.MsgspecError, UnknownName) as error:
         raise MatrixError(f"{path.name}: {error}") from error
     return matrices
 
 
-def _check_rows(matrices: ByteMatrices | ProtocolMatrices, known: dict[str, Setup]) -> None:
+def _check_rows(matrices: ByteMatrices | SchedulerMatrices, known: dict[str, Setup]) -> None:
     """Raise UnknownName unless geometries, setups and topologies are known."""
     for name in ("quick", "full"):
         for geometry, setups in getattr(matrices, name).items():

@@ -31,11 +31,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     source: str  # where the architecture comes from: class of transformers; model file of vLLM
     version: int  # raised with every change
     changelog: str  # one line: what the last change was
-    dtype: Literal["float32", "bfloat16"]  # engines must compute in this one; the checkpoint itself is always bfloat16
+    dtype: Literal[
+        "float32", "bfloat16"
+    ]  # engines must compute in this one; the checkpoint itself is always bfloat16
     block_size: int  # tokens a block, as engine option; large enough that vLLM does not raise it, at any topology of the matrix
     sliding_window: int  # tokens; 0: no layer has one
     config: dict[str, Any]  # config.json, verbatim
-    tensors: dict[str, dict[str, Tensor]]  # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+    tensors: dict[
+        str, dict[str, Tensor]
+    ]  # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
 
     @property
     def has_state(self) -> bool:
@@ -72,7 +76,9 @@ def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
 def _layers(family: Family, table: str) -> list[int]:
     """Numbers of the layers that a table of tensors is for."""
     kinds = family.config.get("layer_types", [])
-    return [i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table]
+    return [
+        i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table
+    ]
 
 
 def _mistake(family: Family, stem: str) -> str:

@@ -19,7 +19,9 @@ class GeometryError(ValueError):
     """A geometry file is wrong. The message names the file and the key."""
 
 
-class FullAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="full_attention"):
+class FullAttention(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="full_attention"
+):
     """Attention over all tokens. A row is one token's K or V of one head: `head_size` elements."""
 
     name: str  # of the layer in vLLM; {i} is its number in the whole model, drafts included
@@ -27,7 +29,9 @@ class FullAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     head_size: int  # elements
 
 
-class SlidingWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sliding_window"):
+class SlidingWindow(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sliding_window"
+):
     """Attention over the last `window` tokens, the current one included."""
 
     name: str
@@ -99,7 +103,9 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     title: str
     family: str  # of its architecture: "gemma3"
     source: str  # where the numbers come from: repository and file on the hub; model file of vLLM; what could not be confirmed
-    dtype: Literal["bfloat16", "float16", "float32"]  # of the model, and of the KV unless the engine is told otherwise
+    dtype: Literal[
+        "bfloat16", "float16", "float32"
+    ]  # of the model, and of the KV unless the engine is told otherwise
     kinds: dict[str, Kind]
     layers: tuple[Run, ...]
     draft_layers: tuple[Run, ...] = ()
@@ -128,7 +134,13 @@ def expand_layers(geometry: Geometry) -> list[Layer]:
     """Every layer that has KV, in the model's order, the draft's last."""
     own, draft = _words(geometry.layers), _words(geometry.draft_layers)
     return [
-        Layer(geometry.kinds[word].name.replace("{i}", str(i)), i, word, geometry.kinds[word], draft=i >= len(own))
+        Layer(
+            geometry.kinds[word].name.replace("{i}", str(i)),
+            i,
+            word,
+            geometry.kinds[word],
+            draft=i >= len(own),
+        )
         for i, word in enumerate(own + draft)
     ]
 
@@ -154,16 +166,24 @@ def _mistake(geometry: Geometry, stem: str) -> str:
             return f"kinds.{word} is the kind of no layer"
         if "{i}" not in kind.name:
             return f"kinds.{word}: name {kind.name!r} must contain {{i}}"
-        if isinstance(kind, State) and kind.mechanism == "kda" and (kind.key_heads, kind.head_k) != (kind.value_heads, kind.head_v):
+        if (
+            isinstance(kind, State)
+            and kind.mechanism == "kda"
+            and (kind.key_heads, kind.head_k) != (kind.value_heads, kind.head_v)
+        ):
             return f"kinds.{word}: kda has the same heads for keys and values"
-        numbers = {key: value for key, value in msgspec.structs.asdict(kind).items() if isinstance(value, int)}
+        numbers = {
+            key: value for key, value in msgspec.structs.asdict(kind).items() if isinstance(value, int)
+        }
         for key, value in numbers.items():
             if value < 1:
                 return f"kinds.{word}: {key} is {value}, but must be above 0"
     if bool(draft) != (geometry.draft_config is not None):
         return "draft_layers and draft_config: there must be both or neither"
     return _config_mistake("config", geometry.config, [geometry.kinds[word] for word in own]) or (
-        _config_mistake("draft_config", geometry.draft_config, [geometry.kinds[word] for word in draft]) if geometry.draft_config else ""
+        _config_mistake("draft_config", geometry.draft_config, [geometry.kinds[word] for word in draft])
+        if geometry.draft_config
+        else ""
     )
 
 
@@ -173,7 +193,9 @@ def _config_mistake(table: str, config: dict[str, Any], kinds: list[Kind]) -> st
         if key not in config:
             return f"{table}.{key} is missing"
     if config["num_hidden_layers"] != len(kinds):
-        return f"{table}.num_hidden_layers is {config['num_hidden_layers']}, but there are {len(kinds)} layers"
+        return (
+            f"{table}.num_hidden_layers is {config['num_hidden_layers']}, but there are {len(kinds)} layers"
+        )
     for kind in kinds:
         for key, value in _said(kind, config).items():
             if config.get(key) != value:
@@ -187,7 +209,11 @@ def _said(kind: Kind, config: dict[str, Any]) -> dict[str, Any]:
         return {"kv_lora_rank": kind.kv_lora_rank, "qk_rope_head_dim": kind.rope_head_size}
     if isinstance(kind, State):
         if kind.mechanism == "kda":
-            said = {"num_heads": kind.value_heads, "head_dim": kind.head_v, "short_conv_kernel_size": kind.kernel}
+            said = {
+                "num_heads": kind.value_heads,
+                "head_dim": kind.head_v,
+                "short_conv_kernel_size": kind.kernel,
+            }
             return {"linear_attn_config": {**config.get("linear_attn_config", {}), **said}}
         return {
             "linear_num_key_heads": kind.key_heads,

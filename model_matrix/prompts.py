@@ -5,7 +5,11 @@ from __future__ import annotations
 from model_matrix.families import Family
 
 BLOCKS = {"quick": 2, "full": 6, "nightly": 6}  # how many block boundaries are visited from both sides
-LAYOUTS = {"quick": 2, "full": 4, "nightly": 4}  # how many times a window begins exactly at a block, from both sides
+LAYOUTS = {
+    "quick": 2,
+    "full": 4,
+    "nightly": 4,
+}  # how many times a window begins exactly at a block, from both sides
 
 
 def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, ...]:
@@ -17,7 +21,10 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
     if block_size < 2:
         raise ValueError(f"a block of {block_size} tokens has no inside")
     many = 2 if family.has_state else 6
-    lengths = {1, many * block_size + max(1, block_size // 4)}  # nothing to hand over; many blocks, the last one partly filled
+    lengths = {
+        1,
+        many * block_size + max(1, block_size // 4),
+    }  # nothing to hand over; many blocks, the last one partly filled
     for blocks in range(1, BLOCKS[matrix] + 1):
         lengths |= _around(blocks * block_size)
     if family.sliding_window:
@@ -27,7 +34,10 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
         for blocks in range(1, LAYOUTS[matrix] + 1):
             lengths |= _around(family.sliding_window - 1 + blocks * block_size)
     if kernel := family.config.get("linear_conv_kernel_dim", 0):
-        lengths |= {2, kernel}  # the convolution's state, which holds kernel - 1 tokens, is nearly empty; is just full
+        lengths |= {
+            2,
+            kernel,
+        }  # the convolution's state, which holds kernel - 1 tokens, is nearly empty; is just full
     return tuple(sorted(length for length in lengths if length > 0))
 
 

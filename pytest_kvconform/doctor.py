@@ -41,7 +41,9 @@ def main() -> int:
     for name, found in versions.items():
         print(f"{name:<9}{f'{found}, {imports[name].says}' if found else 'not installed'}")
     memory = psutil.virtual_memory()
-    print(f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free")
+    print(
+        f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free"
+    )
     print(f"GPUs     {', '.join(gpus) or 'none'}\n")
     print("\n".join(advice(versions, imports, gpus)))
     return 0 if imports["vllm"].works else 1
@@ -54,14 +56,20 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
     if versions["vllm"] is None:
         return [f"can run  nothing: vLLM is not installed; {install}"]
     if not imports["vllm"].works:
-        return [f"can run  nothing: vLLM is installed and cannot be imported; {install} in a fresh environment"]
+        return [
+            f"can run  nothing: vLLM is installed and cannot be imported; {install} in a fresh environment"
+        ]
     on = imports["vllm"].says.rpartition(" ")[2]
     example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
-    lines = [f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"]
+    lines = [
+        f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
+    ]
     if not imports["nixl"].works:
         lines.append("missing  nixl, for NixlConnector and the reference connector; pip install nixl")
     if on == "cpu" and gpus:
-        lines.append("missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment")
+        lines.append(
+            "missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment"
+        )
     if version("pytest-xdist") is None:
         lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
     return lines
@@ -72,7 +80,9 @@ def try_imports() -> dict[str, Import]:
     environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
     pipe = subprocess.PIPE
     running = {
-        name: subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment)
+        name: subprocess.Popen(
+            [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment
+        )
         for name, code in _IMPORTS.items()
     }
     return {name: _outcome(process) for name, process in running.items()}
@@ -95,8 +105,17 @@ def find_gpus() -> list[str]:
     """Names of the GPUs, by the driver's own tool; device files where there is no tool."""
     if tool := shutil.which("nvidia-smi"):
         try:
-            done = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+            done = subprocess.run(
+                [tool, "--query-gpu=name", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                timeout=20,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return []
-        return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+        return (
+            [line.strip() for line in done.stdout.splitlines() if line.strip()]
+            if done.returncode == 0
+            else []
+        )
     return sorted(glob.glob("/dev/nvidia[0-9]*"))

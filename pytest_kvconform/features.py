@@ -24,7 +24,11 @@ CELL_FACTS = frozenset("full window mla state draft tp block layout".split())
 CASE_FACTS = frozenset("hit preempt abort fails-recompute fails-fail silence".split())
 
 _KINDS = {FullAttention: "full", SlidingWindow: "window", Mla: "mla", State: "state"}
-_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window", "linear_attention": "state"}  # words of config.json
+_LAYER_TYPES = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "linear_attention": "state",
+}  # words of config.json
 
 
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +49,9 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def load() -> dict[str, Feature]:
     """Every feature by name, in the order of the file."""
-    return msgspec.toml.decode(Path(__file__).with_name("features.toml").read_bytes(), type=dict[str, Feature])
+    return msgspec.toml.decode(
+        Path(__file__).with_name("features.toml").read_bytes(), type=dict[str, Feature]
+    )
 
 
 def needed(planned: Planned) -> tuple[str, ...]:
@@ -75,7 +81,9 @@ def of_cell(cell: Cell) -> frozenset[str]:
     if cell.setup:
         setup = load_byte_matrices().setups[cell.setup]
         orders = [(side.layout, side.content, side.conv) for side in (setup.prefill, setup.decode)]
-        facts |= ({"block"} if setup.prefill.block != setup.decode.block else set()) | ({"layout"} if orders[0] != orders[1] else set())
+        facts |= ({"block"} if setup.prefill.block != setup.decode.block else set()) | (
+            {"layout"} if orders[0] != orders[1] else set()
+        )
     return frozenset(facts)
 
 

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pytest_kvconform import features, parts, rules
+from pytest_kvconform import features, rules
+from pytest_kvconform import loading as parts
 from pytest_kvconform.case import RIGS, Case
 from pytest_kvconform.result import Cell
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
 
 PREFIX = "kv::"
-TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")  # from cheap to dear: the first answer comes early
+TIERS = (
+    "interface",
+    "protocol",
+    "bytes",
+    "engine",
+    "accuracy",
+)  # from cheap to dear: the first answer comes early
 
 
 class BadSuite(Exception):
@@ -63,29 +70,42 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
     tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
     for tier in settings.tier:
         if tier not in tiers:
-            raise BadSetting(f"--kv-tier: there is no tier {tier!r}{did_you_mean(tier, tiers)}; there are {', '.join(tiers)}")
+            raise BadSetting(
+                f"--kv-tier: there is no tier {tier!r}{did_you_mean(tier, tiers)}; there are {', '.join(tiers)}"
+            )
     for pattern in settings.rule:
         if not fnmatch.filter(rules.load(), pattern):
-            raise BadSetting(f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: kvconform list rules")
+            raise BadSetting(
+                f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: kvconform list rules"
+            )
     for name in settings.feature:
         if name not in features.load():
             known = features.load()
-            raise BadSetting(f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+            raise BadSetting(
+                f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+            )
     every = _cases_of(parts.expand(settings.matrix), settings.matrix)
     asked = every
     if settings.family or settings.topology:
         try:
-            asked = _cases_of(parts.expand(settings.matrix, settings.family, settings.topology), settings.matrix)
+            asked = _cases_of(
+                parts.expand(settings.matrix, settings.family, settings.topology), settings.matrix
+            )
         except ValueError as error:
             raise BadSetting(f"--kv-family, --kv-topology: {error}") from None
     asked = [
         planned
         for planned in asked
         if (not settings.tier or planned.case.tier in settings.tier)
-        and (not settings.rule or any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in settings.rule))
+        and (
+            not settings.rule
+            or any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in settings.rule)
+        )
         and (not settings.feature or not set(settings.feature).isdisjoint(features.needed(planned)))
     ]
-    return Plan(tuple(_only(asked, arguments, every)), tuple(sorted({planned.id for planned in [*every, *asked]})))
+    return Plan(
+        tuple(_only(asked, arguments, every)), tuple(sorted({planned.id for planned in [*every, *asked]}))
+    )
 
 
 def module_names() -> list[str]:
@@ -136,11 +156,17 @@ def _only(asked: list[Planned], arguments: Sequence[str], every: list[Planned]) 
     """Those that an argument selects. One that names nothing in the whole suite is a mistake; one that other settings exclude is not."""
     if not arguments:
         return asked
-    names = [PREFIX.rstrip(":"), PREFIX, *dict.fromkeys(prefix for planned in every + asked for prefix in _prefixes(planned))]
+    names = [
+        PREFIX.rstrip(":"),
+        PREFIX,
+        *dict.fromkeys(prefix for planned in every + asked for prefix in _prefixes(planned)),
+    ]
     known = set(names)
     for argument in arguments:
         if argument not in known:
-            raise BadSetting(f"there is no case, module or tier {argument}{did_you_mean(argument, names)}; see: kvconform list cases")
+            raise BadSetting(
+                f"there is no case, module or tier {argument}{did_you_mean(argument, names)}; see: kvconform list cases"
+            )
     wanted = set(arguments)
     return [planned for planned in asked if wanted & {PREFIX, *_prefixes(planned)}]
 

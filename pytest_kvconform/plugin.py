@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         how: dict[str, Any] = {"action": "store_true"} if option.switch else {"metavar": option.metavar}
         if option.repeatable:
             how["action"] = "append"
-        group.addoption(option.flag, dest=option.dest, default=None, help=f"{option.help}{many}{default}", **how)
+        group.addoption(
+            option.flag, dest=option.dest, default=None, help=f"{option.help}{many}{default}", **how
+        )
 
 
 def _as_case_argument(argument: str) -> str:
@@ -44,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import msgspec
 
-    from pytest_kvconform.judge import Judge
-    from pytest_kvconform.session import CHANNEL, Link, Runner, WorkerInput
+    from pytest_kvconform.pytest_hooks.controller import Judge
+    from pytest_kvconform.pytest_hooks.runner import CHANNEL, Link, Runner, WorkerInput
     from pytest_kvconform.subject import resolve
 
     if getattr(config.option, "maxworkerrestart", "") is None:
@@ -58,11 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.args_source = config.ArgsSource.ARGS  # or the header would say that `testpaths` is collected
     if hasattr(config, "workerinput"):
         told = msgspec.json.decode(config.workerinput[CHANNEL], type=WorkerInput)
-        config.pluginmanager.register(Runner(config, cases, told.settings, told.subject, told.link), "kvconform-runner")
+        config.pluginmanager.register(
+            Runner(config, cases, told.settings, told.subject, told.link), "kvconform-runner"
+        )
         return
     try:
         cache = getattr(config, "cache", None)
-        settings = load(flags, os.environ, config.rootpath, cache.get("kvconform/seed", None) if cache else None)
+        settings = load(
+            flags, os.environ, config.rootpath, cache.get("kvconform/seed", None) if cache else None
+        )
         runner = Runner(config, cases, settings, resolve(settings), Link())
     except BadSetting as error:
         raise pytest.UsageError(str(error)) from None

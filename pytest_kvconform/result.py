@@ -32,7 +32,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     check: tuple[str, ...] = ()  # what to look at; empty: the rule's own list
     log: tuple[str, ...] = ()  # last lines that the process wrote, if it died
     signature: str = ""  # equal for failures with one cause; empty: the diagnosis, else what happened
-    declined: str = ""  # how the connector declined cleanly, in its own words where it had any; empty: it did not
+    declined: str = (
+        ""  # how the connector declined cleanly, in its own words where it had any; empty: it did not
+    )
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +71,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
     needs: tuple[str, ...] = ()  # features without which the case has no meaning
-    refused: bool = False  # the connector declined: it said so, nothing wrong was delivered, nothing died or hung
-    said: Outcome | None = None  # what the case itself said, where the declaration makes another outcome of it
+    refused: bool = (
+        False  # the connector declined: it said so, nothing wrong was delivered, nothing died or hung
+    )
+    said: Outcome | None = (
+        None  # what the case itself said, where the declaration makes another outcome of it
+    )
     against: str = ""  # rule of the declaration that is broken
 
 

@@ -40,7 +40,9 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
-        raise ValueError(f"expected a text, got {value!r}")  # neither a path nor a report can hold null bytes or halves of characters
+        raise ValueError(
+            f"expected a text, got {value!r}"
+        )  # neither a path nor a report can hold null bytes or halves of characters
     return value
 
 
@@ -49,7 +51,9 @@ def _words(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a text or a list of texts, got {value!r}")
-    return tuple(dict.fromkeys(word.strip() for text in texts for word in _text(text).split(",") if word.strip()))
+    return tuple(
+        dict.fromkeys(word.strip() for text in texts for word in _text(text).split(",") if word.strip())
+    )
 
 
 def _one_of(*valid: str) -> Callable[[Any], str]:
@@ -113,7 +117,15 @@ def _object_or_file(value: Any) -> str:
 # ---- the table ---------------------------------------------------------------------------------------------------------------
 
 
-def _option(default: Any, parse: Callable[[Any], Any], metavar: str, help: str, *, toml_only: bool = False, is_path: bool = False) -> Any:
+def _option(
+    default: Any,
+    parse: Callable[[Any], Any],
+    metavar: str,
+    help: str,
+    *,
+    toml_only: bool = False,
+    is_path: bool = False,
+) -> Any:
     return field(default=default, metadata={"option": (parse, metavar, help, toml_only, is_path)})
 
 
@@ -122,24 +134,55 @@ class Settings:
     """What the user asked for. A setting with a tuple as its default may be repeated and may hold commas."""
 
     connector: str = _option(
-        "", _text, "NAME|MODULE:CLASS", "connector to test: a name registered in vLLM, or a class; nothing of this plugin acts without it"
+        "",
+        _text,
+        "NAME|MODULE:CLASS",
+        "connector to test: a name registered in vLLM, or a class; nothing of this plugin acts without it",
     )
     config: str = _option(
-        "", _object_or_file, "JSON|FILE", "the object you give vLLM's --kv-transfer-config, as JSON or in a file", is_path=True
+        "",
+        _object_or_file,
+        "JSON|FILE",
+        "the object you give vLLM's --kv-transfer-config, as JSON or in a file",
+        is_path=True,
     )
-    declare: str = _option("", _text, "FILE", "what the connector supports, in a TOML file; else [tool.kvconform] says it", is_path=True)
+    declare: str = _option(
+        "",
+        _text,
+        "FILE",
+        "what the connector supports, in a TOML file; else [tool.kvconform] says it",
+        is_path=True,
+    )
     tier: tuple[str, ...] = _option((), _words, "NAME", "only the cases of this tier, a folder of the suite")
     family: tuple[str, ...] = _option((), _words, "ID", "only this model family, e.g. gemma3")
-    topology: tuple[str, ...] = _option((), _words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2")
-    rule: tuple[str, ...] = _option((), _words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*")
-    feature: tuple[str, ...] = _option((), _words, "NAME", "only the cases that need this feature, e.g. prefix-hit")
-    matrix: str = _option("quick", _one_of("quick", "full"), "quick|full", "how many families and topologies to go through")
+    topology: tuple[str, ...] = _option(
+        (), _words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2"
+    )
+    rule: tuple[str, ...] = _option(
+        (), _words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*"
+    )
+    feature: tuple[str, ...] = _option(
+        (), _words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
+    )
+    matrix: str = _option(
+        "quick", _one_of("quick", "full"), "quick|full", "how many families and topologies to go through"
+    )
     device: str = _option("auto", _one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
-    timeout_scale: float = _option(1.0, _factor, "X", "multiplies every deadline; more than 1 for a slow machine")
-    seed: int = _option(0, _seed, "N|last", "order of cells and cases, 0 for the suite's own; last: the one of the previous run")
+    timeout_scale: float = _option(
+        1.0, _factor, "X", "multiplies every deadline; more than 1 for a slow machine"
+    )
+    seed: int = _option(
+        0,
+        _seed,
+        "N|last",
+        "order of cells and cases, 0 for the suite's own; last: the one of the previous run",
+    )
     report: str = _option("kv-report", _text, "DIR", "folder for report.json", is_path=True)
     claim: bool = _option(
-        False, _switch, "", "a run to rely on: nothing left out, no known failures, no hidden abilities; else it does not conform"
+        False,
+        _switch,
+        "",
+        "a run to rely on: nothing left out, no known failures, no hidden abilities; else it does not conform",
     )
     profile: str = _option(
         "",
@@ -163,12 +206,22 @@ class Settings:
         toml_only=True,
     )
     features: str = _option(
-        "", _tables(dict), "TABLE", 'what the connector supports: each feature true or { unsupported = "why" }', toml_only=True
+        "",
+        _tables(dict),
+        "TABLE",
+        'what the connector supports: each feature true or { unsupported = "why" }',
+        toml_only=True,
     )
     known: str = _option(
-        "", _tables(list), "TABLES", "failures that are known: case, issue, expires, reason, and perhaps vllm", toml_only=True
+        "",
+        _tables(list),
+        "TABLES",
+        "failures that are known: case, issue, expires, reason, and perhaps vllm",
+        toml_only=True,
     )
-    origins: dict[str, str] = field(default_factory=dict)  # setting -> "command line", the variable, "pyproject.toml" or "default"
+    origins: dict[str, str] = field(
+        default_factory=dict
+    )  # setting -> "command line", the variable, "pyproject.toml" or "default"
 
 
 @dataclass(frozen=True)
@@ -225,7 +278,9 @@ OPTIONS: tuple[Option, ...] = tuple(_rows())
 # ---- from the four places to one record --------------------------------------------------------------------------------------
 
 
-def load(command_line: Mapping[str, Any], environment: Mapping[str, str], root: Path, last_seed: int | None = None) -> Settings:
+def load(
+    command_line: Mapping[str, Any], environment: Mapping[str, str], root: Path, last_seed: int | None = None
+) -> Settings:
     """Settings of one run. `command_line`: option dest -> text, or None. Raises BadSetting, in one sentence with the key's path.
 
     `last_seed` is what `--kv-seed=last` stands for; None if no run was before.
@@ -235,11 +290,17 @@ def load(command_line: Mapping[str, Any], environment: Mapping[str, str], root: 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
-        of_another = option.name in OF_THE_CONNECTOR and table.get("connector", values.get("connector")) != values.get("connector")
+        of_another = option.name in OF_THE_CONNECTOR and table.get(
+            "connector", values.get("connector")
+        ) != values.get("connector")
         for raw, origin, place in (
             (command_line.get(option.dest), "command line", option.flag),
             (environment.get(option.variable) or None, option.variable, option.variable),
-            (None if of_another else table.get(option.key), "pyproject.toml", f"pyproject.toml: tool.kvconform.{option.key}"),
+            (
+                None if of_another else table.get(option.key),
+                "pyproject.toml",
+                f"pyproject.toml: tool.kvconform.{option.key}",
+            ),
         ):
             if raw is None or (raw == [] and option.repeatable):
                 continue
@@ -277,7 +338,9 @@ def _read_table(path: Path) -> dict[str, Any]:
         raise BadSetting(f"{path.name}: it is nested too deeply") from None
     table = tool.get("kvconform", {}) if isinstance(tool, dict) else tool
     if not isinstance(table, dict):
-        raise BadSetting(f"{path.name}: tool{'.kvconform' if isinstance(tool, dict) else ''}: expected a table, got {table!r}")
+        raise BadSetting(
+            f"{path.name}: tool{'.kvconform' if isinstance(tool, dict) else ''}: expected a table, got {table!r}"
+        )
     return table
 
 
@@ -289,10 +352,15 @@ def _refuse_unknown(environment: Mapping[str, str], table: Mapping[str, Any]) ->
     keys = [option.key for option in OPTIONS]
     for key in sorted(table):
         if key not in keys:
-            raise BadSetting(f"pyproject.toml: tool.kvconform.{key}: there is no such key{did_you_mean(key, keys)}")
+            raise BadSetting(
+                f"pyproject.toml: tool.kvconform.{key}: there is no such key{did_you_mean(key, keys)}"
+            )
 
 
 def non_default(settings: Settings) -> list[tuple[Option, Any, str]]:
     """(option, value, origin) of what was set somewhere, in the order of the table."""
-    rows = [(option, getattr(settings, option.name), settings.origins.get(option.name, "default")) for option in OPTIONS]
+    rows = [
+        (option, getattr(settings, option.name), settings.origins.get(option.name, "default"))
+        for option in OPTIONS
+    ]
     return [row for row in rows if row[2] != "default"]

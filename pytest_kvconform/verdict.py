@@ -10,9 +10,16 @@ from typing import Literal
 
 import msgspec
 
+from pytest_kvconform.apply_declaration import (
+    FeatureRow,
+    Terms,
+    broken_rule,
+    feature_rows,
+    settle,
+    shown_finding,
+)
 from pytest_kvconform.declaration import undeclared
 from pytest_kvconform.result import CaseResult, Outcome
-from pytest_kvconform.settle import FeatureRow, Terms, broken_rule, feature_rows, settle, shown_finding
 
 Word = Literal["CONFORMS", "CONFORMS-EXCEPT", "VIOLATES", "INCOMPLETE", "HARNESS"]
 EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own
@@ -22,7 +29,11 @@ EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own
     "INCOMPLETE": 10,
     "HARNESS": 11,
 }
-MOVING_TIERS = ("bytes", "engine", "accuracy")  # their cases hand KV over, so a run of them must have moved bytes
+MOVING_TIERS = (
+    "bytes",
+    "engine",
+    "accuracy",
+)  # their cases hand KV over, so a run of them must have moved bytes
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +64,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    results: Sequence[CaseResult], expected: Sequence[str] | None = None, troubles: Sequence[str] = (), terms: Terms | None = None
+    results: Sequence[CaseResult],
+    expected: Sequence[str] | None = None,
+    troubles: Sequence[str] = (),
+    terms: Terms | None = None,
 ) -> Verdict:
     """The verdict of a run.
 
@@ -64,7 +78,9 @@ def judge(
     results = sorted((_sound(result) for result in results), key=lambda result: result.id)
     if terms is not None:
         results = [settle(result, terms) for result in results]
-    counts = {outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))}
+    counts = {
+        outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))
+    }
     word, sentence = _decide(results, sorted(expected) if expected is not None else None, troubles, terms)
     return Verdict(
         word=word,
@@ -92,13 +108,20 @@ def cause_sentence(result: CaseResult) -> str:
 
 def _sound(result: CaseResult) -> CaseResult:
     """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
-    if Outcome.PASS in (result.outcome, result.said) and (result.evidence is None or result.evidence.looked_at <= 0):
-        return msgspec.structs.replace(result, outcome=Outcome.HARNESS, said=None, reason="the case passed without evidence")
+    if Outcome.PASS in (result.outcome, result.said) and (
+        result.evidence is None or result.evidence.looked_at <= 0
+    ):
+        return msgspec.structs.replace(
+            result, outcome=Outcome.HARNESS, said=None, reason="the case passed without evidence"
+        )
     return result
 
 
 def _decide(
-    results: Sequence[CaseResult], expected: Sequence[str] | None, troubles: Sequence[str], terms: Terms | None
+    results: Sequence[CaseResult],
+    expected: Sequence[str] | None,
+    troubles: Sequence[str],
+    terms: Terms | None,
 ) -> tuple[Word, str]:
     def of(outcome: Outcome) -> list[CaseResult]:
         return [result for result in results if result.outcome is outcome]
@@ -114,7 +137,10 @@ def _decide(
         broken = sorted({broken_rule(result) for result in failed})
         return "VIOLATES", f"{_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_list(broken)}"
     if not results and not expected:
-        return "INCOMPLETE", "no case ran, because none was selected; widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
+        return (
+            "INCOMPLETE",
+            "no case ran, because none was selected; widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m",
+        )
     done = {result.id for result in results}
     if missing := [name for name in expected or () if name not in done]:
         return "INCOMPLETE", (
@@ -122,14 +148,23 @@ def _decide(
             "the run was stopped or a worker died: run it again to the end"
         )
     if blocked := of(Outcome.BLOCKED):
-        reasons = sorted({result.reason for result in blocked}, key=lambda reason: -sum(result.reason == reason for result in blocked))
+        reasons = sorted(
+            {result.reason for result in blocked},
+            key=lambda reason: -sum(result.reason == reason for result in blocked),
+        )
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
-        return "INCOMPLETE", f"{len(blocked)} of {_cases(len(results))} could not run here: {reasons[0]}{more}"
+        return (
+            "INCOMPLETE",
+            f"{len(blocked)} of {_cases(len(results))} could not run here: {reasons[0]}{more}",
+        )
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
     if terms is not None and (wrong := _declared_wrongly(results, terms, len(known))):
         return "INCOMPLETE", wrong
     if not passed:
-        return "INCOMPLETE", "no case passed: what ran is not applicable or a known failure, so nothing is shown"
+        return (
+            "INCOMPLETE",
+            "no case passed: what ran is not applicable or a known failure, so nothing is shown",
+        )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
     moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
     if moving and not moved:
@@ -140,7 +175,10 @@ def _decide(
     tail = f", {moved:,} bytes moved and compared" if moved else ""
     if known:
         failures = "1 known failure" if len(known) == 1 else f"{len(known)} known failures"
-        return "CONFORMS-EXCEPT", f"except {failures}: {_cases(len(passed))} passed{tail}; the first: {known[0].reason}"
+        return (
+            "CONFORMS-EXCEPT",
+            f"except {failures}: {_cases(len(passed))} passed{tail}; the first: {known[0].reason}",
+        )
     return "CONFORMS", f"{_cases(len(passed))} passed{tail}"
 
 
@@ -150,7 +188,9 @@ def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -
         mine = [result for result in results if entry.matches(result.id)]
         if entry.state == "expired" and (mine or not terms.left_out):
             return f"{entry.place} ({entry.case}) expired on {entry.expires}: mend it, or see {entry.issue} and give it another date"
-        passed = [result.id for result in mine if result.outcome is Outcome.PASS] if entry.state == "open" else []
+        passed = (
+            [result.id for result in mine if result.outcome is Outcome.PASS] if entry.state == "open" else []
+        )
         if passed:
             what = "remove the entry" if len(passed) == len(mine) else "let it match only what fails"
             return f"{len(passed)} of {_cases(len(mine))} of {entry.place} ({entry.case}) no longer fail, the first is {passed[0]}: {what}"
@@ -160,7 +200,11 @@ def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -
         return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
     for name, why in terms.features.items():
         mine = [result for result in results if name in result.needs]
-        if why == "" and mine and all((result.said or result.outcome) is Outcome.NOT_APPLICABLE for result in mine):
+        if (
+            why == ""
+            and mine
+            and all((result.said or result.outcome) is Outcome.NOT_APPLICABLE for result in mine)
+        ):
             return f"{name} is declared as supported, and no case could look at it: {mine[0].reason}"
     if terms.claim and terms.left_out:
         return f"a claim leaves nothing out, and {_cases(terms.left_out)} of the manifest did not run"
@@ -184,7 +228,9 @@ def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
         )
         for (outcome, _), group in groups.items()
     ]
-    return tuple(sorted(causes, key=lambda cause: (order.index(cause.outcome), -len(cause.ids), cause.ids[0])))
+    return tuple(
+        sorted(causes, key=lambda cause: (order.index(cause.outcome), -len(cause.ids), cause.ids[0]))
+    )
 
 
 def _cases(count: int) -> str:

@@ -28,7 +28,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # what comes from a peer is checked when it is decoded
+Offset = Annotated[
+    int, msgspec.Meta(ge=0, lt=1 << 62)
+]  # what comes from a peer is checked when it is decoded
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 
@@ -60,7 +62,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     width: Size  # bytes of a cell
 
 
-def boxes_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], tp_rank: int, tp_size: int) -> tuple[Box, ...]:
+def boxes_of(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], tp_rank: int, tp_size: int
+) -> tuple[Box, ...]:
     """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
 
     `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token, content] of the allocation; of a
@@ -79,19 +83,29 @@ def boxes_of(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any], 
             if name not in owners:
                 continue
             if view is None:
-                raise ValueError(f"vLLM registered no KV cache for layer {name}, which its group {index} has.")
+                raise ValueError(
+                    f"vLLM registered no KV cache for layer {name}, which its group {index} has."
+                )
             common = {"layer": name, "group": index}
             if isinstance(spec, MambaSpec):
-                boxes += _state_boxes(common, spec, view, *((0, 1) if spec.tp_replicated else (tp_rank, tp_size)))
+                boxes += _state_boxes(
+                    common, spec, view, *((0, 1) if spec.tp_replicated else (tp_rank, tp_size))
+                )
             elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
                 heads = _heads(vllm_config, name, spec, view.shape[1], tp_rank, tp_size)
-                boxes += _attention_boxes(vllm_config, common, spec, view, heads, view.shape[0] // kv_cache_config.num_blocks)
+                boxes += _attention_boxes(
+                    vllm_config, common, spec, view, heads, view.shape[0] // kv_cache_config.num_blocks
+                )
             else:
-                raise ValueError(f"Layer {name} keeps its KV as {type(spec).__name__} of strides {view.stride()}, which has no boxes here.")
+                raise ValueError(
+                    f"Layer {name} keeps its KV as {type(spec).__name__} of strides {view.stride()}, which has no boxes here."
+                )
     return tuple(boxes)
 
 
-def _heads(vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int) -> tuple[int, int, int]:
+def _heads(
+    vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int
+) -> tuple[int, int, int]:
     """(first, end, whole) of the KV heads of a rank. With more ranks than heads, neighbouring ranks hold the same head.
 
     A rank with one head cannot tell from the cache how many there are; the model's configuration says it, the draft's for its layers.
@@ -113,10 +127,14 @@ def _is_draft(vllm_config: Any, name: str) -> bool:
     """Draft layers are numbered after those of the model; not every model runner marks them."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
-    return getattr(layer, "is_draft_layer", False) or bool(numbers and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers())
+    return getattr(layer, "is_draft_layer", False) or bool(
+        numbers and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers()
+    )
 
 
-def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int) -> Iterator[Box]:
+def _attention_boxes(
+    vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int
+) -> Iterator[Box]:
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     size, (blocks, _, tokens, content) = view.element_size(), view.shape
@@ -126,10 +144,23 @@ def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads:
     element = cache_dtype if quantised else str(spec.dtype).removeprefix("torch.")
     axis = Axis("head", *heads, head)
     backend = get_current_attn_backends(vllm_config, [common["layer"]])[0]
-    common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block, "pieces": pieces, "tokens": tokens}
+    common |= {
+        "address": view.data_ptr(),
+        "num_blocks": blocks,
+        "block_stride": block,
+        "pieces": pieces,
+        "tokens": tokens,
+    }
     if backend.get_name() != "CPU_ATTN":
-        if block == tokens * token:  # the tokens of a kernel block follow those of the one before: one block again
-            common |= {"num_blocks": blocks // pieces, "block_stride": block * pieces, "pieces": 1, "tokens": tokens * pieces}
+        if (
+            block == tokens * token
+        ):  # the tokens of a kernel block follow those of the one before: one block again
+            common |= {
+                "num_blocks": blocks // pieces,
+                "block_stride": block * pieces,
+                "pieces": 1,
+                "tokens": tokens * pieces,
+            }
         yield Box(**common, part="kv", element=element, unit=1, token_stride=token, axes=(axis,), width=width)
         return
     # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM says it nowhere in Python: the tests look at what
@@ -137,10 +168,16 @@ def _attention_boxes(vllm_config: Any, common: Any, spec: Any, view: Any, heads:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     if token != width:
-        raise ValueError(f"CPU_ATTN keeps the tokens of a block and head together; layer {common['layer']} has heads between them.")
-    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix("16")  # vec16 keeps KV as vec does
+        raise ValueError(
+            f"CPU_ATTN keeps the tokens of a block and head together; layer {common['layer']} has heads between them."
+        )
+    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix(
+        "16"
+    )  # vec16 keeps KV as vec does
     tile = f"{element} of CPU_ATTN {isa}"
-    yield Box(**common, part="tile", element=tile, unit=tokens, token_stride=0, axes=(axis,), width=tokens * width)
+    yield Box(
+        **common, part="tile", element=tile, unit=tokens, token_stride=0, axes=(axis,), width=tokens * width
+    )
     if isa == "vec" and not quantised:
         row = spec.head_size * size
         inner = Axis("element", 0, spec.head_size, spec.head_size, tokens * size)
@@ -159,8 +196,17 @@ def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Ite
 
     kind = spec.mamba_type.name
     if kind not in _STATES or len(spec.shapes) != _STATES[kind]:
-        raise ValueError(f"Layer {common['layer']} keeps {len(spec.shapes)} states of kind {kind}, which have no boxes here.")
-    common |= {"num_blocks": view.shape[0], "block_stride": view.stride(0), "pieces": 1, "tokens": 1, "unit": 1, "token_stride": 0}
+        raise ValueError(
+            f"Layer {common['layer']} keeps {len(spec.shapes)} states of kind {kind}, which have no boxes here."
+        )
+    common |= {
+        "num_blocks": view.shape[0],
+        "block_stride": view.stride(0),
+        "pieces": 1,
+        "tokens": 1,
+        "unit": 1,
+        "token_stride": 0,
+    }
     address = view.data_ptr()
     shapes = list(zip(spec.shapes, spec.dtypes, strict=True))
     if kind != "LINEAR":
@@ -173,16 +219,36 @@ def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Ite
                 Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0]),
                 Axis("tap", 0, taps, taps, strides[1]),
             )
-            yield Box(**common, part=part, element=str(dtype).removeprefix("torch."), address=at, axes=axes, width=width)
+            yield Box(
+                **common,
+                part=part,
+                element=str(dtype).removeprefix("torch."),
+                address=at,
+                axes=axes,
+                width=width,
+            )
             at += number * strides[0]
         address += channels * taps * width
     for shape, dtype in shapes:
         width = math.prod(shape[1:]) * dtype.itemsize
         heads = Axis("head", rank * shape[0], (rank + 1) * shape[0], size * shape[0], width)
-        yield Box(**common, part="ssm", element=str(dtype).removeprefix("torch."), address=address, axes=(heads,), width=width)
+        yield Box(
+            **common,
+            part="ssm",
+            element=str(dtype).removeprefix("torch."),
+            address=address,
+            axes=(heads,),
+            width=width,
+        )
 
 
-_STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}  # kind of vLLM's MambaSpec -> number of its states
+_STATES = {
+    "MAMBA1": 2,
+    "MAMBA2": 2,
+    "GDN_ATTN": 2,
+    "SHORT_CONV": 1,
+    "LINEAR": 1,
+}  # kind of vLLM's MambaSpec -> number of its states
 
 
 def _conv_parts(kind: str, channels: int, shapes: Any) -> list[tuple[str, int]]:

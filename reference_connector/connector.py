@@ -31,7 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -73,14 +76,22 @@ class ReferenceStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """All loads together, in words and units for a log."""
-        loads, megabytes, seconds = len(self.data["seconds"]), sum(self.data["bytes"]) / 2**20, sum(self.data["seconds"])
+        loads, megabytes, seconds = (
+            len(self.data["seconds"]),
+            sum(self.data["bytes"]) / 2**20,
+            sum(self.data["seconds"]),
+        )
         return {
             "Loads": loads,
             "Avg load time (ms)": round(1e3 * seconds / max(loads, 1), 3),
             "Avg MB per load": round(megabytes / max(loads, 1), 3),
             "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
             "Avg number of descriptors": round(sum(self.data["descriptors"]) / max(loads, 1), 1),
-            **{name.replace("_", " ").capitalize(): count for name, count in self.data.items() if isinstance(count, int)},
+            **{
+                name.replace("_", " ").capitalize(): count
+                for name, count in self.data.items()
+                if isinstance(count, int)
+            },
         }
 
     def is_empty(self) -> bool:
@@ -97,19 +108,41 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = read_options(transfer.kv_connector_extra_config)
-        for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        for name in (
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ):
             if getattr(parallel, name) > 1:
-                raise ValueError(f"ReferenceConnector knows tensor and data parallelism only, but {name} is {getattr(parallel, name)}")
+                raise ValueError(
+                    f"ReferenceConnector knows tensor and data parallelism only, but {name} is {getattr(parallel, name)}"
+                )
         self._listener: Listener | None = None
         self._told: set[Lease] = set()
         if role == KVConnectorRole.SCHEDULER:
             host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
-            self._me = host, port + parallel.data_parallel_index if port else 0, transfer.engine_id, str(uuid.uuid4())
-            self._address = dict(zip(("remote_host", "remote_port", "remote_engine_id", "remote_incarnation"), self._me, strict=True))
-            lookahead, caching = getattr(vllm_config, "num_prefill_lookahead_tokens", 0), vllm_config.cache_config.enable_prefix_caching
-            self._scheduler = Scheduler(_groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching)
+            self._me = (
+                host,
+                port + parallel.data_parallel_index if port else 0,
+                transfer.engine_id,
+                str(uuid.uuid4()),
+            )
+            self._address = dict(
+                zip(
+                    ("remote_host", "remote_port", "remote_engine_id", "remote_incarnation"),
+                    self._me,
+                    strict=True,
+                )
+            )
+            lookahead, caching = (
+                getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
+                vllm_config.cache_config.enable_prefix_caching,
+            )
+            self._scheduler = Scheduler(
+                _groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching
+            )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -120,9 +153,13 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Any will do, these have the longest runs. Large blocks of hybrids are split for kernels; where layers share a block none is."""
         model = vllm_config.model_config
-        return None if model is None else "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
+        return (
+            None if model is None else "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
+        )
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """All workers have registered their memory: listen to peers."""
         cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
         if self._listener is not None or not cards:
@@ -153,7 +190,9 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, self._shared((block_ids,)))
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, self._shared(block_ids))
 
     def _shared(self, tables: Any) -> tuple[Any, ...]:
@@ -165,7 +204,11 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.busy
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        rank, size, options = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), self._options
+        rank, size, options = (
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+            self._options,
+        )
         memory = _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
@@ -213,7 +256,14 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     groups = []
     for spec in (group.kv_cache_spec for group in kv_cache_config.transfer_groups):
         window = 0 if isinstance(spec, FullAttentionSpec) else getattr(spec, "sliding_window", None) or 0
-        groups.append(Group(spec.block_size, isinstance(spec, MambaSpec), window, getattr(spec, "num_speculative_blocks", 0)))
+        groups.append(
+            Group(
+                spec.block_size,
+                isinstance(spec, MambaSpec),
+                window,
+                getattr(spec, "num_speculative_blocks", 0),
+            )
+        )
     return tuple(groups)
 
 

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 
 import zmq
 
-from reference_connector.messages import VERSION, Address, Answer, Ask, BadMessage, Card, Refusal, decode, encode
+from reference_connector.messages import (
+    VERSION,
+    Address,
+    Answer,
+    Ask,
+    BadMessage,
+    Card,
+    Refusal,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger("vllm.reference_connector.handshake")
 LONGEST_QUESTION = 1 << 16  # bytes; ZeroMQ drops longer ones unread
@@ -60,9 +70,17 @@ class Listener:
         except BadMessage as error:
             return encode(Refusal(f"this is no question of the side channel: {error}"))
         if ask.version != VERSION:
-            return encode(Refusal(f"this engine speaks version {VERSION} of the protocol, the question is in version {ask.version}"))
+            return encode(
+                Refusal(
+                    f"this engine speaks version {VERSION} of the protocol, the question is in version {ask.version}"
+                )
+            )
         if (ask.engine, ask.incarnation) != (self._engine, self._incarnation):
-            return encode(Refusal(f"engine {ask.engine} ({ask.incarnation}) is not here, but {self._engine} ({self._incarnation})"))
+            return encode(
+                Refusal(
+                    f"engine {ask.engine} ({ask.incarnation}) is not here, but {self._engine} ({self._incarnation})"
+                )
+            )
         return self._answer
 
     def close(self) -> None:

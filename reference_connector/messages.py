@@ -24,8 +24,13 @@ import msgspec
 from reference_connector.boxes import Box
 
 VERSION = 1  # of all that is said between engines
-LEDGER = 1 << 16  # entries of the ledger. Two leases that share one can at worst end each other's loads with an error
-ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may have to ask again
+LEDGER = (
+    1 << 16
+)  # entries of the ledger. Two leases that share one can at worst end each other's loads with an error
+ANSWERS, ANSWER = (
+    1 << 12,
+    4,
+)  # how many, numbers each. Of two queries that share one the first may have to ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -64,12 +69,19 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_lease: Count
     remote_num_tokens: Count  # tokens that P has computed: of a state, those it has seen
-    remote_block_ids: Annotated[list[list[Block]], msgspec.Meta(min_length=1, max_length=256)]  # of each group of P
-    remote_first_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]  # the token at which each of these lists begins
+    remote_block_ids: Annotated[
+        list[list[Block]], msgspec.Meta(min_length=1, max_length=256)
+    ]  # of each group of P
+    remote_first_tokens: list[
+        Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    ]  # the token at which each of these lists begins
 
     @property
     def lease(self) -> Lease:
-        return Lease(Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation), self.remote_lease)
+        return Lease(
+            Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation),
+            self.remote_lease,
+        )
 
 
 def read_params(params: Any) -> Handoff | None:
@@ -83,7 +95,9 @@ def read_params(params: Any) -> Handoff | None:
     if handoff.do_remote_decode:
         raise BadParams("kv_transfer_params: do_remote_prefill and do_remote_decode cannot both be true")
     if len(handoff.remote_first_tokens) != len(handoff.remote_block_ids):
-        raise BadParams("kv_transfer_params: remote_block_ids and remote_first_tokens have different numbers of groups")
+        raise BadParams(
+            "kv_transfer_params: remote_block_ids and remote_first_tokens have different numbers of groups"
+        )
     if not any(handoff.remote_block_ids):
         raise BadParams("kv_transfer_params: remote_block_ids has no block")
     return handoff
@@ -143,7 +157,9 @@ class Leases(msgspec.Struct, frozen=True, tag=True):
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a random number, from which the place of the answer follows
+    ticket: Annotated[
+        int, msgspec.Meta(ge=1, lt=1 << 62)
+    ]  # a random number, from which the place of the answer follows
     runs: bytes  # int64 [2, n]: addresses, lengths
 
 

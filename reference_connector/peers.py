@@ -26,7 +26,9 @@ class Peer:
     cards: tuple[Card, ...]  # of its ranks
     pairing: Pairing | Unplannable
     names: dict[int, str] = field(default_factory=dict)  # rank -> the transport's name for it, once needed
-    reached: set[int] = field(default_factory=set)  # ranks of which a read has ended, which is what connects two agents for certain
+    reached: set[int] = field(
+        default_factory=set
+    )  # ranks of which a read has ended, which is what connects two agents for certain
     busy: int = 0  # tasks that read from it
     failed: bool = False  # one of them has failed: once nothing reads from it, it is met anew
 
@@ -47,10 +49,18 @@ class Peers:
     """Those of one worker: `rank` of `size`, with memory as the boxes say."""
 
     def __init__(self, boxes: tuple[Box, ...], rank: int, size: int, transport: Transport, timeout: float):
-        self._boxes, self._rank, self._size, self._transport, self._timeout = boxes, rank, size, transport, timeout
+        self._boxes, self._rank, self._size, self._transport, self._timeout = (
+            boxes,
+            rank,
+            size,
+            transport,
+            timeout,
+        )
         self._met: dict[Address, Peer] = {}
         self._asked: dict[Address, Future[Peer]] = {}
-        self._missed: dict[Address, tuple[HandshakeError, float]] = {}  # why, and until when it is not tried again
+        self._missed: dict[
+            Address, tuple[HandshakeError, float]
+        ] = {}  # why, and until when it is not tried again
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reference-connector-handshake")
         self.failed_handshakes = 0
 
@@ -73,11 +83,19 @@ class Peers:
             future = self._asked.pop(address)
             if (failed := future.exception()) is not None:
                 self.failed_handshakes += 1
-                reason = failed if isinstance(failed, HandshakeError) else HandshakeError(f"{type(failed).__name__}: {failed}")
+                reason = (
+                    failed
+                    if isinstance(failed, HandshakeError)
+                    else HandshakeError(f"{type(failed).__name__}: {failed}")
+                )
                 self._missed[address] = reason, time.monotonic() + GRACE_S
                 continue
             self._missed.pop(address, None)
-            for old in [a for a in self._met if (a.host, a.port) == (address.host, address.port) and not self._met[a].busy]:
+            for old in [
+                a
+                for a in self._met
+                if (a.host, a.port) == (address.host, address.port) and not self._met[a].busy
+            ]:
                 self._part_from(old)  # what was there before has ended
             self._met[address] = future.result()
         return peer

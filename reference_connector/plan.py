@@ -26,7 +26,9 @@ from reference_connector.boxes import Box
 
 Ints = NDArray[np.int64]
 WORTH = 1 << 14  # bytes that nobody asked for are read with the others if that spares a run for each so many
-EXACT = 1 << 15  # runs of a rank that are compared with each other, 2 ms at most; more have no neighbours but in their own strip, as a rule
+EXACT = (
+    1 << 15
+)  # runs of a rank that are compared with each other, 2 ms at most; more have no neighbours but in their own strip, as a rule
 Step = tuple[int, int, int]  # an axis of an intersection: how many, bytes from one to the next on D and on P
 
 
@@ -91,7 +93,9 @@ def pair(local: Sequence[Box], remote: Sequence[Sequence[Box]], rank: int = 0, s
     for number, boxes in enumerate(remote):
         for box in boxes:
             theirs[box.layer, box.part][number] = box
-    nearest = rank * len(remote) // size  # ranks that hold the same are neighbours, so the nearest of each makes the smallest set
+    nearest = (
+        rank * len(remote) // size
+    )  # ranks that hold the same are neighbours, so the nearest of each makes the smallest set
     found = []
     for mine in _comparable(local, theirs):
         for source in _sources(mine, theirs[mine.layer, mine.part]):
@@ -100,7 +104,9 @@ def pair(local: Sequence[Box], remote: Sequence[Sequence[Box]], rank: int = 0, s
     return Pairing(tuple(sorted({match.rank for match in found})), tuple(_stack(found)))
 
 
-def runs(pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Table], remote: Sequence[Table]) -> dict[int, Runs]:
+def runs(
+    pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Table], remote: Sequence[Table]
+) -> dict[int, Runs]:
     """What to read for one request: rank of P -> runs, for every rank of `pairing.ranks` (if there is nothing to read, no runs).
 
     spans[g]: absolute (start, stop) of the tokens that D needs in its group g, any numbers: start is where a prefix hit or the part
@@ -116,8 +122,12 @@ def runs(pairing: Pairing, spans: Sequence[tuple[int, int]], local: Sequence[Tab
         start, stop = spans[match.mine.group]
         if start < stop:
             if match.theirs.group >= len(remote):
-                raise Unplannable(f"P handed over tables of {len(remote)} groups, and that of group {match.theirs.group} is needed.")
-            found[match.rank] += _strips(match, start, stop, local[match.mine.group], remote[match.theirs.group])
+                raise Unplannable(
+                    f"P handed over tables of {len(remote)} groups, and that of group {match.theirs.group} is needed."
+                )
+            found[match.rank] += _strips(
+                match, start, stop, local[match.mine.group], remote[match.theirs.group]
+            )
     return {number: _write(strips) for number, strips in found.items()}
 
 
@@ -146,17 +156,27 @@ def _sources(mine: Box, theirs: dict[int, Box]) -> list[dict[int, Box]]:
             ("bytes a cell", mine.width, box.width),
             ("tokens a cell", mine.unit, box.unit),
             ("cells that are cut by a block's end", 0, box.tokens % box.unit),
-            ("axes", [(axis.name, axis.whole) for axis in mine.axes], [(axis.name, axis.whole) for axis in box.axes]),
+            (
+                "axes",
+                [(axis.name, axis.whole) for axis in mine.axes],
+                [(axis.name, axis.whole) for axis in box.axes],
+            ),
         ):
             if ours != other:
-                raise Unplannable(f"{mine.part} of layer {mine.layer}: D has {what} {ours}, and rank {number} of P has {other}.")
-        ranges = tuple((max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine.axes, box.axes, strict=True))
+                raise Unplannable(
+                    f"{mine.part} of layer {mine.layer}: D has {what} {ours}, and rank {number} of P has {other}."
+                )
+        ranges = tuple(
+            (max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine.axes, box.axes, strict=True)
+        )
         if all(start < stop for start, stop in ranges):
             found[ranges][number] = box
     covered = sum(math.prod(stop - start for start, stop in ranges) for ranges in found)
     if covered != math.prod(axis.stop - axis.start for axis in mine.axes):
         has = sorted({_ranges(box) for box in theirs.values()})
-        raise Unplannable(f"{mine.part} of layer {mine.layer}: D needs {_ranges(mine)}, and P's ranks have {' or '.join(has)}.")
+        raise Unplannable(
+            f"{mine.part} of layer {mine.layer}: D needs {_ranges(mine)}, and P's ranks have {' or '.join(has)}."
+        )
     return list(found.values())
 
 
@@ -190,7 +210,10 @@ def _stack(matches: Iterable[Match]) -> Iterator[Match]:
     """Matches of one shape whose addresses are evenly spaced on both sides become one with an axis more."""
     alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
     for match in matches:
-        cut = [(b.group, b.num_blocks, b.block_stride, b.pieces, b.tokens, b.unit, b.token_stride) for b in (match.mine, match.theirs)]
+        cut = [
+            (b.group, b.num_blocks, b.block_stride, b.pieces, b.tokens, b.unit, b.token_stride)
+            for b in (match.mine, match.theirs)
+        ]
         alike[match.rank, *cut, match.axes, match.width].append(match)
     for some in alike.values():
         some.sort(key=lambda match: match.local)
@@ -238,26 +261,37 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
     cuts = cuts[1:-1] if np.array_equal(cuts, others) else np.union1d(cuts[1:-1], others[1:-1])
     cuts = np.concatenate([[start], cuts, [stop]])
     adjoin = (match.mine.token_stride, match.theirs.token_stride) == (width, width)
-    whole, exact = (math.prod(axis[0] for axis in _fold(match.axes, (at - cuts[-2]) * width)[1]) for at in (end, stop))
+    whole, exact = (
+        math.prod(axis[0] for axis in _fold(match.axes, (at - cuts[-2]) * width)[1]) for at in (end, stop)
+    )
     if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * (exact - whole):
         cuts[-1] = end
     counts = cuts[1:] - cuts[:-1]
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
-    if not adjoin and (counts > 1).any():  # a token does not follow the one before on both sides: every token is a run
+    if (
+        not adjoin and (counts > 1).any()
+    ):  # a token does not follow the one before on both sides: every token is a run
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         local = np.repeat(local, counts) + within * match.mine.token_stride
         remote = np.repeat(remote, counts) + within * match.theirs.token_stride
         yield _Strip(local, remote, np.full(len(local), width), match.axes)
         return
     kinds: dict[tuple[Step, ...], list[tuple[int, int]]] = defaultdict(list)
-    for count in set(counts.tolist()):  # whole blocks, and what the span or the other side's blocks leave of them
+    for count in set(
+        counts.tolist()
+    ):  # whole blocks, and what the span or the other side's blocks leave of them
         wide, left = _fold(match.axes, count * width)
         kinds[left].append((count, wide // count))
     for left, sizes in kinds.items():
         some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
         lengths = counts * sizes[0][1]
-        yield _Strip(*_join(local[some], remote[some], lengths[some]), left, local[-1] + lengths[-1], (cuts[-1] - stop) * width)
+        yield _Strip(
+            *_join(local[some], remote[some], lengths[some]),
+            left,
+            local[-1] + lengths[-1],
+            (cuts[-1] - stop) * width,
+        )
 
 
 def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
@@ -273,18 +307,24 @@ def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
     if table.first % box.unit or entry[0] < 0 or entry[-1] >= len(blocks):
         covers = f"{table.first} to {table.first + len(blocks) * box.tokens * box.pieces}"
         wanted = f"{cuts[0] * box.unit} to {cuts[-1] * box.unit}"
-        raise Unplannable(f"Group {box.group} of {side}: the table covers tokens {covers}, and tokens {wanted} are wanted.")
+        raise Unplannable(
+            f"Group {box.group} of {side}: the table covers tokens {covers}, and tokens {wanted} are wanted."
+        )
     ids, last = blocks[entry], box.num_blocks // box.pieces - 1
     if ids.min() < 1 or ids.max() > last:
         wanted = f"{ids.min()} to {ids.max()}"
-        raise Unplannable(f"Group {box.group} of {side}: tokens are wanted in blocks {wanted}, and only blocks 1 to {last} hold any.")
+        raise Unplannable(
+            f"Group {box.group} of {side}: tokens are wanted in blocks {wanted}, and only blocks 1 to {last} hold any."
+        )
     piece, within = np.divmod(within, size)
     return (ids * box.pieces + piece) * box.block_stride + within * box.token_stride
 
 
 def _join(local: Ints, remote: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
     """Runs that follow each other on both sides become one."""
-    if (local[1:] < local[:-1]).any():  # vLLM frees blocks from the last, so neighbours often stand in descending order
+    if (
+        local[1:] < local[:-1]
+    ).any():  # vLLM frees blocks from the last, so neighbours often stand in descending order
         order = np.argsort(local)
         local, remote, length = local[order], remote[order], length[order]
     follows = (local[1:] == local[:-1] + length[:-1]) & (remote[1:] == remote[:-1] + length[:-1])
@@ -307,7 +347,9 @@ def _write(strips: list[_Strip]) -> Runs:
         length[at:end].reshape(shape)[:] = strip.length
         at = end
     runs = Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
-    for strip in [strip for strip in strips if strip.over and total <= EXACT]:  # it is read where the run goes on behind it
+    for strip in [
+        strip for strip in strips if strip.over and total <= EXACT
+    ]:  # it is read where the run goes on behind it
         those = runs.local.searchsorted(ends := strip.end + strip.offsets(1)) - 1  # they ascend
         runs.length[those[runs.local[those] + runs.length[those] == ends]] -= strip.over
     return runs

@@ -25,7 +25,10 @@ from typing import Any
 from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
-COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # RequestStatus of a prompt that was computed to its end
+COMPLETE = (
+    "FINISHED_LENGTH_CAPPED",
+    "FINISHED_STOPPED",
+)  # RequestStatus of a prompt that was computed to its end
 SHORTENED = "_reference_connector_shortened"  # key of a request's own parameters
 
 
@@ -42,14 +45,25 @@ class Group:
 class Scheduler:
     """Both roles; an engine may have both at once."""
 
-    def __init__(self, groups: tuple[Group, ...], address: dict[str, Any], lookahead: int, heartbeat: float, caching: bool):
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        address: dict[str, Any],
+        lookahead: int,
+        heartbeat: float,
+        caching: bool,
+    ):
         """`address`: the fields of a Handoff that say where this engine is; `lookahead`: vLLM's num_prefill_lookahead_tokens."""
         self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
-        self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)  # tokens of a prompt that P leaves to D
+        self._short = max(
+            int(any(g.state or g.window for g in groups)), lookahead - 1
+        )  # tokens of a prompt that P leaves to D
         self._last_lease = 0
         self._handoffs: dict[str, Handoff] = {}  # requests of D that P has something for
         self._placed: set[str] = set()  # those of them whose load is under way
-        self._held: dict[Lease, set[str]] = {}  # the requests that need a lease: several, if the router gave them one answer of P
+        self._held: dict[
+            Lease, set[str]
+        ] = {}  # the requests that need a lease: several, if the router gave them one answer of P
         self._to_release: dict[Lease, bool] = {}  # whether workers have been told
         self._renewed = 0.0
         self._orders = Orders()
@@ -78,7 +92,11 @@ class Scheduler:
         """
         self._forget(request.request_id)
         params = request.kv_transfer_params
-        asked = isinstance(params, dict) and params.get("do_remote_decode") and not params.get("do_remote_prefill")
+        asked = (
+            isinstance(params, dict)
+            and params.get("do_remote_decode")
+            and not params.get("do_remote_prefill")
+        )
         if not asked or request.status.name not in COMPLETE or not request.num_computed_tokens:
             return False, None
         firsts = [next((i for i, block in enumerate(table) if block), len(table)) for table in blocks]
@@ -87,7 +105,9 @@ class Scheduler:
             if group.state:
                 tables[index], firsts[index] = _slot(group, blocks[index]), 0
         if not all(tables):
-            logger.warning("request %s is not handed over: it has no blocks in one of its groups", request.request_id)
+            logger.warning(
+                "request %s is not handed over: it has no blocks in one of its groups", request.request_id
+            )
             return False, None
         self._last_lease += 1
         self._orders.leases[self._last_lease] = request.request_id
@@ -99,7 +119,9 @@ class Scheduler:
             "remote_lease": self._last_lease,
             "remote_num_tokens": request.num_computed_tokens,
             "remote_block_ids": tables,
-            "remote_first_tokens": [first * group.tokens for first, group in zip(firsts, self._groups, strict=True)],
+            "remote_first_tokens": [
+                first * group.tokens for first, group in zip(firsts, self._groups, strict=True)
+            ],
         }
 
     # ---- D -------------------------------------------------------------------------------------------------------------------
@@ -107,7 +129,11 @@ class Scheduler:
     def known(self, request: Any) -> None:
         """A request has come."""
         params = request.kv_transfer_params
-        if isinstance(params, dict) and params.get("do_remote_decode") and not params.get("do_remote_prefill"):
+        if (
+            isinstance(params, dict)
+            and params.get("do_remote_decode")
+            and not params.get("do_remote_prefill")
+        ):
             self._shorten(request)
             return
         try:
@@ -126,8 +152,16 @@ class Scheduler:
             return 0, False
         stop, first = self._stop(handoff, request.num_prompt_tokens), max(handoff.remote_first_tokens)
         # vLLM caches the block in which a window begins as a whole, and P may have given the first part of it back.
-        blocks = [(stop - group.window + 1) // group.tokens * group.tokens for group in self._groups if group.window and self._caching]
-        return (stop - computed, True) if stop > computed and all(first <= max(computed, b) for b in blocks) else (0, False)
+        blocks = [
+            (stop - group.window + 1) // group.tokens * group.tokens
+            for group in self._groups
+            if group.window and self._caching
+        ]
+        return (
+            (stop - computed, True)
+            if stop > computed and all(first <= max(computed, b) for b in blocks)
+            else (0, False)
+        )
 
     def _stop(self, handoff: Handoff, prompt: int) -> int:
         """The number of tokens after a load; 0 if what P has is of no use."""
@@ -192,12 +226,19 @@ def _part(group: Group, table: Any, stop: int) -> Part:
     if not any(own):
         return Part()
     if group.state:
-        return Part(0, 1, _slot(group, [block.block_id for block, mine in zip(table, own, strict=True) if mine]))
+        return Part(
+            0, 1, _slot(group, [block.block_id for block, mine in zip(table, own, strict=True) if mine])
+        )
     first = own.index(True)
     start = max(first * group.tokens, stop - group.window + 1 if group.window else 0)
     if start >= stop:
         return Part()
-    return Part(start, stop, [block.block_id if mine else 0 for block, mine in zip(table, own, strict=True)][first:], first * group.tokens)
+    return Part(
+        start,
+        stop,
+        [block.block_id if mine else 0 for block, mine in zip(table, own, strict=True)][first:],
+        first * group.tokens,
+    )
 
 
 def _slot(group: Group, blocks: list[int]) -> list[int]:

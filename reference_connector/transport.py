@@ -17,7 +17,9 @@ import numpy as np
 from reference_connector.plan import Runs
 
 logger = logging.getLogger("vllm.reference_connector.transport")
-Place = tuple[str, int]  # where memory is: NIXL's name of its kind, "DRAM" or "VRAM", and the number of the device
+Place = tuple[
+    str, int
+]  # where memory is: NIXL's name of its kind, "DRAM" or "VRAM", and the number of the device
 HOST: Place = ("DRAM", 0)
 
 
@@ -32,7 +34,9 @@ class Memory:
     address: int
     nbytes: int
     place: Place = HOST
-    view: Callable[[int, int], Any] | None = None  # view(i, n): a copy or view of n bytes from byte i on, in host memory
+    view: Callable[[int, int], Any] | None = (
+        None  # view(i, n): a copy or view of n bytes from byte i on, in host memory
+    )
 
 
 class Transport(Protocol):
@@ -42,10 +46,14 @@ class Transport(Protocol):
     def metadata(self) -> bytes: ...  # what a peer needs to connect, once everything is registered
     def connect(self, metadata: bytes) -> str: ...
     def disconnect(self, peer: str) -> None: ...
-    def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any: ...  # a read that has not begun
+    def prepare(
+        self, peer: str, runs: Runs, here: Place, there: Place
+    ) -> Any: ...  # a read that has not begun
     def begin(self, handle: Any) -> None: ...
     def done(self, handle: Any) -> bool: ...  # False while it is under way; raises if it has failed
-    def release(self, handle: Any) -> bool: ...  # cancel it if need be and forget it; False while it may still write: then ask again
+    def release(
+        self, handle: Any
+    ) -> bool: ...  # cancel it if need be and forget it; False while it may still write: then ask again
     def notify(self, peer: str, message: bytes) -> None: ...
     def notifications(self) -> list[bytes]: ...  # what has come since the last call
     def close(self) -> None: ...
@@ -59,13 +67,19 @@ class Nixl:
 
         if NixlWrapper is None or nixl_agent_config is None:
             raise RuntimeError("NIXL is not installed: pip install nixl")
-        config = nixl_agent_config(enable_prog_thread=progress_thread, num_threads=num_threads, backends=backends)
+        config = nixl_agent_config(
+            enable_prog_thread=progress_thread, num_threads=num_threads, backends=backends
+        )
         self._agent = NixlWrapper(str(uuid.uuid4()), config)
         self._registered: list[Any] = []
 
     def register(self, memory: Sequence[Memory]) -> None:
         for kind in sorted({piece.place[0] for piece in memory}):
-            pieces = [(piece.address, piece.nbytes, piece.place[1], "") for piece in memory if piece.place[0] == kind]
+            pieces = [
+                (piece.address, piece.nbytes, piece.place[1], "")
+                for piece in memory
+                if piece.place[0] == kind
+            ]
             self._registered.append(self._agent.register_memory(pieces, kind))
 
     def metadata(self) -> bytes:

@@ -27,7 +27,19 @@ import numpy as np
 from reference_connector import messages
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Address, Card, Lease, Leases, Load, Orders, Query, encode
+from reference_connector.messages import (
+    ANSWER,
+    ANSWERS,
+    LEDGER,
+    Address,
+    Card,
+    Lease,
+    Leases,
+    Load,
+    Orders,
+    Query,
+    encode,
+)
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
 from reference_connector.plan import Ints, Runs, Table, Unplannable, runs
@@ -43,7 +55,12 @@ class LoadError(Exception):
     """What was read is not to be used. The message is one sentence."""
 
 
-EXPECTED = (HandshakeError, Unplannable, TransportError, LoadError)  # whatever else ends a load is a mistake in here
+EXPECTED = (
+    HandshakeError,
+    Unplannable,
+    TransportError,
+    LoadError,
+)  # whatever else ends a load is a mistake in here
 
 
 @dataclass
@@ -59,18 +76,33 @@ class Results:
 def no_stats() -> dict[str, Any]:
     """What a worker counts. Of loads that have succeeded, one entry each: from the order to the last byte; moved; runs of bytes."""
     lists: dict[str, Any] = {"seconds": [], "bytes": [], "descriptors": []}
-    return lists | dict.fromkeys(("failed_loads", "failed_handshakes", "failed_notifications", "expired_leases", "late_reads"), 0)
+    return lists | dict.fromkeys(
+        ("failed_loads", "failed_handshakes", "failed_notifications", "expired_leases", "late_reads"), 0
+    )
 
 
 class Worker:
     """One rank."""
 
-    def __init__(self, options: Options, rank: int, size: int, transport: Transport, boxes: tuple[Box, ...], memory: Iterable[Memory]):
+    def __init__(
+        self,
+        options: Options,
+        rank: int,
+        size: int,
+        transport: Transport,
+        boxes: tuple[Box, ...],
+        memory: Iterable[Memory],
+    ):
         """Make this rank's KV readable. `memory`: every allocation that boxes lie in, each once, all of one kind."""
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
         self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
-        transport.register([*self._memory, *(Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing))])
+        transport.register(
+            [
+                *self._memory,
+                *(Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)),
+            ]
+        )
         self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
         self._results, self._stats = Results(), no_stats()
@@ -78,7 +110,9 @@ class Worker:
         self._errands: list[Task] = []  # messages to peers that may have to be met first
         self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
         self._last_lease = 0
-        self._early: set[int] = set()  # released before this worker has heard of them: D can be faster than our own scheduler
+        self._early: set[int] = (
+            set()
+        )  # released before this worker has heard of them: D can be faster than our own scheduler
         self._places = itertools.count()
 
     def close(self) -> None:
@@ -99,7 +133,10 @@ class Worker:
         self._loads |= {request: self._load(load) for request, load in orders.loads.items()}
         if self._rank == 0:  # one messenger is enough
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
-                released, renewed = ([lease.number for lease in of if lease.peer == peer] for of in (orders.releases, orders.renewals))
+                released, renewed = (
+                    [lease.number for lease in of if lease.peer == peer]
+                    for of in (orders.releases, orders.renewals)
+                )
                 self._errands.append(self._tell(peer, Leases(released, renewed)))
         self.advance()
 
@@ -158,14 +195,22 @@ class Worker:
             if isinstance(notice, Query):
                 self._answer(notice)
             else:
-                self._early |= {number for number in notice.released[:LEDGER] if number > self._last_lease and len(self._early) < LEDGER}
+                self._early |= {
+                    number
+                    for number in notice.released[:LEDGER]
+                    if number > self._last_lease and len(self._early) < LEDGER
+                }
                 for number in self._leases.keys() & notice.released:
                     self._end(number)
                 for number in self._leases.keys() & notice.renewed:
                     request, end = self._leases[number]
                     self._leases[number] = request, max(end, now + self._options.kv_lease_duration * 2 / 3)
         for number in [n for n, (_, end) in self._leases.items() if end < now]:
-            logger.warning("request %s was not read within its lease of %g s", self._leases[number][0], self._options.kv_lease_duration)
+            logger.warning(
+                "request %s was not read within its lease of %g s",
+                self._leases[number][0],
+                self._options.kv_lease_duration,
+            )
             self._stats["expired_leases"] += 1
             self._end(number)
 
@@ -186,8 +231,13 @@ class Worker:
             raise peer.pairing
         spans = [(part.start, part.stop) for part in load.parts]
         local = [Table(part.blocks, part.first) for part in load.parts]
-        remote = [Table(blocks, first) for blocks, first in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)]
-        planned = {rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)}
+        remote = [
+            Table(blocks, first)
+            for blocks, first in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)
+        ]
+        planned = {
+            rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)
+        }
         with peer.used():
             yield from self._read(peer, planned, deadline)
             if self._options.integrity:
@@ -195,7 +245,9 @@ class Worker:
             ended = yield from self._look(peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline)
             if (ended >= lease.number).any():
                 self._stats["late_reads"] += 1
-                raise LoadError(f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read")
+                raise LoadError(
+                    f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read"
+                )
         self._stats["seconds"].append(time.monotonic() - begun)
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
@@ -235,11 +287,17 @@ class Worker:
             pass  # it has failed; but does its transport know?
         return not self._transport.release(handle)
 
-    def _look(self, peer: Peer, entries: dict[int, int], count: int, deadline: float) -> Generator[None, None, Ints]:
+    def _look(
+        self, peer: Peer, entries: dict[int, int], count: int, deadline: float
+    ) -> Generator[None, None, Ints]:
         """Read `count` numbers of the boards of these ranks, from these entries on: int64 [rank, number]."""
         places, reads = [next(self._places) % LANDING for _ in entries], {}
         for place, (rank, entry) in zip(places, entries.items(), strict=True):
-            reads[rank] = Runs(*np.array([[self._landing[place].ctypes.data], [peer.cards[rank].board + 8 * entry], [8 * count]]))
+            reads[rank] = Runs(
+                *np.array(
+                    [[self._landing[place].ctypes.data], [peer.cards[rank].board + 8 * entry], [8 * count]]
+                )
+            )
         yield from self._read(peer, reads, deadline, kv=False)
         return self._landing[places, :count]
 
@@ -248,7 +306,9 @@ class Worker:
         try:
             peer = yield from self._peers.meet(address)
             with peer.used():
-                new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)  # a first message might stay here if this engine rests
+                new = dict.fromkeys(
+                    set(range(len(peer.cards))) - peer.reached, 0
+                )  # a first message might stay here if this engine rests
                 yield from self._look(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
                 for rank in range(len(peer.cards)):
                     self._transport.notify(self._peers.name(peer, rank), encode(leases))
@@ -273,7 +333,9 @@ class Worker:
             found = yield from self._look(peer, entries, 3, deadline)
         for (rank, plan), digest in zip(planned.items(), found[:, 1:].tolist(), strict=True):
             if digest != self._digest(plan.local, plan.length):
-                raise LoadError(f"{plan.nbytes} bytes from rank {rank} are not those that it has, or it could not tell")
+                raise LoadError(
+                    f"{plan.nbytes} bytes from rank {rank} are not those that it has, or it could not tell"
+                )
 
     def _answer(self, query: Query) -> None:
         """P's half of `_compare`. Whatever is asked, this worker goes on."""
@@ -290,7 +352,10 @@ class Worker:
         """Two numbers for bytes that peers may read. Raises ValueError for others."""
         made = hashlib.blake2b(digest_size=16)
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            memory = next((m for m in self._memory if m.address <= address <= address + length <= m.address + m.nbytes), None)
+            memory = next(
+                (m for m in self._memory if m.address <= address <= address + length <= m.address + m.nbytes),
+                None,
+            )
             if memory is None or memory.view is None:
                 raise ValueError(f"no peer may read {length} bytes at {address:#x}")
             made.update(memory.view(address - memory.address, length))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs.process_facts import descendants_of
+from pytest_kvconform.rigs.processes.linux import descendants_of
 from tests.engine.judged import Jury
 
 ROOT = Path(__file__).parents[1]

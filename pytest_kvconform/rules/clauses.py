@@ -54,9 +54,13 @@ def load(path: Path = FILE) -> dict[str, Clause]:
     clauses: dict[str, Clause] = {}
     for name, table in tables.items():
         if part_of(name) not in PARTS:
-            raise BadRules(f"{path.name}: {name}: an id looks like C2, with one of the letters {', '.join(PARTS)}")
+            raise BadRules(
+                f"{path.name}: {name}: an id looks like C2, with one of the letters {', '.join(PARTS)}"
+            )
         if not isinstance(table, dict) or "id" in table:
-            raise BadRules(f"{path.name}: {name}: expected a table without the key id, which is the table's name")
+            raise BadRules(
+                f"{path.name}: {name}: expected a table without the key id, which is the table's name"
+            )
         try:
             clause = msgspec.convert({"id": name, **table}, Clause)
         except msgspec.ValidationError as error:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pytest_kvconform.result import Finding, Violation
 from pytest_kvconform.rigs.bench import REQUEST_S
-from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 
 
 class Ended(Protocol):
@@ -37,7 +37,8 @@ def came_to_an_end(seen: Ended, timeout_scale: float) -> None:
             Finding(
                 rule="KV-HANDOVER-001",
                 happened=f"{'; '.join(seen.stuck)} after {REQUEST_S * timeout_scale:.0f} s",
-                diagnosis=said_last(seen) or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
+                diagnosis=said_last(seen)
+                or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
                 log=seen.logged,
             )
         )

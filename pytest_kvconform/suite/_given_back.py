@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import RELEASE_S
-from pytest_kvconform.rigs.messages import Usage
+from pytest_kvconform.rigs.engine.messages import Usage
 
 
-def nothing_held(usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0) -> Evidence:
+def nothing_held(
+    usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0
+) -> Evidence:
     """Judge KV-BLOCKS-001 on what P and D hold after every request has ended."""
     for role, usage in zip("PD", usages, strict=True):
         held = usage.total_blocks - usage.free_blocks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pytest_kvconform.result import Evidence, Finding, Violation
-from pytest_kvconform.rigs.messages import Trace
+from pytest_kvconform.rigs.engine.messages import Trace
 
 
 class HandedOver(Protocol):
@@ -36,7 +36,9 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
                 )
             )
         if r.decode.first_computed < due:
-            clean = not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens  # D computed: nothing wrong came
+            clean = (
+                not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens
+            )  # D computed: nothing wrong came
             raise Violation(
                 Finding(
                     rule="KV-HANDOVER-002",

@@ -7,5 +7,6 @@ from tests.juries import fixtures
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "kimi_k2_5_eagle3", "qwen3_5_35b_a3b")
 jury, judge = fixtures(
-    lambda: Jury("tests.bytes.wrong_connectors", "bytes", GEOMETRIES, "full"), lambda jury: partial(jury.judge, setup="b16")
+    lambda: Jury("tests.bytes.wrong_connectors", "bytes", GEOMETRIES, "full"),
+    lambda jury: partial(jury.judge, setup="b16"),
 )

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pytest_kvconform.kvspace.classify import RUN
+from pytest_kvconform.kvspace.pools.classify import RUN
 from pytest_kvconform.result import Violation
-from pytest_kvconform.rigs.pattern_messages import Missing
+from pytest_kvconform.rigs.bytes.messages import Missing
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 from pytest_kvconform.suite.bytes import pool
 
@@ -22,7 +22,9 @@ def seen(*missing: Missing) -> SimpleNamespace:
     regions = tuple(SimpleNamespace(layer=layer, kind="attention") for layer in LAYERS)
     compared = SimpleNamespace(regions=regions, runs=np.zeros(0, dtype=RUN), truncated=False, wrong=0)
     check = SimpleNamespace(rank=0, missing=missing, pool=compared, rows_due=10, bytes_due=80)
-    request = SimpleNamespace(name="request 0", length=40, checks=(check,), decode=SimpleNamespace(external_tokens=39))
+    request = SimpleNamespace(
+        name="request 0", length=40, checks=(check,), decode=SimpleNamespace(external_tokens=39)
+    )
     return SimpleNamespace(requests=(request,), seconds=0.0)
 
 
@@ -32,7 +34,9 @@ def test_it_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Violation) as raised:
         pool.rows_arrive(BENCH, TRANSFER)  # type: ignore[arg-type]
     happened = raised.value.finding.happened
-    assert happened.startswith(f"request 0 of 40 tokens: tokens 16-18 of {LAYERS[0]} and 1 more layers have no block on rank 0 of D")
+    assert happened.startswith(
+        f"request 0 of 40 tokens: tokens 16-18 of {LAYERS[0]} and 1 more layers have no block on rank 0 of D"
+    )
 
 
 def test_without_it_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ import pytest
 from pytest_kvconform.plan import load_module, module_names
 from tests.engine.judged import Judged
 
-STOPPED = {"all_come_back", "spares_computing", "rows_arrive", "others_untouched", "source_untouched"}  # cases that need a load that ended
+STOPPED = {
+    "all_come_back",
+    "spares_computing",
+    "rows_arrive",
+    "others_untouched",
+    "source_untouched",
+}  # cases that need a load that ended
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 
 
@@ -42,25 +48,46 @@ WRITTEN_TO = "a pool that loads only read was written to"
 
 WRONG = [
     # Which blocks.
-    Wrong("LateByOne", rows(r"block is off by \+1 in 638976 of 786432 wrong words; besides, 147456 words never written$")),
-    Wrong("DropsTail", rows(rf"the last \(partial\) block was never written \(all 98304 words in {LAYERS}\)$")),
-    Wrong("WritesNull", {"others_untouched": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"}),
-    Wrong("WritesOutside", {"others_untouched": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"}),
+    Wrong(
+        "LateByOne",
+        rows(r"block is off by \+1 in 638976 of 786432 wrong words; besides, 147456 words never written$"),
+    ),
+    Wrong(
+        "DropsTail", rows(rf"the last \(partial\) block was never written \(all 98304 words in {LAYERS}\)$")
+    ),
+    Wrong(
+        "WritesNull",
+        {
+            "others_untouched": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
+        },
+    ),
+    Wrong(
+        "WritesOutside",
+        {
+            "others_untouched": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
+        },
+    ),
     Wrong(
         "FirstGroupForAll",
-        rows(r"the block ids of one group were used for the layers of another: it explains all 152064 words in .* and 21 more layers$"),
+        rows(
+            r"the block ids of one group were used for the layers of another: it explains all 152064 words in .* and 21 more layers$"
+        ),
         geometry="gemma3_1b",
     ),
     Wrong(
         "ShortWindow",
-        rows(r"the first block of the window was never read \(all 45056 words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"),
+        rows(
+            r"the first block of the window was never read \(all 45056 words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
+        ),
         geometry="gemma3_1b",
         variants="n542",  # the window of its last token but one begins within a block, not the first one of the prompt
         matrix="full",
     ),
     Wrong(
         "ReadsFromTheWindow",
-        rows(r"tokens 16-29 were never written \(all \d+ words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"),
+        rows(
+            r"tokens 16-29 were never written \(all \d+ words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
+        ),
         geometry="gemma3_1b",
         variants="n542",
         matrix="full",
@@ -70,13 +97,27 @@ WRONG = [
     Wrong("ReversesHeads", rows(r"the heads are in reverse order: it explains all 884736 words")),
     Wrong("HeadsOfTheOtherRank", rows(r"head is off by \+4 in all 442368 words$"), topology="P1D2"),
     Wrong("SwapsPlanes", rows(r"K and V are exchanged: it explains all 884736 words")),
-    Wrong("PackedAsSplit", rows(r"a packed K\|V per token was read as split \(.*\): it explains all 827392 words")),
+    Wrong(
+        "PackedAsSplit",
+        rows(r"a packed K\|V per token was read as split \(.*\): it explains all 827392 words"),
+    ),
     Wrong("NhdInHnd", rows(r"NHD bytes were put into an HND cache: it explains all 870400 words")),
-    Wrong("LocalStride", rows(r"the local block stride was used to find the remote blocks: it explains all \d+ words"), topology="P1D2"),
-    Wrong("ForgetsDraft", rows(r"no byte of model\.layers\.61\.self_attn\.attn \(draft\) was written"), "kimi_k2_5_eagle3", "P2D2"),
+    Wrong(
+        "LocalStride",
+        rows(r"the local block stride was used to find the remote blocks: it explains all \d+ words"),
+        topology="P1D2",
+    ),
+    Wrong(
+        "ForgetsDraft",
+        rows(r"no byte of model\.layers\.61\.self_attn\.attn \(draft\) was written"),
+        "kimi_k2_5_eagle3",
+        "P2D2",
+    ),
     Wrong(
         "CutsAcrossSegments",
-        {"state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"},
+        {
+            "state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"
+        },
         geometry="qwen3_5_35b_a3b",
         topology="P1D2",
         variants="n2",
@@ -101,7 +142,9 @@ WRONG = [
     ),
     Wrong(
         "FreesAtOnce",
-        rows(r"the right remote blocks were read, but after they had been given back and overwritten: it explains all 884736 words"),
+        rows(
+            r"the right remote blocks were read, but after they had been given back and overwritten: it explains all 884736 words"
+        ),
         variants="reused",
     ),
     Wrong(
@@ -114,17 +157,28 @@ WRONG = [
     Wrong("ClearsWhatWasRead", {"source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
     Wrong(
         "LoadsPartsOfBlocks",
-        rows(r"of layers with a window of 512 P has the tokens from 16 on, and D's block in which the window begins, .* those from 0 on$"),
+        rows(
+            r"of layers with a window of 512 P has the tokens from 16 on, and D's block in which the window begins, .* those from 0 on$"
+        ),
         geometry="gemma3_1b",
         setup="b16x64",
         variants="n528",
         matrix="full",
     ),
     # What is no matter of bytes.
-    Wrong("NeverFinishes", {"completes": r"the connector never reported the load as finished"}, blocked=STOPPED, scale=SHORT),
+    Wrong(
+        "NeverFinishes",
+        {"completes": r"the connector never reported the load as finished"},
+        blocked=STOPPED,
+        scale=SHORT,
+    ),
     Wrong("KeepsBlocks", {"all_come_back": r""}, scale=SHORT),
     Wrong("AnnouncesLess", {"spares_computing": r"get_num_new_matched_tokens announced less than P had"}),
-    Wrong("RaisesAtStart", {"comes_up": r"P did not start: ValueError: no such fabric"}, blocked=STOPPED | {"completes"}),
+    Wrong(
+        "RaisesAtStart",
+        {"comes_up": r"P did not start: ValueError: no such fabric"},
+        blocked=STOPPED | {"completes"},
+    ),
     # Upstream itself: see docs.
     Wrong(
         "Right",
@@ -136,11 +190,24 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(judge: Callable[..., Judged], wrong: Wrong) -> None:
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, wrong.variants, wrong.scale, setup=wrong.setup, matrix=wrong.matrix)
+def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
+    judge: Callable[..., Judged], wrong: Wrong
+) -> None:
+    judged = judge(
+        wrong.connector,
+        wrong.geometry,
+        wrong.topology,
+        wrong.variants,
+        wrong.scale,
+        setup=wrong.setup,
+        matrix=wrong.matrix,
+    )
     outcomes = {name.partition("[")[0]: outcome for name, outcome in judged.outcomes.items()}
     assert len(outcomes) == len(judged.outcomes), "one variant"
-    assert outcomes == {case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS" for case in outcomes}
+    assert outcomes == {
+        case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS"
+        for case in outcomes
+    }
     assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
     said = {name.partition("[")[0]: finding.diagnosis for name, finding in judged.findings.items()}
     assert said.keys() == wrong.says.keys()
@@ -164,7 +231,11 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("connector", "geometry", "topology", "variants", "matrix"), RIGHT, ids=["-".join(row[:3]) for row in RIGHT])
+@pytest.mark.parametrize(
+    ("connector", "geometry", "topology", "variants", "matrix"),
+    RIGHT,
+    ids=["-".join(row[:3]) for row in RIGHT],
+)
 def test_a_right_connector_passes_every_case(
     judge: Callable[..., Judged], connector: str, geometry: str, topology: str, variants: str, matrix: str
 ) -> None:
@@ -177,4 +248,6 @@ def test_what_no_load_can_make_right_may_be_computed(judge: Callable[..., Judged
     judged = judge("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
     computed = {name for name, outcome in judged.outcomes.items() if outcome != "PASS"}
     assert computed == {f"{case}[n528]" for case in ("spares_computing", "rows_arrive", "window_is_whole")}
-    assert {judged.outcomes[name] for name in computed} == {"NOT-APPLICABLE"} and judged.verdict.word == "CONFORMS"
+    assert {judged.outcomes[name] for name in computed} == {
+        "NOT-APPLICABLE"
+    } and judged.verdict.word == "CONFORMS"

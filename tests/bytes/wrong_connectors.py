@@ -263,7 +263,9 @@ class ReportsEarly(Goes):
 class FreesAtOnce(Goes):
     """P gives its blocks back as soon as it has computed them, and D reads them later."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Groups
+    ) -> tuple[bool, dict[str, Any] | None]:
         waits, params = super().request_finished_all_groups(request, block_ids)
         if waits:
             UNDER_WAY.add(request.request_id)
@@ -283,7 +285,9 @@ class ClearsWhatWasRead(Right):
         self.caches = list(kv_caches.values())
         super().register_kv_caches(kv_caches)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Groups
+    ) -> tuple[bool, dict[str, Any] | None]:
         HANDED_OVER[request.request_id] = [block for blocks in block_ids for block in blocks]
         return super().request_finished_all_groups(request, block_ids)
 
@@ -300,6 +304,9 @@ class LoadsPartsOfBlocks(ReferenceConnector):
     """Loads what P has of the block in which a window begins, although D's prefix cache will hold the whole block."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
-        vllm_config.cache_config.enable_prefix_caching, caching = False, vllm_config.cache_config.enable_prefix_caching
+        vllm_config.cache_config.enable_prefix_caching, caching = (
+            False,
+            vllm_config.cache_config.enable_prefix_caching,
+        )
         super().__init__(vllm_config, role, kv_cache_config)
         vllm_config.cache_config.enable_prefix_caching = caching

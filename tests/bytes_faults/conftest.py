@@ -8,5 +8,11 @@ from tests.juries import fixtures
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'  # seconds; NixlConnector itself gets it from the suite
 jury, judge = fixtures(
     lambda: Jury("tests.bytes_faults.faulty_connectors", "bytes", ("llama3_1_8b", "gpt_oss_20b"), "full"),
-    lambda jury: partial(jury.judge, setup="b16", matrix="full", config=LEASE, only=lambda planned: planned.module == "bytes/faults"),
+    lambda jury: partial(
+        jury.judge,
+        setup="b16",
+        matrix="full",
+        config=LEASE,
+        only=lambda planned: planned.module == "bytes/faults",
+    ),
 )

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
 from tests.engine.wrong_connectors import Right as Upstream
 
@@ -113,7 +117,11 @@ class ClearsLater(Worker):
         handle_failed = worker._handle_failed_transfer
 
         def failed(req_id: str, *args: Any, **kwargs: Any) -> bool:
-            blocks = [block for group in worker._recving_metadata[req_id].local_physical_block_ids for block in group]
+            blocks = [
+                block
+                for group in worker._recving_metadata[req_id].local_physical_block_ids
+                for block in group
+            ]
             self.failures.append((self.steps + 6, blocks))
             return bool(handle_failed(req_id, *args, **kwargs))
 
@@ -153,7 +161,9 @@ class BearsGrudge(Worker):
             return bool(handle_failed(req_id, *args, **kwargs))
 
         def read_blocks(req_id: str, meta: Any) -> None:
-            if grudge and len(worker._recving_metadata) == 1:  # not those that were asked for together with the failed one
+            if (
+                grudge and len(worker._recving_metadata) == 1
+            ):  # not those that were asked for together with the failed one
                 worker._recv_failures.add(req_id)
             else:
                 read(req_id, meta)
@@ -208,7 +218,11 @@ class KnowsEveryRequest(Worker):
         def known_only() -> Any:
             found, seen = get_new_notifs(), set[bytes]()
             for message in (m for messages in found.values() for m in messages if not m.startswith(b"HB:")):
-                if message in seen or message.decode().rpartition(":")[0] not in worker._reqs_to_process | worker._reqs_to_send.keys():
+                if (
+                    message in seen
+                    or message.decode().rpartition(":")[0]
+                    not in worker._reqs_to_process | worker._reqs_to_send.keys()
+                ):
                     raise KeyError(message)
                 seen.add(message)
             return found

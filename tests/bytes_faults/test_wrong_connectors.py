@@ -43,11 +43,35 @@ WRONG = [
         | on("failed not_begun", "rows_arrive", "no byte of .* was written"),
         "failed not_begun slow",
     ),
-    Wrong("HidesFailure", on("failed", "ends", "neither as finished nor as failed"), "failed", blocked=STOPPED, scale=SHORT),
-    Wrong("RaisesOnFailure", on("failed", "ends", "D raised RuntimeError.*no transfer ever fails"), "failed", blocked=STOPPED),
-    Wrong("FailsAll", on("failed", "ends", "the failure of one request ends others, too"), "failed", blocked={"rows_arrive"}),
-    Wrong("IgnoresRelease", on("lingers", "nothing_written_later", "while one of its transfers was still under way"), "failed lingers"),
-    Wrong("ClearsLater", on("failed", "nothing_written_later", "while one of its transfers was still under way"), "failed"),
+    Wrong(
+        "HidesFailure",
+        on("failed", "ends", "neither as finished nor as failed"),
+        "failed",
+        blocked=STOPPED,
+        scale=SHORT,
+    ),
+    Wrong(
+        "RaisesOnFailure",
+        on("failed", "ends", "D raised RuntimeError.*no transfer ever fails"),
+        "failed",
+        blocked=STOPPED,
+    ),
+    Wrong(
+        "FailsAll",
+        on("failed", "ends", "the failure of one request ends others, too"),
+        "failed",
+        blocked={"rows_arrive"},
+    ),
+    Wrong(
+        "IgnoresRelease",
+        on("lingers", "nothing_written_later", "while one of its transfers was still under way"),
+        "failed lingers",
+    ),
+    Wrong(
+        "ClearsLater",
+        on("failed", "nothing_written_later", "while one of its transfers was still under way"),
+        "failed",
+    ),
     Wrong(
         "LeavesSiblings",
         on("failed_handle", "nothing_written_later", "while one of its transfers was still under way"),
@@ -58,7 +82,9 @@ WRONG = [
     Wrong("BearsGrudge", on("failed", "next_is_right", "the next request of D did not end well"), "failed"),
     Wrong("NotifiesAtOnce", on("slow_handle", "source_is_kept", OVERWRITTEN), "slow_handle", "P2D1", GPT),
     Wrong("CountsOneReader", on("slow_rank", "source_is_kept", OVERWRITTEN), "slow_rank reversed", "P1D2"),
-    Wrong("KnowsEveryRequest", on("twice", "ends", r"P raised KeyError"), "twice notified_late", blocked=STOPPED),
+    Wrong(
+        "KnowsEveryRequest", on("twice", "ends", r"P raised KeyError"), "twice notified_late", blocked=STOPPED
+    ),
     Wrong(
         "NeverExpires",
         on("failed not_notified", "all_come_back", r"P waits for a notification that will not come"),
@@ -66,15 +92,27 @@ WRONG = [
         scale=SHORT,
     ),
     # Upstream counts messages, not readers.
-    Wrong("Upstream", on("twice_slow_rank", "readers_are_counted", OVERWRITTEN), "slow_rank twice_slow_rank", "P1D2"),
+    Wrong(
+        "Upstream",
+        on("twice_slow_rank", "readers_are_counted", OVERWRITTEN),
+        "slow_rank twice_slow_rank",
+        "P1D2",
+    ),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], wrong: Wrong) -> None:
     judged = judge(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
-    outcomes = {short(name): outcome for name, outcome in ((result.id, result.outcome.value) for result in judged.results)}
-    stopped = {name.partition("[")[2] for name in wrong.fails if name.startswith("ends[")} if wrong.blocked else set()
+    outcomes = {
+        short(name): outcome
+        for name, outcome in ((result.id, result.outcome.value) for result in judged.results)
+    }
+    stopped = (
+        {name.partition("[")[2] for name in wrong.fails if name.startswith("ends[")}
+        if wrong.blocked
+        else set()
+    )
     expected = {
         name: "FAIL"
         if name in wrong.fails
@@ -87,24 +125,32 @@ def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], 
     assert wrong.fails.keys() <= outcomes.keys()
     for result in judged.results:
         if result.finding:
-            assert re.search(wrong.fails[short(result.id)], f"{result.finding.happened}\n{result.finding.diagnosis}"), result.finding
+            assert re.search(
+                wrong.fails[short(result.id)], f"{result.finding.happened}\n{result.finding.diagnosis}"
+            ), result.finding
 
 
 CELLS = [(LLAMA, "P1D1"), (LLAMA, "P1D2"), (GPT, "P2D1")]
 
 
 @pytest.mark.parametrize(("family", "topology"), CELLS)
-def test_a_right_connector_passes_every_case(judge: Callable[..., Judged], family: str, topology: str) -> None:
+def test_a_right_connector_passes_every_case(
+    judge: Callable[..., Judged], family: str, topology: str
+) -> None:
     judged = judge("Right", family, topology, "", 1.0)
     assert len(judged.results) > 5
-    assert {short(result.id): result.outcome.value for result in judged.results if result.outcome.value != "PASS"} == {}
+    assert {
+        short(result.id): result.outcome.value for result in judged.results if result.outcome.value != "PASS"
+    } == {}
     assert all(result.evidence and result.evidence.looked_at for result in judged.results)
 
 
 def test_a_connector_without_nixl_is_told_so(judge: Callable[..., Judged]) -> None:
     judged = judge("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in judged.results} == {"NOT-APPLICABLE"}
-    assert {result.reason for result in judged.results} == {"needs a connector that moves bytes with NIXL: no agent was made"}
+    assert {result.reason for result in judged.results} == {
+        "needs a connector that moves bytes with NIXL: no agent was made"
+    }
 
 
 def short(name: str) -> str:

@@ -10,12 +10,19 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+}
 
 
 def blocks(text: str, language: str) -> list[str]:
     """Contents of the fenced blocks of one language; "" is a block without one."""
-    return [body for word, body in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if word == language]
+    return [
+        body
+        for word, body in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        if word == language
+    ]
 
 
 def prose(text: str) -> str:
@@ -25,7 +32,12 @@ def prose(text: str) -> str:
 
 def commands(text: str) -> list[list[str]]:
     """Each line of the console blocks, as the shell would split it."""
-    return [shlex.split(line, comments=True) for block in blocks(text, "console") for line in block.splitlines() if line.strip()]
+    return [
+        shlex.split(line, comments=True)
+        for block in blocks(text, "console")
+        for line in block.splitlines()
+        if line.strip()
+    ]
 
 
 def words(text: str) -> list[str]:
@@ -36,7 +48,10 @@ def words(text: str) -> list[str]:
 def tables(text: str) -> list[list[list[str]]]:
     """Rows of cells of each table, the head first, without the line of dashes."""
     found = re.findall(r"(?:^\|.*\|$\n?)+", prose(text), re.MULTILINE)
-    split = [[[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in one.splitlines()] for one in found]
+    split = [
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in one.splitlines()]
+        for one in found
+    ]
     return [[rows[0], *rows[2:]] for rows in split]
 
 

@@ -22,12 +22,22 @@ ALL = {" ".join(command): command for text in PAGES.values() for command in comm
 
 
 def starting_with(*words: str) -> list[object]:
-    return [pytest.param(command, id=line) for line, command in ALL.items() if tuple(command[: len(words)]) == words]
+    return [
+        pytest.param(command, id=line)
+        for line, command in ALL.items()
+        if tuple(command[: len(words)]) == words
+    ]
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
     assert {command[0] for command in ALL.values()} == {"make", "pytest", "kvconform", "pip", "python"}
-    assert {command[1] for command in ALL.values() if command[0] == "kvconform"} == {"doctor", "list", "explain", "verify", "diff"}
+    assert {command[1] for command in ALL.values() if command[0] == "kvconform"} == {
+        "doctor",
+        "list",
+        "explain",
+        "verify",
+        "diff",
+    }
 
 
 def test_the_first_two_commands_of_the_readme() -> None:
@@ -39,7 +49,9 @@ def test_make(command: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = [word for word in command[1:] if "=" not in word]
     assert set(targets) <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
-    assert {word.partition("=")[0] for word in command[1:] if "=" in word} <= set(re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE))
+    assert {word.partition("=")[0] for word in command[1:] if "=" in word} <= set(
+        re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("command", starting_with("pytest"))
@@ -75,7 +87,14 @@ def report(outcome: Outcome) -> document.Report:
     evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
     plan = make_plan(Settings(), ())
     [planned] = [one for one in plan.asked if one.id == name]
-    result = CaseResult(id=name, rule=planned.case.rule, cell=planned.cell, needs=needed(planned), outcome=outcome, evidence=evidence)
+    result = CaseResult(
+        id=name,
+        rule=planned.case.rule,
+        cell=planned.cell,
+        needs=needed(planned),
+        outcome=outcome,
+        evidence=evidence,
+    )
     return document.make(
         Settings(connector="m:C"),
         Subject(spec="m:C", connector="C", module="m"),
@@ -89,7 +108,9 @@ def report(outcome: Outcome) -> document.Report:
 
 @pytest.mark.usefixtures("reports")
 @pytest.mark.parametrize("command", starting_with("kvconform"))
-def test_kvconform(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kvconform(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(doctor, "main", lambda: print("doctor") or 0)  # it imports vLLM: 10 s
     assert cli.main(command[1:]) == 0
     assert capsys.readouterr().out
@@ -101,7 +122,11 @@ def test_the_exit_codes_that_operators_are_told(word: str, tmp_path: Path) -> No
     arguments = {"verify": ["after"], "diff": ["before", "after"]}[word]
     assert cli.main([word, *arguments]) == 0
     failed = report(Outcome.FAIL)
-    edited = document.encode(failed).replace(b'"word": "VIOLATES"', b'"word": "CONFORMS"') if word == "verify" else document.encode(failed)
+    edited = (
+        document.encode(failed).replace(b'"word": "VIOLATES"', b'"word": "CONFORMS"')
+        if word == "verify"
+        else document.encode(failed)
+    )
     (tmp_path / "after" / "report.json").write_bytes(edited)
     assert cli.main([word, *arguments]) == 1
     (tmp_path / "after" / "report.json").write_text("{}")
@@ -124,8 +149,14 @@ def test_python(command: list[str]) -> None:
         assert (ROOT / command[1]).is_file()
 
 
-def test_the_line_that_lists_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    [code] = [command[2] for command in ALL.values() if command[:2] == ["python", "-c"] and "report.json" in command[2]]
+def test_the_line_that_lists_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [code] = [
+        command[2]
+        for command in ALL.values()
+        if command[:2] == ["python", "-c"] and "report.json" in command[2]
+    ]
     monkeypatch.chdir(tmp_path)
     document.write(report(Outcome.FAIL), tmp_path / "kv-report")
     exec(compile(code, "page", "exec"), {})

@@ -21,7 +21,8 @@ from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
-from pytest_kvconform.rigs import background, bench
+from pytest_kvconform.rigs import bench
+from pytest_kvconform.rigs import launch as background
 from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import Subject, of_vllm, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
@@ -29,7 +30,11 @@ from tests.juries import must_be_installed
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
 
-LINKS = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(text))]
+LINKS = [
+    (page, link)
+    for page, text in PAGES.items()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(text))
+]
 
 
 # ---- links and paths ---------------------------------------------------------------------------------------------------------
@@ -61,7 +66,9 @@ def paths(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
     spec = importlib.util.find_spec("vllm")
-    vllm = Path(spec.submodule_search_locations[0]).parent if spec and spec.submodule_search_locations else None
+    vllm = (
+        Path(spec.submodule_search_locations[0]).parent if spec and spec.submodule_search_locations else None
+    )
     for path in paths(PAGES[page]):
         root = vllm if path.startswith("vllm/") else ROOT
         assert root is None or (root / path).exists(), path
@@ -86,14 +93,18 @@ def test_sources_of_rules_name_files_of_vllm() -> None:
 def test_a_table_is_up_to_date(name: str) -> None:
     script = regenerate()
     found = script.block(PAGES[f"docs/{script.PAGES[name]}"], name)[2]
-    assert found == script.PARTS[name]() + "\n", f"docs/{script.PAGES[name]} is out of date: python docs/regenerate.py {name}"
+    assert found == script.PARTS[name]() + "\n", (
+        f"docs/{script.PAGES[name]} is out of date: python docs/regenerate.py {name}"
+    )
 
 
 def test_the_failure_that_authors_read_is_what_a_run_prints() -> None:
     must_be_installed()
     script = regenerate()
     found = script.block(PAGES["docs/authors.md"], "failure")[2]
-    assert found == script.failure() + "\n", "docs/authors.md is out of date: python docs/regenerate.py failure"
+    assert found == script.failure() + "\n", (
+        "docs/authors.md is out of date: python docs/regenerate.py failure"
+    )
 
 
 def test_the_parts_of_a_failure_are_all_explained() -> None:
@@ -123,7 +134,10 @@ def test_every_key_of_the_report_is_described_and_exists() -> None:
     assert sorted(named(result, 0)) == sorted(CaseResult.__struct_fields__)
 
 
-@pytest.mark.parametrize(("key", "struct"), [("subject", Subject), ("selection", Selection), ("finding", Finding), ("evidence", Evidence)])
+@pytest.mark.parametrize(
+    ("key", "struct"),
+    [("subject", Subject), ("selection", Selection), ("finding", Finding), ("evidence", Evidence)],
+)
 def test_keys_inside_of_keys_exist(key: str, struct: type[msgspec.Struct]) -> None:
     top, result = report_tables()
     [row] = [row for table in (top, result) for row in table[1:] if row[0] == f"`{key}`"]
@@ -139,7 +153,9 @@ def test_outcomes_and_exit_codes() -> None:
     found = tables(PAGES["docs/authors.md"])
     [outcomes] = [table for table in found if table[0][0] == "outcome"]
     [verdicts] = [table for table in found if table[0][0] == "verdict"]
-    assert sorted(", ".join(row[0] for row in outcomes[1:]).split(", ")) == sorted(outcome.value for outcome in Outcome)
+    assert sorted(", ".join(row[0] for row in outcomes[1:]).split(", ")) == sorted(
+        outcome.value for outcome in Outcome
+    )
     assert {row[0]: int(row[1]) for row in verdicts[1:]} == EXIT_CODES
     [readme] = [table for table in tables(PAGES["README.md"]) if table[0][0] == "exit code"]
     assert {int(row[0]) for row in readme[1:] if row[0].isdigit()} == set(EXIT_CODES.values())
@@ -161,13 +177,18 @@ def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert set(told) - {"VLLM_NIXL_SIDE_CHANNEL_PORT"} <= set(given)
     assert {name: value for name, value in told.items() if value and given[name] != value} == {}
     monkeypatch.setenv("UCX_TLS", "rc,self")
-    assert background.environment(tmp_path)["UCX_TLS"] == "rc,self" and "UCX_MODULES" not in background.environment(tmp_path)
+    assert background.environment(tmp_path)[
+        "UCX_TLS"
+    ] == "rc,self" and "UCX_MODULES" not in background.environment(tmp_path)
 
 
 def test_numbers_that_authors_are_told() -> None:
     text = re.sub(r"\s+", " ", PAGES["docs/authors.md"])
     assert f"An engine has {bench.START_S:.0f} s to start and {bench.CALL_S:.0f} s to answer a call" in text
-    assert f"a hand-over has {bench.REQUEST_S:.0f} s; blocks must be free {bench.RELEASE_S:.0f} s after the last token" in text
+    assert (
+        f"a hand-over has {bench.REQUEST_S:.0f} s; blocks must be free {bench.RELEASE_S:.0f} s after the last token"
+        in text
+    )
     assert f"pools of {bench.BLOCKS['P']} blocks (P) and {bench.BLOCKS['D']} blocks (D)" in text
     assert f"A prompt may be {bench.PROMPT_BLOCKS} blocks long" in PAGES["docs/families.md"]
     for family in load_families():
@@ -204,14 +225,26 @@ def test_the_table_for_a_store(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(block)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("store", "none", "my_pkg.mod")
-    assert bench.transfer_config(subject, "P", "cpu")["kv_role"] == bench.transfer_config(subject, "D", "cpu")["kv_role"] == "kv_both"
+    assert (
+        bench.transfer_config(subject, "P", "cpu")["kv_role"]
+        == bench.transfer_config(subject, "D", "cpu")["kv_role"]
+        == "kv_both"
+    )
 
 
 def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
-    text = "\n".join(block for block in blocks(PAGES["docs/authors.md"], "toml") if ".features]" in block or ".known]" in block)
+    text = "\n".join(
+        block
+        for block in blocks(PAGES["docs/authors.md"], "toml")
+        if ".features]" in block or ".known]" in block
+    )
     (tmp_path / "pyproject.toml").write_text(text)
     subject = resolve(load({"kv_connector": "m:C"}, {}, tmp_path))
-    assert subject.features == {"full-attention": "", "sliding-window": "", "mamba-state": "state groups are refused at start-up"}
+    assert subject.features == {
+        "full-attention": "",
+        "sliding-window": "",
+        "mamba-state": "state groups are refused at start-up",
+    }
     assert [entry.case for entry in subject.known] == ["kv::engine/bytes::window_is_whole[gemma3-*]"]
     check_known(subject.known, make_plan(Settings(), ()).manifest)
 
@@ -221,14 +254,19 @@ def test_connectors_of_vllm_are_named() -> None:
     assert f"({', '.join(stores)});" in PAGES["docs/authors.md"]
     packages = dict.fromkeys(package for known in of_vllm().values() for package in known.packages)
     exempt = sorted(name for name, known in of_vllm().items() if known.exempt)
-    [sentence] = re.findall(r"A connector of vLLM whose package.*?one sentence\.", re.sub(r"\s+", " ", PAGES["docs/authors.md"]))
+    [sentence] = re.findall(
+        r"A connector of vLLM whose package.*?one sentence\.", re.sub(r"\s+", " ", PAGES["docs/authors.md"])
+    )
     assert set(re.findall(r"`(\w+)`", sentence)) == set(packages)
     assert f"({', '.join(exempt)})" in sentence
 
 
 def test_the_lines_for_the_matrix(tmp_path: Path) -> None:
-    (tmp_path / "matrix.toml").write_text(blocks(PAGES["docs/families.md"], "toml")[0])
-    example, real = msgspec.structs.asdict(read_matrices(tmp_path / "matrix.toml")), (ROOT / "model_matrix" / "matrix.toml")
+    (tmp_path / "engine.toml").write_text(blocks(PAGES["docs/families.md"], "toml")[0])
+    example, real = (
+        msgspec.structs.asdict(read_matrices(tmp_path / "engine.toml")),
+        (ROOT / "model_matrix" / "engine.toml"),
+    )
     for matrix, rows in example.items():
         assert rows["llama"] == getattr(read_matrices(real), matrix)["llama"]
 
@@ -259,8 +297,12 @@ def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
     [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "check_xfer_state" in code]
     [said] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("notified")]
     environment = os.environ | {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert [line for line in run.stdout.splitlines() if line.startswith("notified")] == said.splitlines(), run.stderr
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert [line for line in run.stdout.splitlines() if line.startswith("notified")] == said.splitlines(), (
+        run.stderr
+    )
 
 
 def syntax_error(code: str) -> str:

@@ -27,12 +27,15 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
-        self.temporary = Path(tempfile.mkdtemp(prefix="kvt-"))  # a short name: see `background._short_temporary_folder`
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="kvt-")
+        )  # a short name: see `background._short_temporary_folder`
         self.shared_memory = set(os.listdir("/dev/shm"))
         keep = {
             name: value
             for name, value in os.environ.items()
-            if name == "KVCONFORM_CACHE_DIR" or not (name.startswith(("KVCONFORM_", "PYTEST_")) or name in ("CI", "GITHUB_STEP_SUMMARY"))
+            if name == "KVCONFORM_CACHE_DIR"
+            or not (name.startswith(("KVCONFORM_", "PYTEST_")) or name in ("CI", "GITHUB_STEP_SUMMARY"))
         }
         with (folder / "output").open("wb") as output:
             self.process = subprocess.Popen(
@@ -42,7 +45,12 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=keep | {MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])},
+                env=keep
+                | {
+                    MARK: self.mark,
+                    "TMPDIR": str(self.temporary),
+                    "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)]),
+                },
             )
 
     def wait(self) -> Command:
@@ -55,11 +63,15 @@ class Command:
         deadline = time.monotonic() + seconds
         while word not in self.text and not any(word in text for text in self._logs()):
             assert self.process.poll() is None, f"it ended before it said {word!r}:\n{self.text}"
-            assert time.monotonic() < deadline, f"it did not say {word!r} within {seconds:.0f} s:\n{self.text}"
+            assert time.monotonic() < deadline, (
+                f"it did not say {word!r} within {seconds:.0f} s:\n{self.text}"
+            )
             time.sleep(0.02)
 
     def _logs(self) -> Iterator[str]:
-        for top, _, names in os.walk(self.temporary):  # unlike pathlib it does not mind a folder that goes meanwhile
+        for top, _, names in os.walk(
+            self.temporary
+        ):  # unlike pathlib it does not mind a folder that goes meanwhile
             for name in names:
                 with contextlib.suppress(OSError):
                     if name.endswith(".log"):
@@ -117,7 +129,9 @@ class Command:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {line}" for pid, line in self.processes().items()]
-        shared = of_nobody([f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)])
+        shared = of_nobody(
+            [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared_memory)]
+        )
         files = [
             os.path.join(top, name)
             for top, folders, names in os.walk(self.temporary)
@@ -144,7 +158,15 @@ Run = Callable[..., Command]  # of a connector and more arguments of the command
 
 def arguments(spec: str, *more: str) -> list[str]:
     """The options of a short run: one family, one topology."""
-    config = () if spec == "NixlConnector" or any(one.startswith("--kv-config") for one in more) else (f"--kv-config={CONFIG}",)
-    cell = () if any(one.startswith("--kv-family") for one in more) else ("--kv-family=llama", "--kv-topology=P1D1")
+    config = (
+        ()
+        if spec == "NixlConnector" or any(one.startswith("--kv-config") for one in more)
+        else (f"--kv-config={CONFIG}",)
+    )
+    cell = (
+        ()
+        if any(one.startswith("--kv-family") for one in more)
+        else ("--kv-family=llama", "--kv-topology=P1D1")
+    )
     tier = () if any(one.startswith("kv::") for one in more) else ("--kv-tier=engine",)
     return [f"--kv-connector={spec}", *config, *cell, *tier, *more]

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 from pytest_kvconform.features import needed
 from pytest_kvconform.plan import Planned, make_plan, ordered
-from pytest_kvconform.result import Blocked, CaseResult, Evidence, Finding, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    CaseResult,
+    Evidence,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    Outcome,
+    Violation,
+)
 from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -57,10 +66,16 @@ class Jury:
     """One zygote, and a bench per connector. `module` is where connectors are found, `tier` whose cases judge them."""
 
     def __init__(
-        self, module: str = "wrong_connectors", tier: str = "engine", families: tuple[str, ...] = (), matrix: str = "quick"
+        self,
+        module: str = "wrong_connectors",
+        tier: str = "engine",
+        families: tuple[str, ...] = (),
+        matrix: str = "quick",
     ) -> None:
         self.module, self.tier = module, tier
-        settings = Settings(connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix)
+        settings = Settings(
+            connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix
+        )
         self.zygote = start_zygote(settings, resolve(settings))
         self._facts: dict[str, SubjectFacts] = {}
 
@@ -100,7 +115,9 @@ class Jury:
             matrix=matrix,
             timeout_scale=scale,
         )
-        bench = Bench(self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None)
+        bench = Bench(
+            self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None
+        )
         try:
             return Judged(
                 [

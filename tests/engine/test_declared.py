@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import features
-from pytest_kvconform.settle import Terms, settle
+from pytest_kvconform.apply_declaration import Terms, settle
 from pytest_kvconform.verdict import judge
 
 from .judged import Jury
@@ -36,7 +36,9 @@ def test_unsupported(jury: Jury, connector: str) -> None:
     verdict = judge(results, None, (), TERMS)
     [row] = [row for row in verdict.features if row.name == UNEQUAL]
     assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
-    assert verdict.word == ("VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE")  # no case that passes is left
+    assert verdict.word == (
+        "VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE"
+    )  # no case that passes is left
     if rule == "KV-DECLARE-003":
         assert {result.against for result in settled if result.outcome == "FAIL"} == {rule}
     claim = judge(results, None, (), msgspec.structs.replace(TERMS, claim=True))

@@ -27,12 +27,20 @@ NOT_STARTED = [
     ("a.module.Class", "", "is neither NAME nor MODULE:CLASS (did you mean a.module:Class?)"),
     ("NixlConnector", "--kv-config={not json", "--kv-config: line 1 column 2: Expecting property name"),
     ("NixlConnector", "--kv-config=[1]", "--kv-config: expected a JSON object, got list"),
-    ("NixlConnector", "--kv-config=no_such_file.json", "'no_such_file.json' is neither a JSON object nor a file"),
+    (
+        "NixlConnector",
+        "--kv-config=no_such_file.json",
+        "'no_such_file.json' is neither a JSON object nor a file",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("spec", "option", "sentence"), NOT_STARTED, ids=[f"{row[0]} {row[1]}".strip() for row in NOT_STARTED])
-def test_a_mistake_in_the_command_is_one_sentence(command: Run, spec: str, option: str, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "option", "sentence"), NOT_STARTED, ids=[f"{row[0]} {row[1]}".strip() for row in NOT_STARTED]
+)
+def test_a_mistake_in_the_command_is_one_sentence(
+    command: Run, spec: str, option: str, sentence: str
+) -> None:
     run = command(spec, *filter(None, [option]))
     assert run.code == 4
     assert sum(line.startswith("ERROR: ") and sentence in line for line in run.lines) == 1, run.text
@@ -42,14 +50,20 @@ def test_a_mistake_in_the_command_is_one_sentence(command: Run, spec: str, optio
 def test_a_connector_that_is_not_there_is_one_sentence(command: Run) -> None:
     run = command("no_such_module:C")
     assert run.code == 4
-    nowhere = "there is no module 'no_such_module' (looked in the current folder and in this Python's packages)"
+    nowhere = (
+        "there is no module 'no_such_module' (looked in the current folder and in this Python's packages)"
+    )
     assert run.lines.count(f"ERROR: --kv-connector=no_such_module:C: {nowhere}") == 1, run.text
     _ends_clean(run)
 
 
 LOOKED_AT = [
     ("wrong_connectors:Rigth", "", "module wrong_connectors has no class 'Rigth' (did you mean Right?)"),
-    ("tests_of_nobody.inner:C", "", "there is no module 'tests_of_nobody' (looked in the current folder and in this Python's packages)"),
+    (
+        "tests_of_nobody.inner:C",
+        "",
+        "there is no module 'tests_of_nobody' (looked in the current folder and in this Python's packages)",
+    ),
     (
         "NixlConnector",
         '{"kv_buffer_devise": "cpu"}',
@@ -58,7 +72,9 @@ LOOKED_AT = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "config", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT])
+@pytest.mark.parametrize(
+    ("spec", "config", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT]
+)
 def test_what_is_found_by_looking_is_one_sentence(jury: Jury, spec: str, config: str, sentence: str) -> None:
     with pytest.raises(BadSubject) as raised:
         jury.probe(Settings(connector=spec, config=config))
@@ -95,15 +111,27 @@ ENDS = [
         "tokens 0-198 of all 4 layers was never written",
         "2 rules: KV-BYTES-001, KV-OUTPUT-001",
     ),
-    ("RecomputesQuietly", "n200 and not all_come_back", "get_num_new_matched_tokens announced nothing", "the rule KV-HANDOVER-002"),
-    ("CrashesInLoad", "n200", "D was killed by SIGSEGV in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
+    (
+        "RecomputesQuietly",
+        "n200 and not all_come_back",
+        "get_num_new_matched_tokens announced nothing",
+        "the rule KV-HANDOVER-002",
+    ),
+    (
+        "CrashesInLoad",
+        "n200",
+        "D was killed by SIGSEGV in start_load_kv (wrong_connectors.py:",
+        "the rule KV-HANDOVER-001",
+    ),
     ("HangsInLoad", "n200", "s in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
     ("LeavesProcess", "leaves_nothing", "after shutdown P still has 1 processes", "the rule KV-SHUTDOWN-001"),
 ]
 
 
 @pytest.mark.parametrize(("connector", "cases", "diagnosis", "rules"), ENDS, ids=[end[0] for end in ENDS])
-def test_a_wrong_connector_ends_in_a_verdict(command: Run, connector: str, cases: str, diagnosis: str, rules: str) -> None:
+def test_a_wrong_connector_ends_in_a_verdict(
+    command: Run, connector: str, cases: str, diagnosis: str, rules: str
+) -> None:
     run = command(f"wrong_connectors:{connector}", "-k", cases, "--kv-timeout-scale=0.3")
     assert (run.code, run.word) == (EXIT_CODES["VIOLATES"], "VIOLATES"), run.text
     assert diagnosis in run.text
@@ -120,11 +148,16 @@ def test_ctrl_c_ends_in_a_verdict(begin: Run) -> None:
     run.send(signal.SIGINT)
     run.process.wait(STOPPED_S)
     assert (run.code, run.word) == (2, "INCOMPLETE"), run.text
-    assert any(line.startswith("INCOMPLETE: ") and "that were selected have no result" in line for line in run.lines), run.text
+    assert any(
+        line.startswith("INCOMPLETE: ") and "that were selected have no result" in line for line in run.lines
+    ), run.text
     assert run.left() == []
 
 
-WHEN = {"while vLLM is imported": ("Right", "loading vLLM"), "while the connector hangs": ("HangsInLoad", "still in start_load_kv")}
+WHEN = {
+    "while vLLM is imported": ("Right", "loading vLLM"),
+    "while the connector hangs": ("HangsInLoad", "still in start_load_kv"),
+}
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -158,12 +191,16 @@ def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(b
     assert run.left() == []
 
 
-@pytest.mark.parametrize(("connector", "topology"), [("LeavesSharedMemory", "P1D1"), ("RaisesInLoad", "P1D2")])
+@pytest.mark.parametrize(
+    ("connector", "topology"), [("LeavesSharedMemory", "P1D1"), ("RaisesInLoad", "P1D2")]
+)
 def test_shared_memory_goes_with_the_engine(jury: Jury, connector: str, topology: str) -> None:
     before = set(os.listdir("/dev/shm"))
     jury.judge(connector, "llama", topology, variants="n64")
     end = time.monotonic() + LEAVE_S
-    while (left := of_nobody([f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before])) and time.monotonic() < end:
+    while (
+        left := of_nobody([f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before])
+    ) and time.monotonic() < end:
         time.sleep(0.05)  # other tests have engines meanwhile, of which some end badly
     assert left == []
 

@@ -12,9 +12,7 @@ from model_matrix import load_families, prompt_lengths
 from .command import Command, Run
 from .judged import Judged
 
-CAUSE = (
-    "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already given up"
-)
+CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already given up"
 
 
 def lengths(family: str) -> tuple[set[int], set[int]]:
@@ -29,7 +27,9 @@ def lengths(family: str) -> tuple[set[int], set[int]]:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(judge: Callable[..., Judged], family: str) -> None:
+def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
+    judge: Callable[..., Judged], family: str
+) -> None:
     judged, (every, lost) = judge("NixlConnector", family), lengths(family)
     assert len(lost) >= 2, "the suite has no such lengths, and proves nothing"
     assert len(every - lost) >= 10
@@ -47,7 +47,16 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(judge: Callabl
         )
         assert finding.diagnosis.endswith(CAUSE)
         assert any("?" in line for line in finding.picture)
-    assert len({finding.signature for name, finding in judged.findings.items() if name.startswith("window_is_whole")}) == 1
+    assert (
+        len(
+            {
+                finding.signature
+                for name, finding in judged.findings.items()
+                if name.startswith("window_is_whole")
+            }
+        )
+        == 1
+    )
 
 
 def test_a_state_passes_within_measured_noise(judge: Callable[..., Judged]) -> None:
@@ -67,7 +76,12 @@ def test_a_family_without_windows_and_states_conforms(nixl_on_llama: Command) ->
 
 # ---- order and workers -----------------------------------------------------------------------------------------------------------
 
-TWO = ("--kv-family=llama,gemma3", "--kv-topology=P1D1", "-k", "n63 or n64 or n95 or two_at_once or partial_hit or comes_up")
+TWO = (
+    "--kv-family=llama,gemma3",
+    "--kv-topology=P1D1",
+    "-k",
+    "n63 or n64 or n95 or two_at_once or partial_hit or comes_up",
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +94,11 @@ def test_two_families_by_the_command(plain: Command) -> None:
     lost = lengths("gemma3")[1]
     assert (plain.code, plain.word) == (1, "VIOLATES")
     failed = {name for name, outcome in plain.outcomes.items() if outcome == "FAIL"}
-    assert failed == {f"kv::engine/{case}[gemma3-P1D1-n{n}]" for case in ("bytes::window_is_whole", "outputs::agree") for n in lost}
+    assert failed == {
+        f"kv::engine/{case}[gemma3-P1D1-n{n}]"
+        for case in ("bytes::window_is_whole", "outputs::agree")
+        for n in lost
+    }
     assert plain.left() == []
 
 

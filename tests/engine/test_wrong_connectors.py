@@ -13,7 +13,13 @@ from pytest_kvconform.plan import load_module, module_names
 from .command import Command
 from .judged import Judged
 
-STOPPED = {"all_come_back", "arrive", "others_untouched", "spares_computing", "agree"}  # cases that need a hand-over that ended
+STOPPED = {
+    "all_come_back",
+    "arrive",
+    "others_untouched",
+    "spares_computing",
+    "agree",
+}  # cases that need a hand-over that ended
 DUMB = {"arrive", "others_untouched"}  # cases that need KV that was given
 WRONG_KV = {"arrive", "agree"}  # bytes and, so large are the mistakes here, what D says
 
@@ -43,17 +49,37 @@ MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance a
 
 WRONG = [
     # What is in D's cache.
-    Wrong("MovesNothing", WRONG_KV, "tokens 0-198 of all 4 layers was never written", variants="n33 n200", scale=SHORT, unsure=FIRST_WORD),
+    Wrong(
+        "MovesNothing",
+        WRONG_KV,
+        "tokens 0-198 of all 4 layers was never written",
+        variants="n33 n200",
+        scale=SHORT,
+        unsure=FIRST_WORD,
+    ),
     Wrong("MovesNothing", WRONG_KV, "never written", topology="P2D1", scale=SHORT, unsure=FIRST_WORD),
     Wrong("LateByOne", WRONG_KV, rf"{MOVED}.*\+32", variants="n64 n200"),
     Wrong("DropsTail", WRONG_KV, r"tokens 192-198 of all 4 layers was never written"),
     Wrong("SwapsBlocks", {"arrive"}, rf"in all 1024 rows: {MOVED}.*\+32, 512 times"),
     Wrong("SwapsHeads", WRONG_KV, "head 0 and head 1 are exchanged"),
-    Wrong("SwapsLayers", WRONG_KV, r"model\.layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn"),
+    Wrong(
+        "SwapsLayers",
+        WRONG_KV,
+        r"model\.layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
+    ),
     Wrong("ForgetsLayer", WRONG_KV, r"tokens 0-198 of model\.layers\.3\.self_attn\.attn holds zeros"),
-    Wrong("OneBit", {"arrive"}, r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that stand nowhere"),
+    Wrong(
+        "OneBit",
+        {"arrive"},
+        r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that stand nowhere",
+    ),
     Wrong("OneBit", {"arrive"}, r"token 5 of model\.layers\.5\.self_attn\.attn, K only", family="gemma3"),
-    Wrong("HalfAWindow", WRONG_KV, r"tokens 168-191 of model\.layers\.0\.self_attn\.attn.* was never written", family="gemma3"),
+    Wrong(
+        "HalfAWindow",
+        WRONG_KV,
+        r"tokens 168-191 of model\.layers\.0\.self_attn\.attn.* was never written",
+        family="gemma3",
+    ),
     Wrong("WritesNull", {"others_untouched"}, "blocks 0 of D changed.*block 0 is the null block"),
     Wrong("WritesOutside", {"others_untouched"}, r"blocks \d+ of D changed, which belong to no request"),
     # The recurrent state.
@@ -64,7 +90,13 @@ WRONG = [
         family="qwen3_5",
         variants="two_at_once",
     ),
-    Wrong("ZeroesState", {"state_arrives", "agree"}, "recurrent state zero$", family="qwen3_5", variants="two_at_once"),
+    Wrong(
+        "ZeroesState",
+        {"state_arrives", "agree"},
+        "recurrent state zero$",
+        family="qwen3_5",
+        variants="two_at_once",
+    ),
     Wrong(
         "NoTruncation",
         {"state_arrives", "agree"},
@@ -74,8 +106,19 @@ WRONG = [
     ),
     # When and what it reports.
     Wrong("ReportsEarly", {*WRONG_KV, "all_come_back"}, "never written", scale=SHORT),
-    Wrong("NeverFinishes", {"completes"}, "the connector never reported the load as finished", blocked=STOPPED, scale=SHORT),
-    Wrong("ReportsTwice", {"completes"}, r"D raised AssertionError in _update_from_kv_xfer_finished \(scheduler.py:\d+\)", blocked=STOPPED),
+    Wrong(
+        "NeverFinishes",
+        {"completes"},
+        "the connector never reported the load as finished",
+        blocked=STOPPED,
+        scale=SHORT,
+    ),
+    Wrong(
+        "ReportsTwice",
+        {"completes"},
+        r"D raised AssertionError in _update_from_kv_xfer_finished \(scheduler.py:\d+\)",
+        blocked=STOPPED,
+    ),
     Wrong("KeepsBlocks", {"all_come_back"}, r"P still holds 7 of \d+ blocks and 1 requests", scale=SHORT),
     Wrong(
         "RecomputesQuietly",
@@ -87,11 +130,23 @@ WRONG = [
         unsure=FIRST_WORD,
     ),
     Wrong("AnnouncesLess", {"spares_computing"}, "get_num_new_matched_tokens announced less than P had"),
-    Wrong("AnnouncesMore", {"completes"}, r"D raised AssertionError in schedule \(scheduler.py:\d+\)", blocked=STOPPED),
+    Wrong(
+        "AnnouncesMore",
+        {"completes"},
+        r"D raised AssertionError in schedule \(scheduler.py:\d+\)",
+        blocked=STOPPED,
+    ),
     Wrong("NoHandover", {"spares_computing"}, "request_finished returned None for its params", blocked=DUMB),
     # How it fails.
-    Wrong("CrashesInLoad", {"completes"}, r"D was killed by SIGSEGV in start_load_kv \(wrong_connectors.py:\d+\)", blocked=STOPPED),
-    Wrong("CrashesInLoad", {"completes"}, r"worker 0 .*died|in start_load_kv", topology="P1D2", blocked=STOPPED),
+    Wrong(
+        "CrashesInLoad",
+        {"completes"},
+        r"D was killed by SIGSEGV in start_load_kv \(wrong_connectors.py:\d+\)",
+        blocked=STOPPED,
+    ),
+    Wrong(
+        "CrashesInLoad", {"completes"}, r"worker 0 .*died|in start_load_kv", topology="P1D2", blocked=STOPPED
+    ),
     Wrong(
         "HangsInLoad",
         {"completes"},
@@ -113,8 +168,18 @@ WRONG = [
         r"D raised RuntimeError in start_load_kv \(wrong_connectors.py:\d+\): the wire is cut",
         blocked=STOPPED,
     ),
-    Wrong("LeavesInLoad", {"completes"}, r"D left with exit code 1 in start_load_kv \(wrong_connectors.py:\d+\)", blocked=STOPPED),
-    Wrong("RaisesAtStart", {"comes_up"}, "P did not start: ValueError: no such fabric", blocked=STOPPED | {"completes"}),
+    Wrong(
+        "LeavesInLoad",
+        {"completes"},
+        r"D left with exit code 1 in start_load_kv \(wrong_connectors.py:\d+\)",
+        blocked=STOPPED,
+    ),
+    Wrong(
+        "RaisesAtStart",
+        {"comes_up"},
+        "P did not start: ValueError: no such fabric",
+        blocked=STOPPED | {"completes"},
+    ),
     Wrong(
         "CrashesAtStart",
         {"comes_up"},
@@ -122,10 +187,30 @@ WRONG = [
         blocked=STOPPED | {"completes"},
     ),
     # How it ends.
-    Wrong("LeavesThread", {"leaves_nothing"}, r"after shutdown P still has 1 threads \(kv-forgotten\)", variants="two_at_once"),
-    Wrong("LeavesPort", {"leaves_nothing"}, r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)", variants="two_at_once"),
-    Wrong("LeavesProcess", {"leaves_nothing"}, r"after shutdown P still has 1 processes \(\d+\)", variants="two_at_once"),
-    Wrong("RaisesInShutdown", {"leaves_nothing"}, "shutdown of P raised OSError: the fabric was gone", variants="two_at_once"),
+    Wrong(
+        "LeavesThread",
+        {"leaves_nothing"},
+        r"after shutdown P still has 1 threads \(kv-forgotten\)",
+        variants="two_at_once",
+    ),
+    Wrong(
+        "LeavesPort",
+        {"leaves_nothing"},
+        r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)",
+        variants="two_at_once",
+    ),
+    Wrong(
+        "LeavesProcess",
+        {"leaves_nothing"},
+        r"after shutdown P still has 1 processes \(\d+\)",
+        variants="two_at_once",
+    ),
+    Wrong(
+        "RaisesInShutdown",
+        {"leaves_nothing"},
+        "shutdown of P raised OSError: the fabric was gone",
+        variants="two_at_once",
+    ),
     Wrong(
         "RankRaisesInShutdown",
         {"leaves_nothing"},
@@ -133,7 +218,9 @@ WRONG = [
         variants="two_at_once",
         topology="P1D2",
     ),
-    Wrong("DiesInShutdown", {"leaves_nothing"}, "P left with exit code 3 in shutdown", variants="two_at_once"),
+    Wrong(
+        "DiesInShutdown", {"leaves_nothing"}, "P left with exit code 3 in shutdown", variants="two_at_once"
+    ),
     Wrong(
         "HangsInShutdown",
         {"leaves_nothing"},
@@ -142,18 +229,25 @@ WRONG = [
         scale=SHORT,
     ),
     # What it is.
-    Wrong("NoHMA", {"groups_stay_apart"}, "NoHMA does not inherit SupportsHMA", family="gemma3", variants="n64"),
+    Wrong(
+        "NoHMA", {"groups_stay_apart"}, "NoHMA does not inherit SupportsHMA", family="gemma3", variants="n64"
+    ),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_caught_and_named_and_nothing_else_is(judge: Callable[..., Judged], wrong: Wrong) -> None:
+def test_a_mistake_is_caught_and_named_and_nothing_else_is(
+    judge: Callable[..., Judged], wrong: Wrong
+) -> None:
     judged = judge(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
     by_case: dict[str, set[str]] = {}
     for name, outcome in judged.outcomes.items():
         if (case := name.partition("[")[0]) not in wrong.unsure:
             by_case.setdefault(case, set()).add(outcome)
-    assert by_case == {case: {"FAIL" if case in wrong.fails else "BLOCKED" if case in wrong.blocked else "PASS"} for case in by_case}
+    assert by_case == {
+        case: {"FAIL" if case in wrong.fails else "BLOCKED" if case in wrong.blocked else "PASS"}
+        for case in by_case
+    }
     assert wrong.fails <= by_case.keys()
     assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
     finding = judged.findings[min(name for name in judged.failed if name.partition("[")[0] == _main(wrong))]
@@ -166,23 +260,41 @@ def _main(wrong: Wrong) -> str:
 
 
 def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> None:
-    cases = {case.name for module in module_names() if module.startswith("engine/") for case in load_module(module)[1]}
+    cases = {
+        case.name
+        for module in module_names()
+        if module.startswith("engine/")
+        for case in load_module(module)[1]
+    }
     alone = {min(wrong.fails - {"agree"}) for wrong in WRONG if len(wrong.fails - {"agree"}) == 1}
-    assert cases - alone == {"agree", "window_is_whole"}  # the outputs judge what all others do; upstream itself breaks the window
+    assert cases - alone == {
+        "agree",
+        "window_is_whole",
+    }  # the outputs judge what all others do; upstream itself breaks the window
 
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
-RIGHT = [("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"), ("BacksOff", "gemma3", ""), ("Right", "qwen3_5", FEW)]
+RIGHT = [
+    ("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"),
+    ("BacksOff", "gemma3", ""),
+    ("Right", "qwen3_5", FEW),
+]
 
 
-@pytest.mark.parametrize(("connector", "family", "variants"), RIGHT, ids=[f"{row[0]}-{row[1]}" for row in RIGHT])
-def test_a_right_connector_passes_every_case(judge: Callable[..., Judged], connector: str, family: str, variants: str) -> None:
+@pytest.mark.parametrize(
+    ("connector", "family", "variants"), RIGHT, ids=[f"{row[0]}-{row[1]}" for row in RIGHT]
+)
+def test_a_right_connector_passes_every_case(
+    judge: Callable[..., Judged], connector: str, family: str, variants: str
+) -> None:
     judged = judge(connector, family, variants=variants)
     assert set(judged.outcomes.values()) == {"PASS"}
     assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
 
 
-def test_the_positive_control_gets_the_verdict_of_nixl_connector(judge: Callable[..., Judged], nixl_on_llama: Command) -> None:
+def test_the_positive_control_gets_the_verdict_of_nixl_connector(
+    judge: Callable[..., Judged], nixl_on_llama: Command
+) -> None:
     judged = judge("Right", "llama")
     assert {result.id: result.outcome.value for result in judged.results} == nixl_on_llama.outcomes
     assert judged.verdict.word == nixl_on_llama.word == "CONFORMS"

@@ -17,7 +17,9 @@ import threading
 import time
 from typing import Any
 
-os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # vLLM sets it for connectors that are called Nixl*; any other has to do it itself
+os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = (
+    "DS"  # vLLM sets it for connectors that are called Nixl*; any other has to do it itself
+)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -46,9 +48,12 @@ class Reads(Right):
         for meta in self.loads().values():
             if any(meta.local_block_ids):
                 chosen = [
-                    self.choose(list(ours), list(theirs)) for ours, theirs in zip(meta.local_block_ids, meta.remote.block_ids, strict=True)
+                    self.choose(list(ours), list(theirs))
+                    for ours, theirs in zip(meta.local_block_ids, meta.remote.block_ids, strict=True)
                 ]
-                meta.local_block_ids, meta.remote.block_ids = (tuple(groups) for groups in zip(*chosen, strict=True))
+                meta.local_block_ids, meta.remote.block_ids = (
+                    tuple(groups) for groups in zip(*chosen, strict=True)
+                )
         super().start_load_kv(forward_context, **kwargs)
 
     def choose(self, ours: list[int], theirs: list[int]) -> tuple[list[int], list[int]]:
@@ -113,12 +118,16 @@ class Spoils(Right):
     """`spoil` changes D's cache when a read has ended, before vLLM hears of it."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.layers = self._vllm_config.compilation_config.static_forward_context  # kv_caches has states as rows of bytes
+        self.layers = (
+            self._vllm_config.compilation_config.static_forward_context
+        )  # kv_caches has states as rows of bytes
         self.targets = dict[str, Groups]()
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.targets.update({name: meta.local_block_ids for name, meta in self.loads().items() if any(meta.local_block_ids)})
+        self.targets.update(
+            {name: meta.local_block_ids for name, meta in self.loads().items() if any(meta.local_block_ids)}
+        )
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -200,7 +209,9 @@ class ReportsEarly(Right):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         begun = {name: meta for name, meta in self.loads().items() if any(meta.local_block_ids)}
-        self._connector_metadata.reqs_to_recv = self.waiting | {name: meta for name, meta in self.loads().items() if name not in begun}
+        self._connector_metadata.reqs_to_recv = self.waiting | {
+            name: meta for name, meta in self.loads().items() if name not in begun
+        }
         self.waiting = begun
         super().start_load_kv(forward_context, **kwargs)
 
@@ -274,7 +285,9 @@ class AnnouncesMore(Right):
 class NoHandover(Right):
     """P returns no parameters for D."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Groups
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
 
@@ -396,7 +409,9 @@ class LeavesSharedMemory(Keeps):
     """Leaves a file in /dev/shm."""
 
     def begin(self) -> Any:
-        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="left-by-a-wrong-connector-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir="/dev/shm", prefix="left-by-a-wrong-connector-", delete=False
+        ) as file:
             file.truncate(mmap.PAGESIZE)
             return mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
@@ -441,7 +456,11 @@ class PrintsBinary(Right):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for stream in (1, 2):
-            os.write(stream, os.urandom(4096) + b"\x00\xff\xfe\n\x1b[2J\x1b]0;title\x07Current thread 0x0 (most recent call first):\n")
+            os.write(
+                stream,
+                os.urandom(4096)
+                + b"\x00\xff\xfe\n\x1b[2J\x1b]0;title\x07Current thread 0x0 (most recent call first):\n",
+            )
         super().start_load_kv(forward_context, **kwargs)
 
 

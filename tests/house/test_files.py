@@ -28,7 +28,11 @@ def test_no_file_names_one_machine_or_an_index() -> None:
     files = tracked_files()
     assert ROOT / "pyproject.toml" in files, "the scan looks at the wrong place"
     planted = Path(__file__)
-    found = {str(file.relative_to(ROOT)): foreign(file.read_text("utf-8", "replace")) for file in files if file != planted}
+    found = {
+        str(file.relative_to(ROOT)): foreign(file.read_text("utf-8", "replace"))
+        for file in files
+        if file != planted
+    }
     assert {file: what for file, what in found.items() if what} == {}
 
 
@@ -50,7 +54,12 @@ def test_the_scan_sees_what_is_planted(text: str, what: str) -> None:
 
 
 def test_the_scan_lets_ordinary_text_pass() -> None:
-    assert foreign('a/work/b, $ROOT/root/x, --extra-index-url "$TORCH_INDEX", docs.vllm.ai, /tmp/x, the PyPI package') == []
+    assert (
+        foreign(
+            'a/work/b, $ROOT/root/x, --extra-index-url "$TORCH_INDEX", docs.vllm.ai, /tmp/x, the PyPI package'
+        )
+        == []
+    )
 
 
 def make_targets() -> set[str]:
@@ -61,7 +70,9 @@ def commands(text: str) -> list[str]:
     """Lines of the code blocks of a document, and its `code` between single backticks."""
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", rest)
+    return [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()] + re.findall(
+        r"`([^`\n]+)`", rest
+    )
 
 
 def named_targets(text: str) -> set[str]:
@@ -95,7 +106,10 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def test_versions_that_stand_twice_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: {re.split(r"[=>\[]", one)[0]: one for one in extra} for name, extra in project["optional-dependencies"].items()}
+    extras = {
+        name: {re.split(r"[=>\[]", one)[0]: one for one in extra}
+        for name, extra in project["optional-dependencies"].items()
+    }
     setup = (ROOT / "ci" / "setup.sh").read_text()
     [series] = re.findall(r"^vllm_series=(\S+)", setup, re.MULTILINE)
     assert extras["cuda"]["vllm"] == f"vllm=={series}.*"

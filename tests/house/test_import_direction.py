@@ -14,7 +14,10 @@ from .checkout import ROOT
 PLUGIN = "pytest_kvconform"
 HEAVY = ("torch", "vllm", "transformers", "nixl")
 UPPER = tuple(f"{PLUGIN}.{name}" for name in ("plugin", "settings", "verdict", "report", "cli"))
-LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in ("declaration", "rules", "result", "case", "parts", "plan", "subject")))
+LIGHT = (
+    *UPPER,
+    *(f"{PLUGIN}.{name}" for name in ("declaration", "rules", "result", "case", "parts", "plan", "subject")),
+)
 
 # part of the house -> what it must not import, itself or from inside a function, with all that lies below the name
 FORBIDDEN: dict[str, tuple[str, ...]] = {
@@ -73,7 +76,9 @@ def wrong_imports(root: Path) -> list[str]:
 
 
 def is_wrong(module: str, name: str) -> bool:
-    if any(below(module, part) and below(name, banned) for part, bans in FORBIDDEN.items() for banned in bans):
+    if any(
+        below(module, part) and below(name, banned) for part, bans in FORBIDDEN.items() for banned in bans
+    ):
         return True
     return any(
         below(module, part)
@@ -127,7 +132,10 @@ def test_the_walk_finds_a_planted_import(tmp_path: Path, file: str, source: str,
         (f"{PLUGIN}/rigs/engine_process.py", "import vllm, torch, numpy"),
         (f"{PLUGIN}/report/terminal.py", "import torchless"),
         (f"{PLUGIN}/kvspace/fill.py", "import re\nimport numpy.lib as np\nfrom .address import Address"),
-        (f"{PLUGIN}/suite/engine/bytes.py", f"from {PLUGIN}.rigs.bench import Bench\nfrom {PLUGIN}.kvspace import diagnose"),
+        (
+            f"{PLUGIN}/suite/engine/bytes.py",
+            f"from {PLUGIN}.rigs.bench import Bench\nfrom {PLUGIN}.kvspace import diagnose",
+        ),
     ],
 )
 def test_the_walk_lets_a_right_import_pass(tmp_path: Path, file: str, source: str) -> None:

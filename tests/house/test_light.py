@@ -23,7 +23,9 @@ def pytest_unconfigure():
 
 def loaded(*command: str, cwd: Path) -> str:
     done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=120)
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("loaded:")] or [done.stdout + done.stderr]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("loaded:")] or [
+        done.stdout + done.stderr
+    ]
     return line
 
 
@@ -63,5 +65,14 @@ def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
 def test_collecting_the_whole_suite_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     """Every worker of xdist collects; only the zygote may pay for vLLM."""
     (tmp_path / "probe.py").write_text(PROBE)
-    command = ["-m", "pytest", "-p", "probe", "--kv-connector=NixlConnector", "--kv-matrix=full", "--collect-only", "-q"]
+    command = [
+        "-m",
+        "pytest",
+        "-p",
+        "probe",
+        "--kv-connector=NixlConnector",
+        "--kv-matrix=full",
+        "--collect-only",
+        "-q",
+    ]
     assert loaded(*command, cwd=tmp_path) == "loaded: ['numpy']"

@@ -46,10 +46,19 @@ class Setup:
         """Exit code, what it said, and what pip and uv were asked since the last run."""
         self.calls_file.write_text("")
         # -S: nothing of what is really installed here
-        real = executable(self.venv / "real", f'#!/bin/sh\nexec env PYTHONPATH="{self.installed}" "{sys.executable}" -S "$@"\n')
+        real = executable(
+            self.venv / "real",
+            f'#!/bin/sh\nexec env PYTHONPATH="{self.installed}" "{sys.executable}" -S "$@"\n',
+        )
         done = subprocess.run(
             [ROOT / "ci" / "setup.sh", *extras],
-            env={"PATH": os.environ["PATH"], "VENV": str(self.venv), "CALLS": str(self.calls_file), "REAL": str(real), **environment},
+            env={
+                "PATH": os.environ["PATH"],
+                "VENV": str(self.venv),
+                "CALLS": str(self.calls_file),
+                "REAL": str(real),
+                **environment,
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -99,7 +108,13 @@ def test_torch_that_is_there_is_not_asked_for_again(setup: Setup) -> None:
 def test_uv_finds_it_where_pip_does_not(setup: Setup) -> None:
     code, said, calls = setup.run("cpu", UV_FINDS="torch")
     assert code == 0, said
-    assert last_words(calls) == ["pip torch==2.13.0+cpu", "pip uv", "uv torchaudio", "pip .[cpu]", "compileall"]
+    assert last_words(calls) == [
+        "pip torch==2.13.0+cpu",
+        "pip uv",
+        "uv torchaudio",
+        "pip .[cpu]",
+        "compileall",
+    ]
     assert " --torch-backend=cpu torch==2.13.0+cpu torchvision torchaudio" in calls[2]
     assert "asking uv" in said
 
@@ -109,7 +124,10 @@ def test_one_sentence_when_nobody_finds_it(setup: Setup) -> None:
     assert code == 2
     assert "no torch in" in said
     assert "no index" in said
-    assert "setup: torch==2.13.0+cpu was not found: pass the address of PyTorch's CPU wheel index" in said.splitlines()[-1]
+    assert (
+        "setup: torch==2.13.0+cpu was not found: pass the address of PyTorch's CPU wheel index"
+        in said.splitlines()[-1]
+    )
     assert "TORCH_INDEX=" in said.splitlines()[-1]
     assert len(calls) == 3
     assert setup.run("cpu", PIP_FINDS="torch")[0] == 0, "a set-up that failed must not count as one"
@@ -158,14 +176,22 @@ def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
 def test_a_python_that_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -> None:
     code, said = fresh(tmp_path, PYTHON="no-such-python")
     assert code == 2
-    assert said == "setup: Python 3.11, 3.12 or 3.13 is needed, and PYTHON=no-such-python is not one that runs.\n"
+    assert (
+        said
+        == "setup: Python 3.11, 3.12 or 3.13 is needed, and PYTHON=no-such-python is not one that runs.\n"
+    )
 
 
 def test_debian_without_python3_venv_is_told_what_to_install(tmp_path: Path) -> None:
-    bare = executable(tmp_path / "python3", f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n')
+    bare = executable(
+        tmp_path / "python3",
+        f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n',
+    )
     code, said = fresh(tmp_path, PYTHON=str(bare))
     assert code == 2
-    assert said.startswith(f"setup: {bare} cannot make virtual environments: install Debian's package python3-venv")
+    assert said.startswith(
+        f"setup: {bare} cannot make virtual environments: install Debian's package python3-venv"
+    )
     assert len(said.splitlines()) == 1
 
 

@@ -69,7 +69,9 @@ def test_it_works_from_an_empty_folder(wheel: zipfile.ZipFile, tmp_path: Path) -
         "import pytest_kvconform.plugin, model_matrix\n"
         "print(pytest_kvconform.__file__); print(model_matrix.__file__); print(*sorted(model_matrix.load_families()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     plugin, matrix, families = done.stdout.splitlines()
     assert plugin.startswith(str(tmp_path))

@@ -12,15 +12,21 @@ LLAMA = "llama3_1_8b"
 
 
 @pytest.mark.parametrize(("scale", "waited"), [(1.0, 2), (3.0, 6)])
-def test_a_start_that_waits_for_ever_is_waited_for(judge: Callable[..., Judged], scale: float, waited: int) -> None:
+def test_a_start_that_waits_for_ever_is_waited_for(
+    judge: Callable[..., Judged], scale: float, waited: int
+) -> None:
     case = "taken_port_is_no_reason_to_wait"
     judged = judge("Upstream", LLAMA, scale=scale, only=lambda planned: planned.case.name == case)
-    assert judged.findings[case].happened.endswith(f"still waits in set_xfer_handshake_metadata after {waited} s")
+    assert judged.findings[case].happened.endswith(
+        f"still waits in set_xfer_handshake_metadata after {waited} s"
+    )
 
 
 @pytest.mark.parametrize(("scale", "outcome"), [(0.5, "FAIL"), (1.0, "FAIL"), (3.0, "PASS")])
 def test_what_was_told_to_end_has_its_time(judge: Callable[..., Judged], scale: float, outcome: str) -> None:
-    judged = judge("EndsSlowly", LLAMA, scale=scale, only=lambda planned: planned.case.name == "leaves_nothing")
+    judged = judge(
+        "EndsSlowly", LLAMA, scale=scale, only=lambda planned: planned.case.name == "leaves_nothing"
+    )
     assert judged.outcomes == {"leaves_nothing": outcome}, judged.findings
 
 

@@ -15,7 +15,11 @@ import uuid
 from typing import Any
 
 from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -204,7 +208,9 @@ class ReadsLayersOfGroups(Right):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         for group in kv_cache_config.kv_cache_groups:
-            self.heads = {name: group.kv_cache_spec.kv_cache_specs[name].num_kv_heads for name in group.layer_names}
+            self.heads = {
+                name: group.kv_cache_spec.kv_cache_specs[name].num_kv_heads for name in group.layer_names
+            }
 
 
 class CountsInWords(Nothing):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace.address import Array, Region, poison, write_state, write_tokens
+from pytest_kvconform.kvspace.pools.regions import Array, Region, poison, write_state, write_tokens
 
 PAGE_BYTES_AT_MOST = 1 << 15
 
@@ -34,7 +34,9 @@ class Pool:
         for region in self.regions:
             blocks = np.array(self.held[region.layer])
             if region.kind == "attention":
-                write_tokens(memory, region, blocks[positions // region.block_size], positions, owner, engine, 0)
+                write_tokens(
+                    memory, region, blocks[positions // region.block_size], positions, owner, engine, 0
+                )
             else:
                 write_state(memory, region, int(blocks[0]), owner, self.tokens, engine, 0)
 
@@ -59,7 +61,17 @@ class Pool:
 
 
 def attention(
-    name: str, number: int, order: str, offset: int, step: int, blocks: int, n: int, heads: int, planes: int, width: int, first: int = 0
+    name: str,
+    number: int,
+    order: str,
+    offset: int,
+    step: int,
+    blocks: int,
+    n: int,
+    heads: int,
+    planes: int,
+    width: int,
+    first: int = 0,
 ) -> Region:
     """`order` is the order of the axes in a page, outermost first: n tokens, h heads, p planes, e.g. "hnp" (HND, packed)."""
     sizes, strides, stride = {"n": n, "h": heads, "p": planes}, {}, width
@@ -78,11 +90,32 @@ def attention(
     )
 
 
-def state(name: str, number: int, offset: int, step: int, slots: int, channels: tuple[int, ...], widths: tuple[int, ...], rank: int = 0):
+def state(
+    name: str,
+    number: int,
+    offset: int,
+    step: int,
+    slots: int,
+    channels: tuple[int, ...],
+    widths: tuple[int, ...],
+    rank: int = 0,
+):
     """Four segments, one behind the other, of one layer."""
     regions = []
     for segment, (count, width) in enumerate(zip(channels, widths, strict=True)):
-        regions.append(Region(name, number, "state", segment, offset, (slots, count, width), (step, width, 1), rank * count, 0))
+        regions.append(
+            Region(
+                name,
+                number,
+                "state",
+                segment,
+                offset,
+                (slots, count, width),
+                (step, width, 1),
+                rank * count,
+                0,
+            )
+        )
         offset += count * width
     return regions
 
@@ -97,15 +130,23 @@ def pools(draw: st.DrawFn, groups: int | None = None, with_state: bool | None = 
     """LBHNC, LBNHC or BLHNC (K and V packed or split), groups that share memory, odd widths, padding between pages."""
     layout = draw(st.sampled_from(["LB-hnp", "LB-nhp", "LB-hpn", "LB-pnh", "BL-hnp", "BL-nhp"]))
     planes = draw(st.sampled_from([1, 2]))
-    width = draw(st.sampled_from([1152, 2304]) if planes == 1 else st.sampled_from([8, 16, 17, 20, 64, 70, 128, 256]))
+    width = draw(
+        st.sampled_from([1152, 2304]) if planes == 1 else st.sampled_from([8, 16, 17, 20, 64, 70, 128, 256])
+    )
     heads = 1 if planes == 1 else draw(st.integers(1, 4))
     n = draw(st.sampled_from([1, 3, 4, 8]))
     layers, blocks = draw(st.integers(1, 3)), draw(st.integers(8, 12))
     groups = draw(st.integers(1, 3)) if groups is None else groups
     with_state = draw(st.booleans()) if with_state is None else with_state
     conv = draw(st.sampled_from([6, 7, 8, 12, 24]))
-    channels, widths = (draw(st.integers(1, 8)), draw(st.integers(1, 8)), draw(st.integers(1, 8)), 4), (conv, conv, conv, 64)
-    page = max(n * heads * planes * width, sum(c * w for c, w in zip(channels, widths, strict=True)) if with_state else 0)
+    channels, widths = (
+        (draw(st.integers(1, 8)), draw(st.integers(1, 8)), draw(st.integers(1, 8)), 4),
+        (conv, conv, conv, 64),
+    )
+    page = max(
+        n * heads * planes * width,
+        sum(c * w for c, w in zip(channels, widths, strict=True)) if with_state else 0,
+    )
     page += draw(st.sampled_from([0, 2, 8]))
     regions: list[Region] = []
     kinds = ["attention"] * groups + ["state"] * with_state
@@ -115,7 +156,11 @@ def pools(draw: st.DrawFn, groups: int | None = None, with_state: bool | None = 
             offset = place * page * (blocks if layout.startswith("LB") else 1)
             step = page * (1 if layout.startswith("LB") else layers)
             if kind == "attention":
-                regions.append(attention(f"layers.{number}", number, layout[3:], offset, step, blocks, n, heads, planes, width))
+                regions.append(
+                    attention(
+                        f"layers.{number}", number, layout[3:], offset, step, blocks, n, heads, planes, width
+                    )
+                )
             else:
                 regions += state(f"layers.{number}", number, offset, step, blocks, channels, widths)
     storage = np.zeros(page * blocks * layers, dtype=np.uint8)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace import mistakes
-from pytest_kvconform.kvspace.address import poison, write_tokens
-from pytest_kvconform.kvspace.compare import MOVED
-from pytest_kvconform.kvspace.diagnose import explain_pool
-from pytest_kvconform.kvspace.mistakes import Source, name_mistakes
-from pytest_kvconform.kvspace.pool import PoolComparison, compare_pool
+from pytest_kvconform.kvspace.pools import mistakes
+from pytest_kvconform.kvspace.pools.compare import PoolComparison, compare_pool
+from pytest_kvconform.kvspace.pools.diagnose import explain_pool
+from pytest_kvconform.kvspace.pools.mistakes import Source, name_mistakes
+from pytest_kvconform.kvspace.pools.regions import poison, write_tokens
+from pytest_kvconform.kvspace.rows.compare import MOVED
 from tests.kvspace.pools import Pool, attention, pools, shuffled, state
 
 SETTINGS = settings(max_examples=30, deadline=None)
@@ -20,7 +20,16 @@ LAYER = "model.layers.3.self_attn.attn"
 KV_EXCHANGED, REVERSED, NHD_IN_HND, HND_IN_NHD = (mistakes.CATALOGUE[i].name for i in (0, 1, 6, 7))
 
 
-def one_layer(order: str, n: int, heads: int, tokens: int, width: int = 64, first: int = 0, engine: int = 1, seed: int = 0) -> Pool:
+def one_layer(
+    order: str,
+    n: int,
+    heads: int,
+    tokens: int,
+    width: int = 64,
+    first: int = 0,
+    engine: int = 1,
+    seed: int = 0,
+) -> Pool:
     """A pool with one attention layer, K and V; the page is as wide as the rows."""
     page, blocks = n * heads * 2 * width, -(-tokens // n) + 3
     region = attention(LAYER, 3, order, 0, page, blocks, n, heads, 2, width, first)
@@ -61,7 +70,9 @@ def test_bytes_of_one_layout_in_another_are_named(theirs, ours, name, n, heads, 
     if found.words.get(MOVED):
         assert name in name_mistakes(found)
         if n != heads and n != 2 * heads and n > 2 and tokens > n:
-            alike = {mistakes.TOKEN_AXIS} if heads in (2, 4) else set()  # pages of ranks with one head each are an HND page
+            alike = (
+                {mistakes.TOKEN_AXIS} if heads in (2, 4) else set()
+            )  # pages of ranks with one head each are an HND page
             assert name_mistakes(found)[0] == name and set(name_mistakes(found)) <= {name} | alike
     else:  # one head, or only one token: the layouts agree on all that was written
         assert name_mistakes(found) == ()
@@ -81,7 +92,14 @@ def test_reversed_heads_and_exchanged_planes_are_named(n, heads, tokens):
 
 
 @SETTINGS
-@given(st.integers(3, 8), st.integers(1, 3), st.sampled_from([2, 4]), st.integers(0, 3), st.booleans(), st.integers(9, 40))
+@given(
+    st.integers(3, 8),
+    st.integers(1, 3),
+    st.sampled_from([2, 4]),
+    st.integers(0, 3),
+    st.booleans(),
+    st.integers(9, 40),
+)
 def test_heads_cut_along_the_token_axis_are_named(n, heads, ratio, rank, hnd, tokens):
     """P has all heads in NHD pages; a rank of D takes the part of the page that has its size."""
     rank %= ratio
@@ -89,24 +107,34 @@ def test_heads_cut_along_the_token_axis_are_named(n, heads, ratio, rank, hnd, to
     theirs = pages(prefiller, prefiller.shadow)
     decoder = one_layer("hnp" if hnd else "nhp", n * ratio, heads, tokens, first=rank * heads)
     found = put(decoder, theirs[:, rank * decoder.page : (rank + 1) * decoder.page])
-    assert mistakes.TOKEN_AXIS in name_mistakes(found) or MOVED not in found.words  # all that was taken is behind the last token
+    assert (
+        mistakes.TOKEN_AXIS in name_mistakes(found) or MOVED not in found.words
+    )  # all that was taken is behind the last token
 
 
 @SETTINGS
 @given(st.integers(2, 8), st.integers(1, 3), st.sampled_from([2, 4]), st.integers(9, 40))
 def test_pages_of_several_ranks_put_behind_each_other_are_named(n, heads, ratio, tokens):
-    ranks = [one_layer("nhp", n, heads, tokens, first=rank * heads, engine=0, seed=1) for rank in range(ratio)]
+    ranks = [
+        one_layer("nhp", n, heads, tokens, first=rank * heads, engine=0, seed=1) for rank in range(ratio)
+    ]
     content = np.concatenate([pages(pool, pool.shadow) for pool in ranks], axis=1)
     found = put(one_layer("nhp", n, heads * ratio, tokens), content)
     assert mistakes.TOKEN_AXIS in name_mistakes(found)
     right = one_layer("hnp", n, heads * ratio, tokens)
-    ranks = [one_layer("hnp", n, heads, tokens, first=rank * heads, engine=0, seed=1) for rank in range(ratio)]
+    ranks = [
+        one_layer("hnp", n, heads, tokens, first=rank * heads, engine=0, seed=1) for rank in range(ratio)
+    ]
     assert not put(right, np.concatenate([pages(pool, pool.shadow) for pool in ranks], axis=1)).wrong
 
 
 @SETTINGS
 @given(
-    st.sampled_from([2, 4]), st.integers(0, 3), st.tuples(*[st.sampled_from([4, 8, 12])] * 3), st.sampled_from([6, 8, 12]), st.booleans()
+    st.sampled_from([2, 4]),
+    st.integers(0, 3),
+    st.tuples(*[st.sampled_from([4, 8, 12])] * 3),
+    st.sampled_from([6, 8, 12]),
+    st.booleans(),
 )
 def test_a_convolution_cut_in_one_piece_is_named(ratio, rank, sizes, conv, wider):
     rank %= ratio
@@ -116,7 +144,9 @@ def test_a_convolution_cut_in_one_piece_is_named(ratio, rank, sizes, conv, wider
     def pool(channels: tuple[int, ...], number: int) -> Pool:
         page = sum(c * w for c, w in zip(channels, widths, strict=True))
         regions = tuple(state("layers.0", 0, 0, page, 3, channels, widths, number))
-        return Pool(np.zeros(3 * page, dtype=np.uint8), np.zeros(3 * page, dtype=np.uint8), regions, page, 94).start({"layers.0": (1,)})
+        return Pool(
+            np.zeros(3 * page, dtype=np.uint8), np.zeros(3 * page, dtype=np.uint8), regions, page, 94
+        ).start({"layers.0": (1,)})
 
     part = conv * sum(sizes)
     if wider:
@@ -124,7 +154,9 @@ def test_a_convolution_cut_in_one_piece_is_named(ratio, rank, sizes, conv, wider
         piece = prefiller.shadow.reshape(3, -1)[1, rank * part : (rank + 1) * part]
     else:
         decoder = pool(large, 0)
-        piece = np.concatenate([p.shadow.reshape(3, -1)[1, :part] for p in (pool(small, number) for number in range(ratio))])
+        piece = np.concatenate(
+            [p.shadow.reshape(3, -1)[1, :part] for p in (pool(small, number) for number in range(ratio))]
+        )
     decoder.storage[:] = decoder.shadow
     decoder.storage.reshape(3, -1)[1, : len(piece)] = piece
     found = compare_pool(decoder.storage, decoder.shadow, decoder.regions, decoder.held)
@@ -138,7 +170,9 @@ def test_ids_of_one_group_used_for_all_are_named(pool):
     """The copy is right except that what is read for each layer is the memory of the first group's blocks."""
     for region in pool.regions:
         first = next(other for other in pool.regions if other.offset == region.offset)
-        region.of(pool.storage)[list(pool.held[region.layer])] = region.of(pool.shadow)[list(pool.held[first.layer])]
+        region.of(pool.storage)[list(pool.held[region.layer])] = region.of(pool.shadow)[
+            list(pool.held[first.layer])
+        ]
     pool.settle()
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held)
     assert name_mistakes(found) == (mistakes.ONE_GROUP,)
@@ -155,15 +189,21 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
     poison(source, 0, 0)
     table = shuffled(seed, count, count + 4)
     for number in (2, 3):
-        at = attention(f"l{number}", number, "hnp", rows * (number == 3), 2 * rows, count + 4, n, heads, 2, 64)
+        at = attention(
+            f"l{number}", number, "hnp", rows * (number == 3), 2 * rows, count + 4, n, heads, 2, 64
+        )
         write_tokens(source, at, np.array(table)[np.arange(tokens) // n], np.arange(tokens), 3, 0, 0)
     decoder = one_layer("hnp", n, heads, tokens)
     content = np.stack([source[rows + block * rows :][:rows] for block in table])
     twin = attention("l2", 2, "hnp", 0, 2 * rows, count + 4, n, heads, 2, 64)
     decoder.storage.reshape(-1, decoder.page)[list(decoder.held[LAYER])] = content
     decoder.settle()
-    found = compare_pool(decoder.storage, decoder.shadow, decoder.regions, decoder.held, engine=1, others=[theirs, twin])
-    assert name_mistakes(found, Source((theirs, twin), {(LAYER, 3): table, ("l2", 3): table})) == (mistakes.LOCAL_STRIDE,)
+    found = compare_pool(
+        decoder.storage, decoder.shadow, decoder.regions, decoder.held, engine=1, others=[theirs, twin]
+    )
+    assert name_mistakes(found, Source((theirs, twin), {(LAYER, 3): table, ("l2", 3): table})) == (
+        mistakes.LOCAL_STRIDE,
+    )
     assert mistakes.LOCAL_STRIDE not in name_mistakes(found)  # it cannot be told without knowing P's blocks
 
 
@@ -177,7 +217,10 @@ def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, see
     source = Source((region,), {(LAYER, 3): table})
     found = put(one_layer("hnp", n, heads, tokens), pages(prefiller, prefiller.storage))
     assert name_mistakes(found, source) == (mistakes.TOO_LATE,)
-    assert explain_pool(found, source=source) == f"{mistakes.TOO_LATE}: it explains all {found.wrong} words in {LAYER}"
+    assert (
+        explain_pool(found, source=source)
+        == f"{mistakes.TOO_LATE}: it explains all {found.wrong} words in {LAYER}"
+    )
     assert name_mistakes(found) == ()  # it cannot be told without knowing P's blocks
     elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]})
     assert name_mistakes(found, elsewhere) == ()
@@ -220,5 +263,12 @@ def test_a_shuffle_has_no_name_and_is_described(pool, seed):
 
 
 def test_every_entry_is_named_by_a_test():
-    said = {KV_EXCHANGED, REVERSED, NHD_IN_HND, HND_IN_NHD, mistakes.PACKED_AS_SPLIT, mistakes.SPLIT_AS_PACKED}
+    said = {
+        KV_EXCHANGED,
+        REVERSED,
+        NHD_IN_HND,
+        HND_IN_NHD,
+        mistakes.PACKED_AS_SPLIT,
+        mistakes.SPLIT_AS_PACKED,
+    }
     assert {mistake.name for mistake in mistakes.CATALOGUE} == said

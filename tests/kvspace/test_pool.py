@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace.address import Region, poison, shares_of, token_rows, write_tokens
-from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
-from pytest_kvconform.kvspace.picture import draw_pool
-from pytest_kvconform.kvspace.pool import PoolComparison, compare_pool
+from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.pools.compare import PoolComparison, compare_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.draw import draw_pool
+from pytest_kvconform.kvspace.pools.regions import Region, poison, shares_of, token_rows, write_tokens
+from pytest_kvconform.kvspace.rows.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
 from tests.kvspace.pools import Pool, attention, pools
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -24,7 +24,10 @@ def compared(pool: Pool, **more) -> PoolComparison:
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1, **more)
     assert len(draw_pool(found)) <= 20
     assert bool(found.wrong) == bool(explain_pool(found)) == bool(draw_pool(found))
-    assert sum(found.runs["words"][found.runs["kind"] != SAME]) + len(found.raw) == found.wrong or found.truncated
+    assert (
+        sum(found.runs["words"][found.runs["kind"] != SAME]) + len(found.raw) == found.wrong
+        or found.truncated
+    )
     return found
 
 
@@ -51,7 +54,9 @@ def rows_due(pool: Pool, region: Region) -> list[tuple[int, ...]]:
 def test_an_untouched_pool_has_no_difference(pool):
     found = compared(loaded(pool))
     assert not found.wrong and not len(found.runs) and found.worst == SAME
-    assert found.compared_bytes == sum(int(np.prod(r.shape[1:])) * len(pool.held[r.layer]) for r in pool.regions)
+    assert found.compared_bytes == sum(
+        int(np.prod(r.shape[1:])) * len(pool.held[r.layer]) for r in pool.regions
+    )
 
 
 @SETTINGS
@@ -71,7 +76,9 @@ def test_one_row_is_classified_whatever_is_done_to_it(pool, data):
     places = rows_due(pool, region)
     place = data.draw(st.sampled_from(places))
     view, due = region.of(pool.storage), region.of(pool.shadow)
-    what = data.draw(st.sampled_from(["zero", "flip", "row of another place", "row of another layer", "foreign"]))
+    what = data.draw(
+        st.sampled_from(["zero", "flip", "row of another place", "row of another layer", "foreign"])
+    )
     if what == "zero":
         view[place], kind = 0, ZEROED
     elif what == "flip":
@@ -85,7 +92,9 @@ def test_one_row_is_classified_whatever_is_done_to_it(pool, data):
         assume(other != place)
         view[place], kind = due[other], MOVED
     else:
-        others = [r for r in pool.regions if r is not region and (r.kind, r.width) == (region.kind, region.width)]
+        others = [
+            r for r in pool.regions if r is not region and (r.kind, r.width) == (region.kind, region.width)
+        ]
         assume(others)
         other = data.draw(st.sampled_from(others))
         view[place], kind = other.of(pool.shadow)[data.draw(st.sampled_from(rows_due(pool, other)))], MOVED
@@ -93,10 +102,16 @@ def test_one_row_is_classified_whatever_is_done_to_it(pool, data):
     assert found.worst in ((kind,) if kind is not None else (GARBLED, MOVED))
     assert sum(found.rows.values()) == 1
     wrong = found.runs[found.runs["kind"] != SAME]
-    assert {int(b) for b in wrong["block"]} == {place[0]} and {found.regions[i].layer for i in wrong["region"]} == {region.layer}
+    assert {int(b) for b in wrong["block"]} == {place[0]} and {
+        found.regions[i].layer for i in wrong["region"]
+    } == {region.layer}
     if kind == MOVED:
         stands, belongs, words = found.pairs()
-        assert words.sum() <= region.lanes and (stands != belongs).all() and (stands["layer"] == region.number).all()
+        assert (
+            words.sum() <= region.lanes
+            and (stands != belongs).all()
+            and (stands["layer"] == region.number).all()
+        )
 
 
 @SETTINGS
@@ -128,7 +143,10 @@ def test_data_in_a_block_of_nobody_says_whose_it_is(pool, data):
     block = next(b for b in range(region.shape[0]) if b not in held)
     region.of(pool.storage)[block, 0] = token_rows(region, shares_of([5], [7]), 0, 0)[0]
     found = compared(pool)
-    assert set(found.words) == {COLLATERAL} and found.words[COLLATERAL] == region.shape[2] * region.shape[3] * region.lanes
+    assert (
+        set(found.words) == {COLLATERAL}
+        and found.words[COLLATERAL] == region.shape[2] * region.shape[3] * region.lanes
+    )
     assert f"block {block} holds token 5 of owner 7 of {region.layer}" in explain_pool(found)
 
 
@@ -138,7 +156,15 @@ def test_rows_may_come_from_any_rank(pool, rank):
     loaded(pool)
     positions = np.arange(pool.tokens)
     for region in pool.regions:
-        write_tokens(pool.storage, region, np.array(pool.held[region.layer])[positions // region.block_size], positions, 3, 0, rank)
+        write_tokens(
+            pool.storage,
+            region,
+            np.array(pool.held[region.layer])[positions // region.block_size],
+            positions,
+            3,
+            0,
+            rank,
+        )
     assert not compared(pool).wrong
 
 
@@ -150,7 +176,9 @@ def test_a_prefix_that_was_not_due_must_not_change(pool):
     block = pool.held[region.layer][0]
     region.of(pool.storage)[block, 0] = token_rows(region, shares_of([9], [3]), 1, 0)[0]
     assert set(compared(pool).words) == {MOVED}
-    assert set(compared(pool, due={layer: blocks[1:] for layer, blocks in pool.held.items()}).words) == {COLLATERAL}
+    assert set(compared(pool, due={layer: blocks[1:] for layer, blocks in pool.held.items()}).words) == {
+        COLLATERAL
+    }
 
 
 @SETTINGS
@@ -160,7 +188,9 @@ def test_what_is_kept_is_bounded_and_travels(pool, most):
     assert found.wrong == compared(pool).wrong
     biggest = max(int(np.prod(region.shape[1:-1])) * region.lanes for region in pool.regions)
     assert len(found.runs) <= max(most, biggest) + (len(found.words) + 1) * biggest
-    assert found.words.keys() <= {*found.runs["kind"].tolist(), *([COLLATERAL] if len(found.raw) else [])}, "a kind without an example"
+    assert found.words.keys() <= {*found.runs["kind"].tolist(), *([COLLATERAL] if len(found.raw) else [])}, (
+        "a kind without an example"
+    )
     again = pickle.loads(pickle.dumps(found))
     assert count_pool(again) == count_pool(found) and draw_pool(again) == draw_pool(found)
 
@@ -187,14 +217,24 @@ def test_rows_in_one_piece_are_judged_as_word_by_word(pool, data):
     for region in pool.regions:
         view = region.of(pool.storage).reshape(region.shape[0], -1, region.width)
         for _ in range(data.draw(st.integers(0, 4))):
-            block, row, other = (int(random.integers(n)) for n in (view.shape[0], view.shape[1], view.shape[1]))
+            block, row, other = (
+                int(random.integers(n)) for n in (view.shape[0], view.shape[1], view.shape[1])
+            )
             what = random.integers(4)
             view[block, row] = (view[block, other], view[0, 0], 0, np.roll(view[block, row], 8))[what]
     short = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pytest_kvconform.kvspace.pool.in_one_piece", lambda rows, known: np.zeros(len(rows), dtype=bool))
+        patch.setattr(
+            "pytest_kvconform.kvspace.pools.compare.in_one_piece",
+            lambda rows, known: np.zeros(len(rows), dtype=bool),
+        )
         long = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1)
-    assert short.words == long.words and short.rows == long.rows and (short.runs == long.runs).all() and (short.raw == long.raw).all()
+    assert (
+        short.words == long.words
+        and short.rows == long.rows
+        and (short.runs == long.runs).all()
+        and (short.raw == long.raw).all()
+    )
     assert [(c.region, c.plane, c.blocks.tolist(), c.kinds.tolist()) for c in short.cells] == [
         (c.region, c.plane, c.blocks.tolist(), c.kinds.tolist()) for c in long.cells
     ]

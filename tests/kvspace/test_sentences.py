@@ -7,15 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pytest_kvconform.kvspace.address import poison_bytes, write_state, write_tokens
-from pytest_kvconform.kvspace.compare import MOVED
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool, explain_source
-from pytest_kvconform.kvspace.picture import draw_pool
-from pytest_kvconform.kvspace.pool import compare_pool
-from pytest_kvconform.kvspace.sentences import layers_of
+from pytest_kvconform.kvspace.pools.compare import compare_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool, explain_source
+from pytest_kvconform.kvspace.pools.draw import draw_pool
+from pytest_kvconform.kvspace.pools.regions import poison_bytes, write_state, write_tokens
+from pytest_kvconform.kvspace.pools.sentences import layers_of
+from pytest_kvconform.kvspace.rows.compare import MOVED
 from tests.kvspace.pools import Pool, attention, state
 
-MAIN, DRAFT, KDA = "model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "model.layers.2.linear_attn"
+MAIN, DRAFT, KDA = (
+    "model.layers.0.self_attn.attn",
+    "model.layers.1.self_attn.attn",
+    "model.layers.2.linear_attn",
+)
 BLOCKS, N, TOKENS, WIDTH = 20, 16, 90, 32
 PAGE = N * 2 * 2 * WIDTH
 TABLE, SLOT = (3, 9, 5, 12, 7, 15), (4,)
@@ -23,11 +27,14 @@ TABLE, SLOT = (3, 9, 5, 12, 7, 15), (4,)
 
 def pool() -> Pool:
     regions = [
-        attention(name, number, "hnp", number * PAGE * BLOCKS, PAGE, BLOCKS, N, 2, 2, WIDTH) for number, name in ((0, MAIN), (1, DRAFT))
+        attention(name, number, "hnp", number * PAGE * BLOCKS, PAGE, BLOCKS, N, 2, 2, WIDTH)
+        for number, name in ((0, MAIN), (1, DRAFT))
     ]
     regions += state(KDA, 2, 0, PAGE, BLOCKS, (16, 16, 32, 4), (6, 6, 6, 64))
     storage = np.zeros(2 * PAGE * BLOCKS, dtype=np.uint8)
-    made = Pool(storage, storage.copy(), tuple(regions), PAGE, TOKENS).start({MAIN: TABLE, DRAFT: TABLE, KDA: SLOT})
+    made = Pool(storage, storage.copy(), tuple(regions), PAGE, TOKENS).start(
+        {MAIN: TABLE, DRAFT: TABLE, KDA: SLOT}
+    )
     made.storage[:] = made.shadow
     return made
 
@@ -41,7 +48,13 @@ def explained(change: Callable[[Pool], None], **more) -> str:
 
 
 def write(
-    made: Pool, tokens: np.ndarray, holds: np.ndarray, layer: int = 0, owner: int = 3, engine: int = 0, as_layer: int | None = None
+    made: Pool,
+    tokens: np.ndarray,
+    holds: np.ndarray,
+    layer: int = 0,
+    owner: int = 3,
+    engine: int = 0,
+    as_layer: int | None = None,
 ) -> None:
     """Put the rows of tokens `holds` where `tokens` belong."""
     region = made.regions[layer]
@@ -117,27 +130,45 @@ def conv_of_others(made: Pool) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda made: write(made, ALL[16:], ALL[16:] - 16), "token 16 onwards holds the prefiller's token 16 further back"),
+        (
+            lambda made: write(made, ALL[16:], ALL[16:] - 16),
+            "token 16 onwards holds the prefiller's token 16 further back",
+        ),
         (lambda made: write(made, ALL, ALL + 16), "block is off by +1 in all 1440 words"),
         (lambda made: write(made, ALL, ALL + 3), "token is off by +3 in all 1440 words"),
-        (half_of_the_blocks_again, "token 64 onwards holds the prefiller's token 32 further back in all 416 words"),
-        (lambda made: write(made, ALL[:32], ALL[:32] ^ 16), "block 0 and block 1 are exchanged in all 512 words"),
+        (
+            half_of_the_blocks_again,
+            "token 64 onwards holds the prefiller's token 32 further back in all 416 words",
+        ),
+        (
+            lambda made: write(made, ALL[:32], ALL[:32] ^ 16),
+            "block 0 and block 1 are exchanged in all 512 words",
+        ),
         (exchange_heads, "head 0 and head 1 are exchanged"),
         (exchange_planes, "K and V are exchanged"),
         (lambda made: write(made, ALL, ALL, as_layer=1), f"{MAIN} holds rows of {DRAFT} in all"),
         (lambda made: write(made, ALL, ALL, owner=5), "rows of another request (owner 5)"),
-        (lambda made: write(made, ALL, ALL, engine=1), "rows that the decoder computed instead of the prefiller"),
+        (
+            lambda made: write(made, ALL, ALL, engine=1),
+            "rows that the decoder computed instead of the prefiller",
+        ),
         (window, "the first block of the window was never read"),
         (lambda made: unwrite(made, 0, TABLE[:1]), "the first block was never read"),
         (lambda made: unwrite(made, 0, TABLE[-1:]), "the last (partial) block was never written"),
         (lambda made: unwrite(made, 1, TABLE), f"no byte of {DRAFT} (draft) was written"),
-        (lambda made: unwrite(made, 1, TABLE, engine=0), "was copied from memory that the prefiller never wrote"),
+        (
+            lambda made: unwrite(made, 1, TABLE, engine=0),
+            "was copied from memory that the prefiller never wrote",
+        ),
         (lambda made: unwrite(made, 0, TABLE[1:3]), "tokens 16-47 were never written"),
         (one_token, "token 3 was never written"),
         (lambda made: unwrite(made, 2, SLOT), f"no byte of {KDA} was written"),
         (outside, f"wrote outside its own blocks: block 17 holds token 5 of owner 3 of {MAIN}"),
         (later_state, "state of 95 tokens instead of 90"),
-        (lambda made: write_state(made.storage, made.regions[2], 4, 3, 95, 0, 0), "state of 95 tokens (mod 251) instead of 90"),
+        (
+            lambda made: write_state(made.storage, made.regions[2], 4, 3, 95, 0, 0),
+            "state of 95 tokens (mod 251) instead of 90",
+        ),
         (conv_of_others, "convolution K was cut across segments: channels 8-15 hold convolution Q"),
     ],
 )

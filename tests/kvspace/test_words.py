@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace.address import (
+from pytest_kvconform.kvspace.pools.regions import (
     ATTENTION,
     COORDINATES,
     FOREIGN,
@@ -24,7 +24,7 @@ from pytest_kvconform.kvspace.address import (
     write_state,
     write_tokens,
 )
-from pytest_kvconform.kvspace.words import FORMATS
+from pytest_kvconform.kvspace.pools.words import FORMATS
 from tests.kvspace.pools import attention
 
 HIGH = 0x80
@@ -37,13 +37,22 @@ def integers(end: int) -> st.SearchStrategy[int]:
 @st.composite
 def addresses(draw: st.DrawFn, kind: int, size: int = 8) -> np.ndarray:
     at = np.full(1, -1, dtype=COORDINATES)
-    at["kind"], at["layer"], at["owner"], at["engine"] = kind, draw(integers(128)), draw(integers(256)), draw(integers(2))
+    at["kind"], at["layer"], at["owner"], at["engine"] = (
+        kind,
+        draw(integers(128)),
+        draw(integers(256)),
+        draw(integers(2)),
+    )
     if kind == ATTENTION:
         at["rank"], at["token"], at["head"] = draw(integers(16)), draw(integers(16384)), draw(integers(256))
         at["plane"], at["lane"] = draw(integers(2)), draw(integers(288))
     else:
         at["token"] = draw(integers(251)) if size == 6 else 1 + draw(integers(16384))
-        at["head"], at["plane"], at["lane"] = draw(integers(65536)), draw(integers(4)), draw(integers(288)) if size == 8 else 0
+        at["head"], at["plane"], at["lane"] = (
+            draw(integers(65536)),
+            draw(integers(4)),
+            draw(integers(288)) if size == 8 else 0,
+        )
     return at
 
 
@@ -74,7 +83,11 @@ def test_poison_says_where_it_stands_and_is_never_data(start, engine, rank):
     assert len(found) == 100 and (found >= HIGH).all()
     words = found[-start % 8 :][:80].view(np.uint64)
     decoded = decode(words)
-    assert (decoded["kind"] == POISON).all() and (decoded["engine"] == engine).all() and (decoded["rank"] == rank).all()
+    assert (
+        (decoded["kind"] == POISON).all()
+        and (decoded["engine"] == engine).all()
+        and (decoded["rank"] == rank).all()
+    )
     assert decoded["offset"].tolist() == [start + -start % 8 + 8 * i for i in range(10)]
     assert (encode(decoded) == words).all()
 
@@ -97,7 +110,8 @@ def test_rows_of_states_are_all_different(width):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "chance"), [(ATTENTION, 8, 2048), (STATE, 8, 64), (STATE, 7, 128), (STATE, 6, 32), (POISON, 8, 8192)]
+    ("kind", "size", "chance"),
+    [(ATTENTION, 8, 2048), (STATE, 8, 64), (STATE, 7, 128), (STATE, 6, 32), (POISON, 8, 8192)],
 )
 def test_an_accident_passes_as_an_address_as_rarely_as_the_docstring_says(kind, size, chance):
     random = np.random.default_rng(3)
@@ -115,14 +129,20 @@ def test_flipped_and_torn_words_are_nobodys():
     assert (decode(flipped)["kind"] != FOREIGN).mean() < 1.3 * (1 / 2048 + 1 / 64)
     assert (decode(flipped)["kind"] == ATTENTION).mean() < 1.3 / 2048
     torn = np.concatenate(
-        [(words[1:] & np.uint64((1 << bits) - 1)) | (words[:-1] & ~np.uint64((1 << bits) - 1)) for bits in range(8, 64, 8)]
+        [
+            (words[1:] & np.uint64((1 << bits) - 1)) | (words[:-1] & ~np.uint64((1 << bits) - 1))
+            for bits in range(8, 64, 8)
+        ]
     )
     assert (decode(torn)["kind"] == ATTENTION).mean() < 1.3 / 2048 + 1 / 256  # neighbours may agree in a byte
 
 
 def test_zeros_and_ones_are_nobodys():
     for size in (6, 7, 8):
-        assert decode(np.array([0, (1 << (8 * size)) - 1], dtype=np.uint64), size)["kind"].tolist() == [FOREIGN, FOREIGN]
+        assert decode(np.array([0, (1 << (8 * size)) - 1], dtype=np.uint64), size)["kind"].tolist() == [
+            FOREIGN,
+            FOREIGN,
+        ]
 
 
 def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
@@ -136,7 +156,15 @@ def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
     assert (view[4, 2] == rows[0]).all() and (view[1, 0] == rows[1]).all() and (view[1, 3] == rows[2]).all()
     assert (storage != before).sum() <= 3 * 3 * 2 * 17
     at = decode(np.ascontiguousarray(view[1, 3, 2, 1, 8:16]).view(np.uint64))[0]
-    assert (at["token"], at["owner"], at["head"], at["plane"], at["lane"], at["layer"], at["rank"]) == (7, 8, 8, 1, 1, 9, 3)
+    assert (at["token"], at["owner"], at["head"], at["plane"], at["lane"], at["layer"], at["rank"]) == (
+        7,
+        8,
+        8,
+        1,
+        1,
+        9,
+        3,
+    )
     view[4, 2] = old[4, 2]
     poison(storage, 1, 2, [region], [1])
     assert (storage == before).all()
@@ -153,7 +181,14 @@ def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
     ],
 )
 def test_regions_beyond_the_limits_are_refused(change, said):
-    whole = {"layer": "l", "number": 1, "kind": "attention", "segment": 0, "offset": 0, "shape": (2, 4, 4, 2, 16)}
+    whole = {
+        "layer": "l",
+        "number": 1,
+        "kind": "attention",
+        "segment": 0,
+        "offset": 0,
+        "shape": (2, 4, 4, 2, 16),
+    }
     whole |= {"strides": (512, 128, 32, 16, 1), "first": 0, "block_size": 4} | change
     with pytest.raises(ValueError, match=said):
         Region(**whole)
@@ -173,7 +208,9 @@ def test_regions_beyond_the_limits_are_refused(change, said):
 def test_values_beyond_the_limits_are_refused(values, said):
     storage, region = np.zeros(1024, dtype=np.uint8), attention("l", 1, "hnp", 0, 512, 2, 4, 4, 2, 16)
     with pytest.raises(ValueError, match=said):
-        write_tokens(storage, region, **({"blocks": 0, "tokens": [0], "owners": 0, "engine": 0, "rank": 0} | values))
+        write_tokens(
+            storage, region, **({"blocks": 0, "tokens": [0], "owners": 0, "engine": 0, "rank": 0} | values)
+        )
     with pytest.raises(ValueError, match="tokens of a state"):
         write_state(storage, Region("l", 1, "state", 0, 0, (1, 4, 6), (64, 6, 1), 0, 0), 0, 0, 16385, 0, 0)
     with pytest.raises(ValueError, match="leave 100 bytes"):

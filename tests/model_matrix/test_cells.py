@@ -4,8 +4,8 @@ import pytest
 
 from model_matrix.cells import (
     BYTES_FILE,
-    FILE,
-    PROTOCOL_FILE,
+    ENGINE_FILE,
+    SCHEDULER_FILE,
     MatrixError,
     UnknownName,
     expand,
@@ -13,11 +13,11 @@ from model_matrix.cells import (
     parse_topology,
     read_byte_matrices,
     read_matrices,
-    read_protocol_matrices,
+    read_scheduler_matrices,
 )
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.rigs.geometry import possible
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import possible
 
 QUICK = ["P1D1", "P1D2", "P2D1"]
 
@@ -33,7 +33,9 @@ def pairs(*arguments, **selections):
 
 
 def test_quick_is_every_family_in_both_directions():
-    assert engine("quick") == [(family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK]
+    assert engine("quick") == [
+        (family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK
+    ]
 
 
 def test_each_matrix_holds_the_one_before():
@@ -45,19 +47,26 @@ def test_each_matrix_holds_the_one_before():
 
 def test_selections_narrow():
     assert engine("full", ["gemma3"], ["P2D2", "P1D1"]) == [("gemma3", "P1D1"), ("gemma3", "P2D2")]
-    assert engine("full", topologies=["P2D2"]) == [(family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")]
+    assert engine("full", topologies=["P2D2"]) == [
+        (family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")
+    ]
     assert engine("nightly", ["qwen3_5"], ["P1D4"]) == []
 
 
 def test_a_family_selects_its_geometries_and_a_geometry_itself():
     assert {place[0] for place in pairs("full", ["gemma3"])} == {"gemma3_1b", "gemma3_4b", "gemma3_27b"}
-    assert set(pairs("quick", ["gemma3_1b"])) == set(pairs("quick", ["gemma3"])) and engine("quick", ["gemma3_1b"]) == []
+    assert (
+        set(pairs("quick", ["gemma3_1b"])) == set(pairs("quick", ["gemma3"]))
+        and engine("quick", ["gemma3_1b"]) == []
+    )
     assert pairs("quick", ["deepseek_v3"], ["P2D1"]) == [("deepseek_v3", "P2D1", "b16")]
 
 
 def test_the_byte_rig_sees_every_family_in_quick_and_every_geometry_in_full():
     geometries = load_geometries()
-    assert {geometries[place[0]].family for place in pairs("quick")} == {geometry.family for geometry in geometries.values()}
+    assert {geometries[place[0]].family for place in pairs("quick")} == {
+        geometry.family for geometry in geometries.values()
+    }
     assert {place[0] for place in pairs("full")} == set(geometries)
     assert set(pairs("quick")) <= set(pairs("full")) == set(pairs("nightly"))
     assert {place[2] for place in pairs("full")} == set(load_byte_matrices().setups)
@@ -91,7 +100,11 @@ def test_every_size_divides_the_model():
     for family, topology in engine("nightly"):
         config = load_families()[family].config
         for size in parse_topology(topology):
-            sizes = [config[key] for key in config if key in ("num_attention_heads", "intermediate_size", "vocab_size")]
+            sizes = [
+                config[key]
+                for key in config
+                if key in ("num_attention_heads", "intermediate_size", "vocab_size")
+            ]
             sizes += [config[key] for key in config if key.startswith("linear_num_")]
             assert [n % size for n in sizes] == [0] * len(sizes), (family, topology)
             kv_heads = config["num_key_value_heads"]
@@ -102,7 +115,10 @@ def test_every_size_divides_the_model():
     ("arguments", "said"),
     [
         (("quik",), "matrix called 'quik' (did you mean quick?); there are: quick, full, nightly"),
-        (("quick", ["gema3"]), "called 'gema3' (did you mean gemma3?); there are: llama, gemma3, gpt_oss, qwen3_5, "),
+        (
+            ("quick", ["gema3"]),
+            "called 'gema3' (did you mean gemma3?); there are: llama, gemma3, gpt_oss, qwen3_5, ",
+        ),
         (("quick", ["Llama"]), "called 'Llama' (did you mean llama?)"),
         (("quick", ["xyz"]), "called 'xyz'; there are"),
         (("quick", [], ["P4D4"]), "topology 'P4D4' is not in the quick matrix, but in: full, nightly"),
@@ -122,7 +138,9 @@ def test_parse_topology(word, sizes):
     assert parse_topology(word) == sizes
 
 
-@pytest.mark.parametrize("word", ["", "P1", "P0D1", "P1D2 ", "P1D2\n", "D1P2", "P01D1", "P-1D1", "P1D²", "P١D1"])
+@pytest.mark.parametrize(
+    "word", ["", "P1", "P0D1", "P1D2 ", "P1D2\n", "D1P2", "P01D1", "P-1D1", "P1D²", "P١D1"]
+)
 def test_no_topology(word):
     with pytest.raises(UnknownName, match="is no topology"):
         parse_topology(word)
@@ -138,20 +156,26 @@ def test_no_topology(word):
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, old, new, said):
-    assert old in FILE.read_text()
-    (tmp_path / "matrix.toml").write_text(FILE.read_text().replace(old, new))
-    with pytest.raises(MatrixError, match=f"^matrix.toml: .*({said})"):
-        read_matrices(tmp_path / "matrix.toml")
+    assert old in ENGINE_FILE.read_text()
+    (tmp_path / "engine.toml").write_text(ENGINE_FILE.read_text().replace(old, new))
+    with pytest.raises(MatrixError, match=f"^engine.toml: .*({said})"):
+        read_matrices(tmp_path / "engine.toml")
 
 
 def test_cells_of_the_scheduler_rig_are_cells_of_the_byte_rig_where_both_have_them():
-    quick, full = ({place[:3] for place in expand(matrix) if place.rig == "scheduler"} for matrix in ("quick", "full"))
+    quick, full = (
+        {place[:3] for place in expand(matrix) if place.rig == "scheduler"} for matrix in ("quick", "full")
+    )
     assert quick <= full and {place[2] for place in full} <= set(load_byte_matrices().setups)
     assert full <= set(pairs("full"))
-    assert {load_geometries()[place[0]].family for place in full} == {geometry.family for geometry in load_geometries().values()}
+    assert {load_geometries()[place[0]].family for place in full} == {
+        geometry.family for geometry in load_geometries().values()
+    }
 
 
 def test_a_mistake_in_the_file_of_the_scheduler_rig_is_named(tmp_path):
-    (tmp_path / "protocol.toml").write_text(PROTOCOL_FILE.read_text().replace("b16 =", "b17 =", 1))
-    with pytest.raises(MatrixError, match=r"^protocol\.toml: .*setup for quick\.llama3_1_8b\.b17.*did you mean b16"):
-        read_protocol_matrices(tmp_path / "protocol.toml")
+    (tmp_path / "scheduler.toml").write_text(SCHEDULER_FILE.read_text().replace("b16 =", "b17 =", 1))
+    with pytest.raises(
+        MatrixError, match=r"^protocol\.toml: .*setup for quick\.llama3_1_8b\.b17.*did you mean b16"
+    ):
+        read_scheduler_matrices(tmp_path / "scheduler.toml")

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from model_matrix import checkpoints
-from model_matrix.checkpoints import CheckpointError, content_hash, ensure_checkpoint, tensor_values, to_bfloat16
+from model_matrix.checkpoints import (
+    CheckpointError,
+    content_hash,
+    ensure_checkpoint,
+    tensor_values,
+    to_bfloat16,
+)
 from model_matrix.families import FOLDER, Tensor, checkpoint_tensors, load_families
 
 ROOT = FOLDER.parents[1]
@@ -71,7 +77,10 @@ def test_values_are_normal():
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1))
 def test_rounding_is_that_of_torch(numbers):
     values = np.array(numbers, np.float32)
-    assert to_bfloat16(values).tolist() == torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).tolist()
+    assert (
+        to_bfloat16(values).tolist()
+        == torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).tolist()
+    )
 
 
 def test_rounding_at_ties():
@@ -84,7 +93,12 @@ def test_rounding_at_ties():
     "change",
     [
         {"config": {**LLAMA.config, "rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}},
-        {"tensors": {**LLAMA.tensors, "once": {**LLAMA.tensors["once"], "model.norm.weight": Tensor((128,), mean=2.0)}}},
+        {
+            "tensors": {
+                **LLAMA.tensors,
+                "once": {**LLAMA.tensors["once"], "model.norm.weight": Tensor((128,), mean=2.0)},
+            }
+        },
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -135,7 +149,11 @@ print(ensure_checkpoint(load_families()["llama"], sys.argv[1]))
 def writer(cache_dir, seconds):
     """A process that spends so many seconds in the middle of writing the checkpoint."""
     return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(cache_dir), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(cache_dir), str(seconds)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -162,10 +180,16 @@ def test_killed_in_the_middle(tmp_path):
     child.communicate(timeout=10)
     folder = tmp_path / "checkpoints"
     final = f"llama-{content_hash(LLAMA)}"
-    assert sorted(os.listdir(folder)) == [".lock", f"{final}.tmp"]  # what it left; the final name was never there
+    assert sorted(os.listdir(folder)) == [
+        ".lock",
+        f"{final}.tmp",
+    ]  # what it left; the final name was never there
     gemma3 = ensure_checkpoint(load_families()["gemma3"], tmp_path)
     assert sorted(os.listdir(folder)) == [".lock", gemma3.name]  # whoever writes next clears it away
-    assert hashlib.sha256((ensure_checkpoint(LLAMA, tmp_path) / "model.safetensors").read_bytes()).hexdigest() == SHA256["llama"]
+    assert (
+        hashlib.sha256((ensure_checkpoint(LLAMA, tmp_path) / "model.safetensors").read_bytes()).hexdigest()
+        == SHA256["llama"]
+    )
 
 
 NO_ROOM = """
@@ -178,7 +202,9 @@ ensure_checkpoint(load_families()["llama"], sys.argv[1])
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     """A limit on the size of files stands for a full disk: the write fails part-way."""
-    child = subprocess.run([sys.executable, "-c", NO_ROOM, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", NO_ROOM, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert child.stderr.splitlines()[-1] == (
         f"model_matrix.checkpoints.CheckpointError: cannot write the llama checkpoint to {tmp_path / 'checkpoints'}: File too large; "
         "make room there, or set KVCONFORM_CACHE_DIR to a writable folder"
@@ -188,14 +214,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 
 def test_no_space_and_no_folder_say_what_to_set(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=f"checkpoint to {tmp_path}/file/checkpoints: Not a directory; .* set KVCONFORM_CACHE_DIR"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"checkpoint to {tmp_path}/file/checkpoints: Not a directory; .* set KVCONFORM_CACHE_DIR",
+    ):
         ensure_checkpoint(LLAMA, tmp_path / "file")
 
     def full(fd):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=f"checkpoint to {tmp_path}/checkpoints: No space left on device; "):
+    with pytest.raises(
+        CheckpointError, match=f"checkpoint to {tmp_path}/checkpoints: No space left on device; "
+    ):
         ensure_checkpoint(LLAMA, tmp_path)
     assert os.listdir(tmp_path / "checkpoints") == [".lock"]
 

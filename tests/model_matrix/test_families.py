@@ -46,7 +46,9 @@ def test_a_mistake_is_named(spoilt, old, new, said):
 def test_tables_go_to_their_layers_only():
     names = checkpoint_tensors(load_families()["qwen3_5"])
     kinds = (".mlp.", ".linear_attn.", ".self_attn.")
-    assert [sorted({int(re.search(r"\d+", name)[0]) for name in names if kind in name}) for kind in kinds] == [
+    assert [
+        sorted({int(re.search(r"\d+", name)[0]) for name in names if kind in name}) for kind in kinds
+    ] == [
         [0, 1, 2, 3],
         [0, 1, 2],
         [3],

@@ -38,11 +38,15 @@ print("shapes:", json.dumps(shapes))
 def shapes():
     """Family id -> tensor name -> shape, as transformers builds the models."""
     configs = json.dumps({family.id: family.config for family in load_families().values()})
-    child = subprocess.run([sys.executable, "-c", MODELS], input=configs, cwd=FOLDER, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", MODELS], input=configs, cwd=FOLDER, capture_output=True, text=True, check=False
+    )
     [line] = [line for line in child.stdout.splitlines() if line.startswith("shapes:")] or [child.stderr]
     return json.loads(line.removeprefix("shapes:"))
 
 
 @pytest.mark.parametrize("family", load_families().values(), ids=lambda family: family.id)
 def test_names_and_shapes(shapes, family):
-    assert {name: list(tensor.shape) for name, tensor in checkpoint_tensors(family).items()} == shapes[family.id]
+    assert {name: list(tensor.shape) for name, tensor in checkpoint_tensors(family).items()} == shapes[
+        family.id
+    ]

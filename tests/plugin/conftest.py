@@ -14,7 +14,10 @@ from pytest_kvconform import features
 
 def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
     """Write a declaration of every feature."""
-    lines = [f"{name} = {{ unsupported = '{unsupported[name]}' }}" if name in unsupported else f"{name} = true" for name in features.load()]
+    lines = [
+        f"{name} = {{ unsupported = '{unsupported[name]}' }}" if name in unsupported else f"{name} = true"
+        for name in features.load()
+    ]
     path.write_text("\n".join([more, "[features]", *lines]))
     return path
 
@@ -43,7 +46,9 @@ class Run:
     @property
     def ran(self) -> list[str]:
         """Ids in the order in which they were started; needs -v."""
-        return list(dict.fromkeys(line.split()[0] for line in self.lines if line.startswith("kv::") and "[" in line))
+        return list(
+            dict.fromkeys(line.split()[0] for line in self.lines if line.startswith("kv::") and "[" in line)
+        )
 
     @property
     def cells(self) -> list[str]:
@@ -61,9 +66,15 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.syspath_prepend(Path(__file__).parent)
     here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     monkeypatch.setenv("PYTHONPATH", ":".join(here))
-    monkeypatch.setenv("_KVCONFORM_PARTS", "fakekv")
+    monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what else is installed here has no say
-    for name in ("PYTEST_ADDOPTS", "GITHUB_STEP_SUMMARY", "CI", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):
+    for name in (
+        "PYTEST_ADDOPTS",
+        "GITHUB_STEP_SUMMARY",
+        "CI",
+        "PYTEST_XDIST_WORKER",
+        "PYTEST_XDIST_TESTRUNUID",
+    ):
         monkeypatch.delenv(name, raising=False)
     log = pytester.path / "bench.log"
 
@@ -77,14 +88,19 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         undeclared: bool = False,
     ) -> Run:
         log.unlink(missing_ok=True)
-        monkeypatch.setenv("KVCONFORM_DECLARE", "" if undeclared else str(declare(pytester.path / "declared.toml", unsupported or {})))
+        monkeypatch.setenv(
+            "KVCONFORM_DECLARE",
+            "" if undeclared else str(declare(pytester.path / "declared.toml", unsupported or {})),
+        )
         monkeypatch.setenv("FAKEKV_LOG", str(log))
         monkeypatch.setenv("FAKEKV", json.dumps(deeds or {}))
         monkeypatch.setenv("FAKEKV_BENCH", bench)
         subject = () if plain else ("--kv-connector=m:C",)
         plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
         # xdist gives its workers the sys.path with which this process began, so its runs need one of their own.
-        runpytest = pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
+        runpytest = (
+            pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
+        )
         return Run(runpytest(*plugins, *subject, *arguments), pytester.path, log)
 
     return run

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from pytest_kvconform import declaration, features, plan
+from pytest_kvconform.pytest_hooks.runner import Link, WorkerInput
 from pytest_kvconform.report import document
-from pytest_kvconform.session import Link, WorkerInput
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
 from pytest_kvconform.subject import resolve
 
@@ -39,7 +39,13 @@ EXAMPLES = {
 def examples(kind: str) -> Callable[[Any], Any]:
     """The same examples each time: what fails here fails everywhere."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
-    return settings(max_examples=EXAMPLES[kind], derandomize=True, deadline=None, database=None, suppress_health_check=slow)
+    return settings(
+        max_examples=EXAMPLES[kind],
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=slow,
+    )
 
 
 def test_there_are_a_thousand():
@@ -77,7 +83,11 @@ def typos(draw: st.DrawFn, words: list[str]) -> str:
     word = draw(st.sampled_from(words))
     at = draw(st.integers(0, len(word) - 1))
     letter = draw(st.sampled_from(string.ascii_lowercase))
-    wrong = draw(st.sampled_from([word[:at] + word[at + 1 :], word[:at] + letter + word[at:], word[:at] + letter + word[at + 1 :]]))
+    wrong = draw(
+        st.sampled_from(
+            [word[:at] + word[at + 1 :], word[:at] + letter + word[at:], word[:at] + letter + word[at + 1 :]]
+        )
+    )
     assume(wrong not in words and wrong.strip() and len(word) > 3)
     return wrong
 
@@ -89,7 +99,15 @@ def hinted(text: str, words: list[str]) -> bool:
 
 
 TEXT = st.text(max_size=12)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates() | st.just(datetime.datetime(2100, 1, 31))
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXT
+    | st.dates()
+    | st.just(datetime.datetime(2100, 1, 31))
+)
 VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(TEXT, SCALARS, max_size=2)
 
 
@@ -114,7 +132,13 @@ def test_a_feature_that_is_neither_true_nor_a_reason(name, value):
     assert "expected true or { unsupported" in text or "there is no such key" in text
 
 
-GOOD = {"case": "kv::engine/bytes::*", "issue": "https://e.org/1", "expires": datetime.date(2100, 1, 1), "reason": "r", "vllm": ">=0.32"}
+GOOD = {
+    "case": "kv::engine/bytes::*",
+    "issue": "https://e.org/1",
+    "expires": datetime.date(2100, 1, 1),
+    "reason": "r",
+    "vllm": ">=0.32",
+}
 
 
 @examples("known")
@@ -135,7 +159,9 @@ def test_a_known_failure_that_is_wrong(data):
     else:
         key = data.draw(st.sampled_from(keys))
         value = data.draw(VALUES)
-        assume(not isinstance(value, datetime.date) or key != "expires" or isinstance(value, datetime.datetime))
+        assume(
+            not isinstance(value, datetime.date) or key != "expires" or isinstance(value, datetime.datetime)
+        )
         assume(not (isinstance(value, str) and value.strip() and key == "reason"))
         row[key] = value
         assert sentence(declaration.read_known, [row], "p").startswith(f"p[0].{key}: expected ")
@@ -170,13 +196,22 @@ def test_a_variable_that_does_not_exist(name, tmp_path):
     assert hinted(text, VARIABLES)
 
 
-LISTED = {"matrix": ["quick", "full"], "device": ["auto", "cpu", "cuda"], "profile": ["p2p", "store"], "handover": ["handoff", "none"]}
+LISTED = {
+    "matrix": ["quick", "full"],
+    "device": ["auto", "cpu", "cuda"],
+    "profile": ["p2p", "store"],
+    "handover": ["handoff", "none"],
+}
 
 
 @examples("values")
 @given(data=st.data())
 def test_a_value_that_is_none(data, tmp_path):
-    name = data.draw(st.sampled_from([*LISTED, *"timeout-scale seed claim tier connector config report features known".split()]))
+    name = data.draw(
+        st.sampled_from(
+            [*LISTED, *"timeout-scale seed claim tier connector config report features known".split()]
+        )
+    )
     if name in LISTED:
         value: Any = data.draw(typos(LISTED[name]) | st.integers() | st.booleans())
     elif name in ("tier", "report"):
@@ -188,7 +223,9 @@ def test_a_value_that_is_none(data, tmp_path):
     elif name == "config":
         value = data.draw(st.integers() | st.booleans() | st.lists(st.integers()))
     else:
-        value = data.draw(st.integers(max_value=-1) | st.sampled_from(["", "fast", "1e999", "nan", "0x", "last?"]))
+        value = data.draw(
+            st.integers(max_value=-1) | st.sampled_from(["", "fast", "1e999", "nan", "0x", "last?"])
+        )
     body = "\n".join(f"{key} = {json.dumps(word)}" for key, word in {"connector": "m:C", name: value}.items())
     text = sentence(prepare, {"kv_connector": None}, {}, toml(tmp_path, body))
     assert f"tool.kvconform.{name}: expected " in text or name == "connector"
@@ -200,12 +237,16 @@ def test_a_value_that_is_none(data, tmp_path):
 def test_a_config_that_is_none(data, tmp_path):
     how = data.draw(st.sampled_from(["cut", "other", "extra", "cannot be kept", "deep", "digits"]))
     if how == "cut":
-        text = json.dumps({"kv_connector_extra_config": {"a": data.draw(st.text(alphabet="abc", max_size=5))}})
+        text = json.dumps(
+            {"kv_connector_extra_config": {"a": data.draw(st.text(alphabet="abc", max_size=5))}}
+        )
         text = text[: data.draw(st.integers(1, len(text) - 1))]
     elif how == "other":
         text = json.dumps(data.draw(st.lists(st.integers(), max_size=3)))
     elif how == "extra":
-        text = json.dumps({"kv_connector_extra_config": data.draw(st.integers() | st.lists(st.integers()) | TEXT)})
+        text = json.dumps(
+            {"kv_connector_extra_config": data.draw(st.integers() | st.lists(st.integers()) | TEXT)}
+        )
     elif how == "cannot be kept":
         text = json.dumps({"a": data.draw(st.sampled_from(["\ud800", "a\udfff"]))})
     elif how == "deep":
@@ -216,7 +257,9 @@ def test_a_config_that_is_none(data, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
     place = f"--kv-config: {path}" if in_file else "--kv-config"
-    assert sentence(prepare, {"kv_config": str(path) if in_file else text}, {}, tmp_path).startswith(f"{place}: ")
+    assert sentence(prepare, {"kv_config": str(path) if in_file else text}, {}, tmp_path).startswith(
+        f"{place}: "
+    )
 
 
 ANYTHING = st.binary(max_size=60) | st.text(alphabet='[]{}=".#\n\\ abf1-', max_size=60).map(str.encode)
@@ -245,16 +288,25 @@ def test_a_connector_that_is_none(spec, tmp_path):
     assert text.startswith("--kv-connector")
 
 
-WORDS = {"tier": ["bytes", "engine"], "feature": FEATURES, "rule": ["KV-BYTES-001"], "family": ["llama", "gemma3"], "topology": ["P1D1"]}
+WORDS = {
+    "tier": ["bytes", "engine"],
+    "feature": FEATURES,
+    "rule": ["KV-BYTES-001"],
+    "family": ["llama", "gemma3"],
+    "topology": ["P1D1"],
+}
 
 
 @examples("words")
 @given(data=st.data())
 def test_a_word_that_selects_nothing(data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setenv("_KVCONFORM_PARTS", "fakekv")
+    monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")
     name = data.draw(st.sampled_from(["tier", "feature", "rule", "family"]))
-    word = data.draw(typos(["engine", "interface"] if name == "tier" else WORDS[name]) | st.text(alphabet="xyz", min_size=1, max_size=5))
+    word = data.draw(
+        typos(["engine", "interface"] if name == "tier" else WORDS[name])
+        | st.text(alphabet="xyz", min_size=1, max_size=5)
+    )
     text = sentence(prepare, {f"kv_{name}": [word]}, {}, tmp_path)
     assert text.startswith(f"--kv-{name}")
     assert repr(word) in text
@@ -266,19 +318,53 @@ COMMANDS = [
     (["--kv-config={" + '"a": ' * 3], {}, "", "--kv-config: line 1 column"),
     (["--kv-config=\udcff"], {}, "", "--kv-config: expected a text"),
     (["--kv-report=\udcff"], {}, "", "--kv-report: expected a text"),
-    (["--kv-claim", "--kv-feature=aborted"], {}, "", "--kv-feature: there is no feature 'aborted' (did you mean abort?)"),
+    (
+        ["--kv-claim", "--kv-feature=aborted"],
+        {},
+        "",
+        "--kv-feature: there is no feature 'aborted' (did you mean abort?)",
+    ),
     ([], {"KVCONFORM_CLAIM": "maybe"}, "", "KVCONFORM_CLAIM: expected true or false, got 'maybe'"),
-    ([], {"KVCONFORM_FETURE": "mla"}, "", "environment: there is no variable KVCONFORM_FETURE (did you mean KVCONFORM_FEATURE?)"),
+    (
+        [],
+        {"KVCONFORM_FETURE": "mla"},
+        "",
+        "environment: there is no variable KVCONFORM_FETURE (did you mean KVCONFORM_FEATURE?)",
+    ),
     ([], {}, "[tool]\nkvconform = 3", "pyproject.toml: tool.kvconform: expected a table, got 3"),
-    ([], {}, "[tool.kvconform]\nconfig = {a = 2027-01-31}", "pyproject.toml: tool.kvconform.config: expected what JSON can hold"),
-    ([], {}, "[[tool.kvconform.features]]\nmla = true", "pyproject.toml: tool.kvconform.features: expected a table, got [{'mla': True}]"),
-    ([], {}, "[tool.kvconform.known]\ncase = 'a'", "pyproject.toml: tool.kvconform.known: expected a list of tables, got {'case': 'a'}"),
-    ([], {}, "[[tool.kvconform.known]]\ncase = 'kv::a'", "pyproject.toml: tool.kvconform.known[0]: issue is missing"),
+    (
+        [],
+        {},
+        "[tool.kvconform]\nconfig = {a = 2027-01-31}",
+        "pyproject.toml: tool.kvconform.config: expected what JSON can hold",
+    ),
+    (
+        [],
+        {},
+        "[[tool.kvconform.features]]\nmla = true",
+        "pyproject.toml: tool.kvconform.features: expected a table, got [{'mla': True}]",
+    ),
+    (
+        [],
+        {},
+        "[tool.kvconform.known]\ncase = 'a'",
+        "pyproject.toml: tool.kvconform.known: expected a list of tables, got {'case': 'a'}",
+    ),
+    (
+        [],
+        {},
+        "[[tool.kvconform.known]]\ncase = 'kv::a'",
+        "pyproject.toml: tool.kvconform.known[0]: issue is missing",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "environment", "pyproject", "says"), COMMANDS, ids=[row[-1][:40] for row in COMMANDS])
-def test_the_command_ends_with_a_usage_error(kv, pytester, monkeypatch, arguments, environment, pyproject, says):
+@pytest.mark.parametrize(
+    ("arguments", "environment", "pyproject", "says"), COMMANDS, ids=[row[-1][:40] for row in COMMANDS]
+)
+def test_the_command_ends_with_a_usage_error(
+    kv, pytester, monkeypatch, arguments, environment, pyproject, says
+):
     if pyproject:
         (pytester.path / "pyproject.toml").write_text(pyproject)
     for name, value in environment.items():

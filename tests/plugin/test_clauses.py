@@ -12,7 +12,22 @@ from pytest_kvconform import cli, plan, rules
 from pytest_kvconform.rules import clauses
 
 GOOD = 'says = "S."\nsource = "base.py"\n'
-COUNTS = {"A": 11, "B": 6, "C": 22, "D": 7, "E": 10, "F": 7, "G": 5, "H": 7, "I": 5, "J": 10, "K": 7, "L": 5, "ML": 5, "N": 4}
+COUNTS = {
+    "A": 11,
+    "B": 6,
+    "C": 22,
+    "D": 7,
+    "E": 10,
+    "F": 7,
+    "G": 5,
+    "H": 7,
+    "I": 5,
+    "J": 10,
+    "K": 7,
+    "L": 5,
+    "ML": 5,
+    "N": 4,
+}
 
 
 def load(folder, text):
@@ -32,7 +47,10 @@ def test_a_clause_has_rules_or_a_reason(tmp_path):
     ("text", "says"),
     [
         (f"[A1]\n{GOOD}", "A1: expected rules or untestable, one of the two"),
-        (f'[A1]\n{GOOD}rules = ["KV-A-001"]\nuntestable = "why"', "A1: expected rules or untestable, one of the two"),
+        (
+            f'[A1]\n{GOOD}rules = ["KV-A-001"]\nuntestable = "why"',
+            "A1: expected rules or untestable, one of the two",
+        ),
         (f'[A1]\n{GOOD}rule = ["KV-A-001"]', "A1: Object contains unknown field `rule`"),
         (f'[A1]\n{GOOD}id = "A1"', "A1: expected a table without the key id"),
         (f"[A0]\n{GOOD}", "A0: an id looks like C2"),
@@ -49,7 +67,9 @@ def test_a_mistake_names_the_clause(tmp_path, text, says):
 
 def test_every_clause_is_there_in_order():
     assert Counter(map(clauses.part_of, clauses.load())) == COUNTS
-    assert list(clauses.load()) == [f"{part}{number}" for part in clauses.PARTS for number in range(1, COUNTS[part] + 1)]
+    assert list(clauses.load()) == [
+        f"{part}{number}" for part in clauses.PARTS for number in range(1, COUNTS[part] + 1)
+    ]
 
 
 def test_every_clause_is_a_sentence():

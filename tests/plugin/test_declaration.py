@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_kvconform import cli, declaration, features, settle, subject
+from pytest_kvconform import apply_declaration as settle
+from pytest_kvconform import cli, declaration, features, subject
+from pytest_kvconform.apply_declaration import Terms, feature_rows
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
 from pytest_kvconform.settings import BadSetting, Settings
-from pytest_kvconform.settle import Terms, feature_rows
 from pytest_kvconform.verdict import judge
 
 from .conftest import declare
@@ -39,12 +40,23 @@ def test_what_is_unsupported_and_refused_is_not_applicable(kv, capsys):
     assert len(refused) == 5
     assert set(refused.values()) == {"NOT-APPLICABLE"}
     row = row_of(run, "tp-heterogeneous")
-    assert (row["declared"], row["observed"], row["reason"], row["rule"], row["cases"]) == ("unsupported", "refused", WHY, "", 5)
+    assert (row["declared"], row["observed"], row["reason"], row["rule"], row["cases"]) == (
+        "unsupported",
+        "refused",
+        WHY,
+        "",
+        5,
+    )
     assert row_of(run, "sliding-window")["observed"] == "works"
-    assert any(line.split()[:3] == ["unsupported", "refused", "1:"] and line.endswith(" tp-heterogeneous") for line in run.lines)
+    assert any(
+        line.split()[:3] == ["unsupported", "refused", "1:"] and line.endswith(" tp-heterogeneous")
+        for line in run.lines
+    )
     [result] = [result for result in run.report["results"] if result["id"].endswith("window[gemma3-P1D2]")]
     assert result["said"] == "FAIL"
-    assert result["reason"].startswith(f"tp-heterogeneous is declared unsupported ({WHY}), and was refused: P did not start for")
+    assert result["reason"].startswith(
+        f"tp-heterogeneous is declared unsupported ({WHY}), and was refused: P did not start for"
+    )
     capsys.readouterr()
     assert cli.main(["verify", str(run.path)]) == 0
 
@@ -54,7 +66,10 @@ def test_what_is_unsupported_and_works_is_a_warning(kv):
     assert (run.code, run.word) == (0, "CONFORMS")
     assert {outcome for name, outcome in run.outcomes.items() if "P1D2" in name} == {"NOT-APPLICABLE"}
     hidden = f"hidden ability: tp-heterogeneous is declared unsupported ({WHY}), and it works"
-    assert (row_of(run, "tp-heterogeneous")["rule"], row_of(run, "tp-heterogeneous")["sentence"]) == ("KV-DECLARE-002", hidden)
+    assert (row_of(run, "tp-heterogeneous")["rule"], row_of(run, "tp-heterogeneous")["sentence"]) == (
+        "KV-DECLARE-002",
+        hidden,
+    )
     assert any(line.startswith(f"  KV-DECLARE-002: {hidden}"[:70]) for line in run.lines)
 
 
@@ -62,7 +77,9 @@ def test_what_is_unsupported_and_works_fails_a_claim(kv):
     run = kv("--kv-claim", unsupported=UNEQUAL)
     assert (run.code, run.word) == (1, "VIOLATES")
     failed = {name for name, outcome in run.outcomes.items() if outcome == "FAIL"}
-    assert failed == {name for name in run.outcomes if "P1D2" in name and "hello" not in name}  # hello moves nothing, and shows nothing
+    assert failed == {
+        name for name in run.outcomes if "P1D2" in name and "hello" not in name
+    }  # hello moves nothing, and shows nothing
     assert "4 cases break the rule KV-DECLARE-002" in run.text
 
 
@@ -70,11 +87,15 @@ def test_what_is_unsupported_and_works_fails_a_claim(kv):
 def test_what_is_unsupported_and_goes_wrong_fails(kv, capsys, deed):
     run = kv(unsupported=UNEQUAL, deeds={"arrive(*P1D2-n95*": deed, "*P1D2*": "refuse"})
     assert (run.code, run.word) == (1, "VIOLATES")
-    assert [name for name, outcome in run.outcomes.items() if outcome == "FAIL"] == ["engine/bytes::arrive[gemma3-P1D2-n95]"]
+    assert [name for name, outcome in run.outcomes.items() if outcome == "FAIL"] == [
+        "engine/bytes::arrive[gemma3-P1D2-n95]"
+    ]
     assert "VIOLATES: 1 case breaks the rule KV-DECLARE-003" in run.lines
     assert row_of(run, "tp-heterogeneous")["rule"] == "KV-DECLARE-003"
     assert any(line.startswith("happened   tp-heterogeneous is declared unsupported") for line in run.lines)
-    assert any("FAILED kv::engine/bytes::arrive[gemma3-P1D2-n95] - KV-DECLARE-003" in line for line in run.lines)
+    assert any(
+        "FAILED kv::engine/bytes::arrive[gemma3-P1D2-n95] - KV-DECLARE-003" in line for line in run.lines
+    )
     capsys.readouterr()
     assert cli.main(["verify", str(run.path)]) == 0
 
@@ -86,7 +107,10 @@ def test_what_is_supported_and_refused_fails(kv):
     assert "VIOLATES: 5 cases break 3 rules: KV-ANSWER-001, KV-BYTES-001, KV-BYTES-002" in run.lines
     row = row_of(run, "tp-heterogeneous")
     assert (row["declared"], row["observed"], row["rule"]) == ("supported", "refused", "KV-DECLARE-001")
-    assert any(line.startswith("  KV-DECLARE-001: tp-heterogeneous is declared as supported; it was refused") for line in run.lines)
+    assert any(
+        line.startswith("  KV-DECLARE-001: tp-heterogeneous is declared as supported; it was refused")
+        for line in run.lines
+    )
     assert row_of(run, "sliding-window")["rule"] == ""  # it works where the sizes are equal
 
 
@@ -107,7 +131,11 @@ def test_everything_unsupported_is_not_green(kv):
 
 
 def block_of(run) -> str:
-    start = next(n for n, line in enumerate(run.lines) if line.startswith("=") and "to declare in pyproject.toml" in line)
+    start = next(
+        n
+        for n, line in enumerate(run.lines)
+        if line.startswith("=") and "to declare in pyproject.toml" in line
+    )
     end = next(n for n, line in enumerate(run.lines) if n > start and line.startswith("="))
     return "\n".join(run.lines[start + 1 : end])
 
@@ -117,7 +145,10 @@ def test_without_a_declaration_everything_runs_and_the_block_to_paste_is_printed
     assert (run.code, run.word) == (10, "INCOMPLETE")
     assert set(run.outcomes.values()) == {"PASS"}
     assert len(run.outcomes) == 13
-    assert "INCOMPLETE: 19 features are not declared (full-attention, mla, sliding-window, mamba-state, ...)" in run.text
+    assert (
+        "INCOMPLETE: 19 features are not declared (full-attention, mla, sliding-window, mamba-state, ...)"
+        in run.text
+    )
     assert set(tomllib.loads(block_of(run))["tool"]["kvconform"]["features"]) == set(features.load())
     pytester.makepyprojecttoml(block_of(run))
     run = kv(undeclared=True)
@@ -127,7 +158,9 @@ def test_without_a_declaration_everything_runs_and_the_block_to_paste_is_printed
 
 
 def test_what_is_missing_is_added_to_the_table(kv, pytester):
-    pytester.makepyprojecttoml("[tool.kvconform.features]\nmla = true\ntp-heterogeneous = {unsupported = 'later'}")
+    pytester.makepyprojecttoml(
+        "[tool.kvconform.features]\nmla = true\ntp-heterogeneous = {unsupported = 'later'}"
+    )
     run = kv(undeclared=True)
     assert run.code == 10
     assert "17 features are not declared" in run.text
@@ -143,7 +176,9 @@ def test_a_violation_outranks_a_missing_declaration(kv):
 
 
 def test_a_table_belongs_to_the_connector_that_it_names(kv, pytester):
-    pytester.makepyprojecttoml("[tool.kvconform]\nconnector = 'theirs:Other'\nhandover = 'none'\n[tool.kvconform.features]\nmla = true")
+    pytester.makepyprojecttoml(
+        "[tool.kvconform]\nconnector = 'theirs:Other'\nhandover = 'none'\n[tool.kvconform.features]\nmla = true"
+    )
     run = kv(undeclared=True)
     assert "19 features are not declared" in run.text
     assert run.report["subject"]["handover"] == "handoff"
@@ -166,13 +201,25 @@ def test_a_file(tmp_path):
     ("text", "says"),
     [
         ("[feature]\nmla = true", "d.toml: feature: there is no such key (did you mean features?)"),
-        ("[features]\nmla-and-gqo = true", "d.toml: features.mla-and-gqo: there is no such feature (did you mean mla-and-gqa?)"),
-        ("[features]\nzzz = true", "d.toml: features.zzz: there is no such feature; there are full-attention, mla, "),
-        ("[features]\nmla = 'yes'", "d.toml: features.mla: expected true or { unsupported = \"why\" }, got 'yes'"),
+        (
+            "[features]\nmla-and-gqo = true",
+            "d.toml: features.mla-and-gqo: there is no such feature (did you mean mla-and-gqa?)",
+        ),
+        (
+            "[features]\nzzz = true",
+            "d.toml: features.zzz: there is no such feature; there are full-attention, mla, ",
+        ),
+        (
+            "[features]\nmla = 'yes'",
+            "d.toml: features.mla: expected true or { unsupported = \"why\" }, got 'yes'",
+        ),
         ("[features]\nmla = false", 'features.mla: expected true or { unsupported = "why" }, got False'),
         ("[features]\nmla = 1", 'features.mla: expected true or { unsupported = "why" }, got 1'),
         ("[features]\nmla = {unsupported = ' '}", "features.mla: expected true or"),
-        ("[features]\nmla = {unsuported = 'a'}", "d.toml: features.mla.unsuported: there is no such key (did you mean unsupported?)"),
+        (
+            "[features]\nmla = {unsuported = 'a'}",
+            "d.toml: features.mla.unsuported: there is no such key (did you mean unsupported?)",
+        ),
         ("features = 3", "d.toml: features: expected a table of features, got 3"),
         ("profile = 'stor'", "d.toml: profile: expected p2p or store, got 'stor' (did you mean store?)"),
         ("handover = ['none']", "d.toml: handover: expected handoff or rendezvous or none, got ['none']"),
@@ -206,7 +253,14 @@ def result(outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1)
         Outcome.FAIL: {"finding": Finding(rule="KV-A-001", happened="it happened")},
     }
     name = f"kv::engine/bytes::case[llama-P1D1-{needs}-{outcome}-{refused}]"
-    return CaseResult(id=name, rule="KV-A-001", outcome=outcome, needs=needs, refused=refused, **given.get(outcome, {"reason": "why"}))
+    return CaseResult(
+        id=name,
+        rule="KV-A-001",
+        outcome=outcome,
+        needs=needs,
+        refused=refused,
+        **given.get(outcome, {"reason": "why"}),
+    )
 
 
 PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
@@ -234,33 +288,49 @@ PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
 )
 def test_observed(why, results, observed, rule):
     terms = Terms(features=ALL | {"mla": why} if why is not None else {})
-    [row] = [row for row in feature_rows([settle.settle(one, terms) for one in results], terms) if row.name == "mla"]
+    [row] = [
+        row
+        for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+        if row.name == "mla"
+    ]
     assert (row.observed, row.rule) == (observed, rule)
     assert row.declared == {"": "supported", None: "undeclared"}.get(why, "unsupported")
 
 
 def test_an_ability_of_the_case_itself_needs_no_bytes():
     terms = Terms(features=ALL | {"abort": "why"})
-    [row] = [row for row in feature_rows([result(PASS, "abort", "mla", moved=0)], terms) if row.name == "abort"]
+    [row] = [
+        row for row in feature_rows([result(PASS, "abort", "mla", moved=0)], terms) if row.name == "abort"
+    ]
     assert (row.observed, row.rule) == ("works", "KV-DECLARE-002")
 
 
 def test_one_feature_is_not_blamed_for_another():
     terms = Terms(features=ALL | {"tp-heterogeneous": "why"})
     results = [result(FAIL, "mla", "tp-heterogeneous"), result(PASS, "mla")]
-    rows = {row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)}
+    rows = {
+        row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+    }
     assert (rows["mla"], rows["tp-heterogeneous"]) == ("works", "fails")
     terms = Terms(features=ALL | {"tp-heterogeneous": "why", "layout-heterogeneous": "why"})
     results = [result(FAIL, "mla", "tp-heterogeneous", "layout-heterogeneous", refused=True)]
-    rows = {row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)}
-    assert (rows["mla"], rows["tp-heterogeneous"], rows["layout-heterogeneous"]) == ("not looked at", "refused", "refused")
+    rows = {
+        row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+    }
+    assert (rows["mla"], rows["tp-heterogeneous"], rows["layout-heterogeneous"]) == (
+        "not looked at",
+        "refused",
+        "refused",
+    )
 
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize("why", ["", "why"])
 def test_settling_twice_changes_nothing(outcome, refused, why):
-    entry = declaration.Known(case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r")
+    entry = declaration.Known(
+        case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r"
+    )
     for known in ((), (entry,)):
         for claim in (False, True):
             terms = Terms(features=ALL | {"mla": why}, known=known, claim=claim)
@@ -331,9 +401,16 @@ MISSING = {
 def test_what_cannot_run_here_says_so_in_one_sentence(kv, monkeypatch, name):
     find = importlib.util.find_spec
     missing = ("lmcache", "mooncake", "flexkv", "hf3fs_fuse", "mori")
-    monkeypatch.setattr(subject.importlib.util, "find_spec", lambda module, *rest: None if module in missing else find(module, *rest))
+    monkeypatch.setattr(
+        subject.importlib.util,
+        "find_spec",
+        lambda module, *rest: None if module in missing else find(module, *rest),
+    )
     run = kv(f"--kv-connector={name}", plain=True, undeclared=True)
     assert (run.code, run.word) == (10, "INCOMPLETE")
     assert set(run.outcomes.values()) == {"BLOCKED"}
-    assert any(line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {MISSING[name]}") for line in run.lines), run.text
+    assert any(
+        line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {MISSING[name]}")
+        for line in run.lines
+    ), run.text
     assert run.log == []  # nothing was started

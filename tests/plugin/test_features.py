@@ -6,7 +6,7 @@ import pytest
 
 from pytest_kvconform import features, plan
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.faulty_nixl import NEVER, STATUS, Faults
+from pytest_kvconform.rigs.peers.faulty_nixl import NEVER, STATUS, Faults
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, Transfer
 from pytest_kvconform.settings import Settings
 
@@ -29,7 +29,9 @@ def test_the_list_is_closed():
 def test_every_glob_is_for_a_case_of_the_suite():
     planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).asked
     for name, feature in features.load().items():
-        assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), name
+        assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), (
+            name
+        )
         assert all(any(features.matches(glob, one.id) for one in planned) for glob in feature.cases), name
 
 
@@ -69,7 +71,10 @@ def test_facts_of_cells(cell, facts):
         (Scenario("abort_waiting", PROMPTS, abort="waiting"), "abort"),
         (Transfer("preempted", PROMPTS, preempt="P"), "preempt"),
         (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True), "fails-fail"),
-        (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True, policy="recompute"), "fails-recompute"),
+        (
+            Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True, policy="recompute"),
+            "fails-recompute",
+        ),
         (Transfer("slow", PROMPTS, faults=(Faults(hold=3),), policy="recompute"), ""),
         (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), "silence"),
     ],
@@ -79,14 +84,20 @@ def test_facts_of_what_a_case_does(variant, facts):
 
 
 def test_what_cases_of_the_suite_need():
-    needs = {planned.id: features.needed(planned) for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked}
+    needs = {
+        planned.id: features.needed(planned)
+        for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked
+    }
     assert needs["kv::engine/bytes::arrive[gemma3-P1D2-partial_hit]"] == (
         "full-attention",
         "sliding-window",
         "prefix-hit",
         "tp-heterogeneous",
     )
-    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-failed]"] == ("full-attention", "load-failure-fail")
+    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-failed]"] == (
+        "full-attention",
+        "load-failure-fail",
+    )
     assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-not_notified]"] == ("full-attention", "lease")
     assert needs["kv::bytes/pool::rows_arrive[qwen3_5_35b_a3b-P2D2.b16-hit1]"] == (
         "full-attention",
@@ -99,5 +110,11 @@ def test_what_cases_of_the_suite_need():
 
 def test_a_feature_selects_the_cases_that_need_it():
     chosen = plan.make_plan(Settings(tier=("engine",), feature=("abort", "state-prefix-hit")), ()).asked
-    assert {str(planned.variant) for planned in chosen} == {"abort_prefill", "abort_waiting", "abort_loading", "partial_hit", "full_hit"}
+    assert {str(planned.variant) for planned in chosen} == {
+        "abort_prefill",
+        "abort_waiting",
+        "abort_loading",
+        "partial_hit",
+        "full_hit",
+    }
     assert {planned.cell.family for planned in chosen if "hit" in str(planned.variant)} == {"qwen3_5"}

@@ -20,7 +20,11 @@ TODAY = datetime.datetime.now(datetime.UTC).date()
 def entry(case: str = CASE, expires: datetime.date = TODAY, **more: str) -> str:
     """TOML of one entry."""
     rows = {"case": case, "issue": ISSUE, "reason": "the window's first key is lost", **more}
-    return "[[known]]\n" + "\n".join(f'{key} = "{value}"' for key, value in rows.items()) + f"\nexpires = {expires}\n"
+    return (
+        "[[known]]\n"
+        + "\n".join(f'{key} = "{value}"' for key, value in rows.items())
+        + f"\nexpires = {expires}\n"
+    )
 
 
 @pytest.fixture
@@ -41,7 +45,10 @@ def test_a_known_failure_is_known_and_is_said(known, capsys):
         "engine/bytes::window[gemma3-P1D1]",
         "engine/bytes::window[gemma3-P1D2]",
     }
-    assert any(line.startswith("CONFORMS except 2 known failures: 11 cases passed, 8,000 bytes moved") for line in run.lines)
+    assert any(
+        line.startswith("CONFORMS except 2 known failures: 11 cases passed, 8,000 bytes moved")
+        for line in run.lines
+    )
     assert f"the window's first key is lost ({ISSUE}, until {TODAY})" in run.text
     assert "11 passed, 2 known" in run.lines[-1]
     assert sum("KNOWN" in line and line.startswith("kv::") for line in run.lines) == 2
@@ -56,11 +63,17 @@ def test_another_failure_stays_one(known):
     assert "VIOLATES: 1 case breaks the rule KV-BYTES-001" in run.lines
 
 
-@pytest.mark.parametrize(("deeds", "what"), [({}, "remove the entry"), ({"window*P1D1*": "violate"}, "let it match only what fails")])
+@pytest.mark.parametrize(
+    ("deeds", "what"),
+    [({}, "remove the entry"), ({"window*P1D1*": "violate"}, "let it match only what fails")],
+)
 def test_a_known_failure_that_passes_is_an_error(known, deeds, what):
     run = known(entry(), deeds=deeds)
     assert (run.code, run.word) == (10, "INCOMPLETE")
-    assert f"known.toml: known[0] ({CASE}) no longer fail, the first is kv::engine/bytes::window[gemma3-P1D" in run.text
+    assert (
+        f"known.toml: known[0] ({CASE}) no longer fail, the first is kv::engine/bytes::window[gemma3-P1D"
+        in run.text
+    )
     assert run.text.count(what) == 1
 
 
@@ -68,7 +81,9 @@ def test_past_its_last_day_it_is_a_failure_again(known):
     yesterday = TODAY - datetime.timedelta(days=1)
     run = known(entry(expires=yesterday), deeds={"window*": "violate"})
     assert (run.code, run.word) == (1, "VIOLATES")
-    assert any(line.startswith(f"known      it was known until {yesterday}, which is over") for line in run.lines)
+    assert any(
+        line.startswith(f"known      it was known until {yesterday}, which is over") for line in run.lines
+    )
     assert any(ISSUE in line for line in run.lines)
 
 
@@ -106,7 +121,9 @@ def test_a_claim_has_none(known):
     assert "INCOMPLETE: a claim has no known failures, and there are 2" in run.lines
 
 
-@pytest.mark.parametrize(("versions", "word"), [(">=0.32,<0.33", "CONFORMS-EXCEPT"), ("<0.32", "VIOLATES"), (">=0.33", "VIOLATES")])
+@pytest.mark.parametrize(
+    ("versions", "word"), [(">=0.32,<0.33", "CONFORMS-EXCEPT"), ("<0.32", "VIOLATES"), (">=0.33", "VIOLATES")]
+)
 def test_an_entry_is_for_the_versions_that_it_names(known, monkeypatch, versions, word):
     monkeypatch.setattr(declaration, "version", lambda *names: "0.32.0+cpu")
     assert known(entry(vllm=versions), deeds={"window*": "violate"}).word == word
@@ -119,7 +136,11 @@ def test_an_entry_for_another_version_need_not_fail(known, monkeypatch):
 
 def test_it_stands_in_pyproject_as_well(kv, pytester):
     text = declare(pytester.path / "d.toml", {}, entry()).read_text()
-    pytester.makepyprojecttoml(text.replace("[[known]]", "[[tool.kvconform.known]]").replace("[features]", "[tool.kvconform.features]"))
+    pytester.makepyprojecttoml(
+        text.replace("[[known]]", "[[tool.kvconform.known]]").replace(
+            "[features]", "[tool.kvconform.features]"
+        )
+    )
     run = kv(undeclared=True, deeds={"window*": "violate"})
     assert (run.code, run.word) == (0, "CONFORMS-EXCEPT")
     run = kv("-n2", undeclared=True, deeds={"window*": "violate"})
@@ -149,12 +170,21 @@ GOOD = {"case": CASE, "issue": ISSUE, "expires": "2100-01-31", "reason": "r"}
         ),
         (GOOD | {"isue": "x"}, "p[0].isue: there is no such key (did you mean issue?)"),
         (GOOD | {"case": 3}, "p[0].case: expected a text, got 3"),
-        (GOOD | {"case": "window"}, "p[0].case: expected the id of a case or a glob of ids, kv::..., got 'window'"),
+        (
+            GOOD | {"case": "window"},
+            "p[0].case: expected the id of a case or a glob of ids, kv::..., got 'window'",
+        ),
         (GOOD | {"issue": "57"}, "p[0].issue: expected the URL of an issue, got '57'"),
         (GOOD | {"issue": "https://"}, "p[0].issue: expected the URL of an issue, got 'https://'"),
-        (GOOD | {"expires": "31.1.2027"}, "p[0].expires: expected a date such as 2027-01-31, got '31.1.2027'"),
+        (
+            GOOD | {"expires": "31.1.2027"},
+            "p[0].expires: expected a date such as 2027-01-31, got '31.1.2027'",
+        ),
         (GOOD | {"expires": 20270131}, "p[0].expires: expected a date such as 2027-01-31, got 20270131"),
-        (GOOD | {"expires": datetime.datetime(2027, 1, 31)}, "p[0].expires: expected a date such as 2027-01-31, got"),
+        (
+            GOOD | {"expires": datetime.datetime(2027, 1, 31)},
+            "p[0].expires: expected a date such as 2027-01-31, got",
+        ),
         (GOOD | {"reason": " "}, "p[0].reason: expected a text, got ' '"),
         (GOOD | {"vllm": "0.32"}, "p[0].vllm: expected versions such as >=0.32,<0.33, got '0.32'"),
         (GOOD | {"vllm": ""}, "p[0].vllm: expected a text, got ''"),

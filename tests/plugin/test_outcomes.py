@@ -97,7 +97,9 @@ def test_stopping_at_the_first_failure_still_reports(kv, arguments):
 
 
 def test_a_run_that_stops_early_without_a_violation_is_incomplete(kv, pytester):
-    pytester.makepyfile(stopper="import pytest\ndef pytest_runtest_setup(item):\n    if 'gemma3' in item.name: pytest.exit('enough', 0)")
+    pytester.makepyfile(
+        stopper="import pytest\ndef pytest_runtest_setup(item):\n    if 'gemma3' in item.name: pytest.exit('enough', 0)"
+    )
     pytester.syspathinsert()
     run = kv("-p", "stopper")
     assert (run.code, run.word) == (10, "INCOMPLETE")
@@ -167,8 +169,12 @@ def test_junit_tells_failure_error_and_blocked_apart(kv, pytester):
     assert failure.get("message") == "KV-BYTES-001: the last window block was never read"
     assert "again" in failure.text
     assert "the port was taken" in cases["arrive[llama-P1D1-n63]"].find("error").get("message")
-    assert cases["hello[llama-P1D1]"].find("skipped").get("message") == "no GPU here; run on a machine with one"
-    properties = {one.get("name"): one.get("value") for one in cases["arrive[gemma3-P1D1-n16]"].find("properties")}
+    assert (
+        cases["hello[llama-P1D1]"].find("skipped").get("message") == "no GPU here; run on a machine with one"
+    )
+    properties = {
+        one.get("name"): one.get("value") for one in cases["arrive[gemma3-P1D1-n16]"].find("properties")
+    }
     assert properties == {
         "rule": "KV-BYTES-001",
         "strength": "MUST",

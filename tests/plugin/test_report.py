@@ -44,7 +44,15 @@ def test_what_is_written_is_read_back_and_written_the_same(kv):
 
 
 @pytest.mark.parametrize(
-    ("deeds", "bench"), [({}, ""), (DEEDS, ""), ({"*": "blocked"}, ""), ({}, "leftover"), ({"window*": "assert"}, ""), ({}, "no vllm")]
+    ("deeds", "bench"),
+    [
+        ({}, ""),
+        (DEEDS, ""),
+        ({"*": "blocked"}, ""),
+        ({}, "leftover"),
+        ({"window*": "assert"}, ""),
+        ({}, "no vllm"),
+    ],
 )
 def test_verify_agrees_with_the_run(kv, capsys, deeds, bench):
     run = kv(deeds=deeds, bench=bench)
@@ -60,7 +68,9 @@ def test_verify_agrees_with_the_run(kv, capsys, deeds, bench):
         lambda report: report["verdict"].update(exit_code=0),
         lambda report: report["verdict"].update(causes=[]),
         lambda report: report["results"].pop(),
-        lambda report: next(one for one in report["results"] if one["outcome"] == "BLOCKED").update(outcome="PASS"),
+        lambda report: next(one for one in report["results"] if one["outcome"] == "BLOCKED").update(
+            outcome="PASS"
+        ),
         lambda report: report["selection"]["selected"].append("kv::engine/bytes::zzz[llama-P1D1]"),
         lambda report: report["troubles"].append("a process is left"),
     ],
@@ -98,7 +108,10 @@ def test_diff(kv, capsys, tmp_path):
     capsys.readouterr()
     assert cli.main(["diff", str(tmp_path / "a.json"), str(run.path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["kv::engine/bytes::window[gemma3-P1D2]  PASS -> FAIL", "1 of 13 cases changed; verdict CONFORMS -> VIOLATES"]
+    assert lines == [
+        "kv::engine/bytes::window[gemma3-P1D2]  PASS -> FAIL",
+        "1 of 13 cases changed; verdict CONFORMS -> VIOLATES",
+    ]
     assert cli.main(["diff", str(run.path), str(run.path)]) == 0
 
 
@@ -109,7 +122,9 @@ def fake(kv):
 
 def test_list_and_explain(fake, capsys):
     assert cli.main(["list", "cases"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "kv::interface/answers::hello[llama-P1D1]   KV-ANSWER-001"
+    assert (
+        capsys.readouterr().out.splitlines()[0] == "kv::interface/answers::hello[llama-P1D1]   KV-ANSWER-001"
+    )
     assert cli.main(["list", "families", "--matrix=full"]) == 0
     assert capsys.readouterr().out == "llama   P1D1 P1D2\ngemma3  P1D1 P1D2\n"
     assert cli.main(["list", "rules"]) == 0
@@ -120,7 +135,12 @@ def test_list_and_explain(fake, capsys):
     assert "--kv-timeout-scale  KVCONFORM_TIMEOUT_SCALE  timeout-scale" in capsys.readouterr().out
     assert cli.main(["explain", "kv-bytes-001"]) == 0
     out = capsys.readouterr().out
-    for words in ("Every byte arrives.", "MUST, since vLLM 0.9", "- is the partial tail in the block list?", "kv::engine/bytes::arrive"):
+    for words in (
+        "Every byte arrives.",
+        "MUST, since vLLM 0.9",
+        "- is the partial tail in the block list?",
+        "kv::engine/bytes::arrive",
+    ):
         assert words in out
     assert cli.main(["explain", "KV-BYTE-001"]) == 2
     assert "did you mean KV-BYTES-00" in capsys.readouterr().err
@@ -135,16 +155,28 @@ def test_doctor_says_what_is_missing():
     assert "pip install 'pytest-kvconform[cpu]'" in advice({**versions, "vllm": None}, nothing, [])[0]
     assert "pip install 'pytest-kvconform[cuda]'" in advice({**versions, "vllm": None}, nothing, ["H200"])[0]
     assert "cannot be imported" in advice(versions, nothing, [])[0]
-    assert advice(versions, {"torch": good, "vllm": good, "nixl": good}, [])[0].startswith("can run  every connector that works on cpu")
-    assert any("pip install nixl" in line for line in advice(versions, {"torch": good, "vllm": good, "nixl": bad}, []))
-    assert any("uses the GPU" in line for line in advice(versions, {"torch": good, "vllm": good, "nixl": good}, ["H200"]))
+    assert advice(versions, {"torch": good, "vllm": good, "nixl": good}, [])[0].startswith(
+        "can run  every connector that works on cpu"
+    )
+    assert any(
+        "pip install nixl" in line
+        for line in advice(versions, {"torch": good, "vllm": good, "nixl": bad}, [])
+    )
+    assert any(
+        "uses the GPU" in line
+        for line in advice(versions, {"torch": good, "vllm": good, "nixl": good}, ["H200"])
+    )
 
 
 def test_doctor_survives_imports_that_fail(monkeypatch, capsys):
     from pytest_kvconform import doctor
 
     monkeypatch.setattr(doctor, "_IMPORT_SECONDS", 1.0)
-    codes = {"torch": "import os; os._exit(3)", "vllm": "raise ImportError('no kernels')", "nixl": "import time; time.sleep(60)"}
+    codes = {
+        "torch": "import os; os._exit(3)",
+        "vllm": "raise ImportError('no kernels')",
+        "nixl": "import time; time.sleep(60)",
+    }
     monkeypatch.setattr(doctor, "_IMPORTS", codes)
     found = doctor.try_imports()
     assert not any(one.works for one in found.values())

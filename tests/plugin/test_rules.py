@@ -25,12 +25,21 @@ def test_rules_come_sorted_from_all_files(tmp_path):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"a": f"[KV-A-001]\n{GOOD}", "b": f"[KV-A-001]\n{GOOD}"}, "b.toml: KV-A-001: another file has a rule of this id"),
+        (
+            {"a": f"[KV-A-001]\n{GOOD}", "b": f"[KV-A-001]\n{GOOD}"},
+            "b.toml: KV-A-001: another file has a rule of this id",
+        ),
         ({"a": f"[KV-A-001]\n{GOOD}sourc = 1"}, "a.toml: KV-A-001: Object contains unknown field `sourc`"),
-        ({"a": f"[KV-A-001]\n{GOOD}".replace("MUST", "MAY")}, "a.toml: KV-A-001: Invalid enum value 'MAY' - at `$.strength`"),
+        (
+            {"a": f"[KV-A-001]\n{GOOD}".replace("MUST", "MAY")},
+            "a.toml: KV-A-001: Invalid enum value 'MAY' - at `$.strength`",
+        ),
         ({"a": '[KV-A-001]\nsentence = "S."'}, "a.toml: KV-A-001: Object missing required field"),
         ({"a": f"[KV-A-1]\n{GOOD}"}, "a.toml: KV-A-1: an id looks like KV-BYTES-001"),
-        ({"a": f'[KV-A-001]\n{GOOD}id = "KV-A-002"'}, "a.toml: KV-A-001: expected a table without the key id"),
+        (
+            {"a": f'[KV-A-001]\n{GOOD}id = "KV-A-002"'},
+            "a.toml: KV-A-001: expected a table without the key id",
+        ),
         ({"a": "[KV-A-001\n"}, "a.toml: "),
     ],
 )
@@ -49,7 +58,9 @@ def test_every_case_of_the_suite_has_a_rule():
 
 
 def test_every_rule_has_a_case_or_says_why_not():
-    assert {rule.id for rule in rules.load().values() if not rule.untestable} == {case.rule for case in cases()}
+    assert {rule.id for rule in rules.load().values() if not rule.untestable} == {
+        case.rule for case in cases()
+    }
 
 
 def test_a_rule_may_end_and_may_have_no_case(tmp_path):

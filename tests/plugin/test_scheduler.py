@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_kvconform.scheduler import ByCell
+from pytest_kvconform.pytest_hooks.xdist_scheduling import ByCell
 
 IDS = [
     "test_of_theirs.py::test_one",

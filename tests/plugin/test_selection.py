@@ -21,14 +21,23 @@ def test_every_prefix_of_an_id_is_an_argument(kv):
     assert len(every) == 13
     assert collect(kv, "kv::") == every
     assert set(collect(kv, "kv::engine")) == {name for name in every if name.startswith("kv::engine/")}
-    assert set(collect(kv, "kv::engine/bytes")) == {name for name in every if name.startswith("kv::engine/bytes")}
+    assert set(collect(kv, "kv::engine/bytes")) == {
+        name for name in every if name.startswith("kv::engine/bytes")
+    }
     assert set(collect(kv, "kv::engine/bytes::arrive")) == {name for name in every if "::arrive[" in name}
     for name in every:
         assert collect(kv, name) == [name]
 
 
 def test_two_arguments_are_one_selection(kv):
-    assert len(collect(kv, "kv::interface", "kv::interface/answers::hello", "kv::engine/bytes::window[gemma3-P1D1]")) == 4
+    assert (
+        len(
+            collect(
+                kv, "kv::interface", "kv::interface/answers::hello", "kv::engine/bytes::window[gemma3-P1D1]"
+            )
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_a_file_without_cases_is_a_defect_of_the_suite(kv, pytester, monkeypatch
     (package / "suite" / "engine" / "empty.py").write_text("def forgotten(bench, variant): pass")
     run = kv(plain=True)
     assert run.code == 5
-    monkeypatch.setenv("_KVCONFORM_PARTS", "otherkv")
+    monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "otherkv")
     monkeypatch.syspath_prepend(pytester.path)
     run = kv()
     assert run.code == 11
@@ -83,7 +92,13 @@ def test_a_file_without_cases_is_a_defect_of_the_suite(kv, pytester, monkeypatch
 
 @pytest.mark.parametrize(
     "arguments",
-    [("-k", "hello"), ("-k", "not arrive and not window"), ("--deselect", "kv::engine/bytes"), ("--deselect=kv::engine",), ("-m", "not x")],
+    [
+        ("-k", "hello"),
+        ("-k", "not arrive and not window"),
+        ("--deselect", "kv::engine/bytes"),
+        ("--deselect=kv::engine",),
+        ("-m", "not x"),
+    ],
 )
 def test_pytests_own_selection_works(kv, arguments, pytester):
     pytester.makepyprojecttoml("[tool.pytest.ini_options]\nmarkers = ['x']")
@@ -132,7 +147,10 @@ def test_the_summary_says_what_was_left_out(kv):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("--kv-tier=engin", "--kv-tier: there is no tier 'engin' (did you mean engine?); there are interface, engine"),
+        (
+            "--kv-tier=engin",
+            "--kv-tier: there is no tier 'engin' (did you mean engine?); there are interface, engine",
+        ),
         ("--kv-rule=KV-BYTE-001", "--kv-rule: no rule is called 'KV-BYTE-001' (did you mean KV-BYTES-001?)"),
         (
             "--kv-feature=sliding-windw",
@@ -149,7 +167,10 @@ def test_the_summary_says_what_was_left_out(kv):
         ('--kv-config={"a": }', "--kv-config: line 1 column 7: Expecting value"),
         ("--kv-config=[1]", "--kv-config: expected a JSON object, got list"),
         ('--kv-config={"kv_connector": "Other"}', "kv_connector is 'Other'"),
-        ("--kv-connector=my.mod.Class", "'my.mod.Class' is neither NAME nor MODULE:CLASS (did you mean my.mod:Class?)"),
+        (
+            "--kv-connector=my.mod.Class",
+            "'my.mod.Class' is neither NAME nor MODULE:CLASS (did you mean my.mod:Class?)",
+        ),
         ("--kv-connector=", "--kv-connector: name a connector"),
     ],
 )
@@ -163,7 +184,12 @@ def test_a_bad_value_is_one_sentence(kv, argument, says):
 
 def test_config_device_timeout_profile_and_handover_reach_the_bench(kv, pytester):
     pytester.makepyprojecttoml('[tool.kvconform]\nhandover = "rendezvous"\nprofile = "p2p"')
-    run = kv('--kv-config={"kv_connector": "C", "kv_port": 1}', "--kv-device=cpu", "--kv-timeout-scale=2.5", "--kv-seed=4")
+    run = kv(
+        '--kv-config={"kv_connector": "C", "kv_port": 1}',
+        "--kv-device=cpu",
+        "--kv-timeout-scale=2.5",
+        "--kv-seed=4",
+    )
     assert run.code == 0
     assert "zygote for C {'kv_port': 1} p2p rendezvous" in run.log
     assert "probe deadline 300" in run.log
@@ -284,7 +310,9 @@ def test_settings_fixtures_and_marks_of_the_user_have_no_say(kv, pytester):
 
 
 def test_a_conftest_that_drops_or_skips_cases_cannot_make_it_green(kv, pytester):
-    pytester.makeconftest("import pytest\ndef pytest_collection_modifyitems(items):\n  for i in items: i.add_marker(pytest.mark.skip)")
+    pytester.makeconftest(
+        "import pytest\ndef pytest_collection_modifyitems(items):\n  for i in items: i.add_marker(pytest.mark.skip)"
+    )
     run = kv()
     assert (run.code, run.word) == (10, "INCOMPLETE")
     pytester.makeconftest("def pytest_collection_modifyitems(items): del items[1:]")

@@ -40,7 +40,9 @@ def test_the_table_is_consistent():
     assert len({option.key for option in OPTIONS}) == len(OPTIONS)
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.flag], ids=lambda option: option.key)
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS if option.flag], ids=lambda option: option.key
+)
 def test_precedence_and_origin(option, tmp_path):
     (text, value), (other_text, other_value) = SAMPLES[option.name]
     command_line = {option.dest: [text] if option.repeatable else True if option.switch else text}
@@ -53,7 +55,9 @@ def test_precedence_and_origin(option, tmp_path):
     settings = load({}, {option.variable: other_text}, toml(tmp_path, f"{option.key} = {raw}"))
     assert getattr(settings, option.name) == other_value
     settings = load({}, {option.variable: ""}, tmp_path)
-    assert getattr(settings, option.name) == (str(tmp_path / value) if option.is_path and text != "{}" else value)
+    assert getattr(settings, option.name) == (
+        str(tmp_path / value) if option.is_path and text != "{}" else value
+    )
     assert settings.origins[option.name] == "pyproject.toml"
     (tmp_path / "pyproject.toml").unlink()
     assert getattr(load({}, {}, tmp_path), option.name) == option.default
@@ -83,17 +87,52 @@ def test_last_seed(tmp_path):
 @pytest.mark.parametrize(
     ("command_line", "environment", "body", "says"),
     [
-        ({}, {"KVCONFORM_MATRX": "full"}, "", "environment: there is no variable KVCONFORM_MATRX (did you mean KVCONFORM_MATRIX?)"),
+        (
+            {},
+            {"KVCONFORM_MATRX": "full"},
+            "",
+            "environment: there is no variable KVCONFORM_MATRX (did you mean KVCONFORM_MATRIX?)",
+        ),
         ({}, {"KVCONFORM_HANDOVER": "none"}, "", "environment: there is no variable KVCONFORM_HANDOVER"),
-        ({}, {"KVCONFORM_MATRIX": "ful"}, "", "KVCONFORM_MATRIX: expected quick or full, got 'ful' (did you mean full?)"),
-        ({}, {}, "matrx = 1", "pyproject.toml: tool.kvconform.matrx: there is no such key (did you mean matrix?)"),
-        ({}, {}, "timeout_scale = 1", "tool.kvconform.timeout_scale: there is no such key (did you mean timeout-scale?)"),
-        ({}, {}, "timeout-scale = true", "pyproject.toml: tool.kvconform.timeout-scale: expected a number above 0, got True"),
+        (
+            {},
+            {"KVCONFORM_MATRIX": "ful"},
+            "",
+            "KVCONFORM_MATRIX: expected quick or full, got 'ful' (did you mean full?)",
+        ),
+        (
+            {},
+            {},
+            "matrx = 1",
+            "pyproject.toml: tool.kvconform.matrx: there is no such key (did you mean matrix?)",
+        ),
+        (
+            {},
+            {},
+            "timeout_scale = 1",
+            "tool.kvconform.timeout_scale: there is no such key (did you mean timeout-scale?)",
+        ),
+        (
+            {},
+            {},
+            "timeout-scale = true",
+            "pyproject.toml: tool.kvconform.timeout-scale: expected a number above 0, got True",
+        ),
         ({}, {}, "timeout-scale = nan", "expected a number above 0, got nan"),
         ({}, {}, "seed = 1.5", "expected a whole number from 0 on, or last, got 1.5"),
-        ({}, {}, "tier = [1]", "pyproject.toml: tool.kvconform.tier: expected a text or a list of texts, got [1]"),
+        (
+            {},
+            {},
+            "tier = [1]",
+            "pyproject.toml: tool.kvconform.tier: expected a text or a list of texts, got [1]",
+        ),
         ({}, {}, "connector = 3", "expected a text, got 3"),
-        ({}, {}, 'handover = "handof"', "expected handoff or rendezvous or none, got 'handof' (did you mean handoff?)"),
+        (
+            {},
+            {},
+            'handover = "handof"',
+            "expected handoff or rendezvous or none, got 'handof' (did you mean handoff?)",
+        ),
         ({}, {}, 'profile = "stor"', "expected p2p or store, got 'stor' (did you mean store?)"),
         ({}, {}, "= broken", "pyproject.toml: "),
         ({"kv_timeout_scale": "fast"}, {}, "", "--kv-timeout-scale: expected a number above 0, got 'fast'"),

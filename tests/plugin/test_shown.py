@@ -19,20 +19,33 @@ def summary_of(run) -> list[str]:
 
 def test_the_sections_of_a_failure_come_in_order(kv):
     run = kv(deeds={"arrive(llama-P1D1-n63*": "violate"})
-    words = [line.split()[0] for line in run.lines if line[:1].isalpha() and line[:11].split()[:1] and line[:11].split()[0] in SECTIONS]
+    words = [
+        line.split()[0]
+        for line in run.lines
+        if line[:1].isalpha() and line[:11].split()[:1] and line[:11].split()[0] in SECTIONS
+    ]
     assert words[: len(SECTIONS)] == SECTIONS
     assert "rule       Every byte arrives." in run.lines
     assert "           KV-BYTES-001 MUST, since vLLM 0.9" in run.lines
     assert "           layer  5 K  . . . U" in run.lines
     assert "check      - is the partial tail in the block list?" in run.lines
-    assert f"again      pytest --kv-connector=m:C --kv-declare={run.declared} 'kv::engine/bytes::arrive[llama-P1D1-n63]'" in run.lines
+    assert (
+        f"again      pytest --kv-connector=m:C --kv-declare={run.declared} 'kv::engine/bytes::arrive[llama-P1D1-n63]'"
+        in run.lines
+    )
 
 
 def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch):
     pytester.makepyprojecttoml('[tool.kvconform]\ndevice = "cpu"')
     monkeypatch.setenv("KVCONFORM_TIMEOUT_SCALE", "2")
     pytester.makefile(".json", my="{}")
-    run = kv("--kv-config=my.json", "--kv-matrix=full", "--kv-seed=3", "--kv-family=llama", deeds={"arrive(llama-P1D2-n63*": "violate"})
+    run = kv(
+        "--kv-config=my.json",
+        "--kv-matrix=full",
+        "--kv-seed=3",
+        "--kv-family=llama",
+        deeds={"arrive(llama-P1D2-n63*": "violate"},
+    )
     [again] = [line.removeprefix("again").strip() for line in run.lines if line.startswith("again")]
     assert again == (
         f"pytest --kv-connector=m:C --kv-config=my.json --kv-declare={run.declared} --kv-matrix=full --kv-timeout-scale=2.0 --kv-seed=3 "
@@ -45,7 +58,9 @@ def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch
 
 def test_one_cause_is_shown_once(kv):
     run = kv(deeds={"arrive(gemma3*": "violate", "window*": "violate otherwise"})
-    assert sum(line.startswith("happened") for line in run.lines) == 3  # each hanging window is a cause of its own
+    assert (
+        sum(line.startswith("happened") for line in run.lines) == 3
+    )  # each hanging window is a cause of its own
     assert any("the same cause in 5 more" in line for line in run.lines)
     assert "kv::engine/bytes::arrive[gemma3-P1D1-{n63,n95}]" in run.lines
     assert sum(line.startswith("FAILED kv::") for line in run.lines) == 8
@@ -70,7 +85,9 @@ def test_ids_that_differ_in_the_variant_share_a_line():
     ]
 
 
-@pytest.mark.parametrize("arguments", [[], ["-q"], ["-qq"], ["-v"], ["-s"], ["--capture=sys"], ["--tb=no"], ["--tb=line"], ["-rA"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["-q"], ["-qq"], ["-v"], ["-s"], ["--capture=sys"], ["--tb=no"], ["--tb=line"], ["-rA"]]
+)
 def test_progress_and_verdict_are_always_shown(kv, arguments):
     run = kv(*arguments, deeds={"window*P1D2*": "violate"})
     for cell in run.cells:
@@ -105,9 +122,9 @@ def test_without_unicode_everything_is_ascii(kv, monkeypatch):
 
 @pytest.mark.parametrize("width", [200, 80, 40, 10])
 def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
+    from pytest_kvconform.apply_declaration import Terms
     from pytest_kvconform.report.document import Selection, read
     from pytest_kvconform.result import CaseResult, Finding, Outcome
-    from pytest_kvconform.settle import Terms
     from pytest_kvconform.verdict import judge
 
     small = read(kv().path)
@@ -128,15 +145,24 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     import msgspec
 
     names = tuple(features.load())
-    results = tuple(msgspec.structs.replace(r, needs=names[n % 17 : n % 17 + 3]) for n, r in enumerate(results))
+    results = tuple(
+        msgspec.structs.replace(r, needs=names[n % 17 : n % 17 + 3]) for n, r in enumerate(results)
+    )
     declared = {name: ("", "why")[n % 2] for n, name in enumerate(names) if n % 7}
-    selection = Selection(manifest=tuple(map(str, range(9999))), selected=tuple(result.id for result in results))
+    selection = Selection(
+        manifest=tuple(map(str, range(9999))), selected=tuple(result.id for result in results)
+    )
     verdict = judge(results, selection.selected, troubles, Terms(features=declared))
     assert {row.rule for row in verdict.features} >= {"", "KV-DECLARE-003"}
-    big = msgspec.structs.replace(small, results=results, troubles=troubles, selection=selection, verdict=verdict)
+    big = msgspec.structs.replace(
+        small, results=results, troubles=troubles, selection=selection, verdict=verdict
+    )
     lines = terminal.summary(big, "kv-report/report.json", width, unicode=True)
     assert 8 < len(lines) + 1 <= 25
-    table = [text for text, _ in lines[: next(n for n, (text, _) in enumerate(lines) if text.startswith("selection"))]]
+    table = [
+        text
+        for text, _ in lines[: next(n for n, (text, _) in enumerate(lines) if text.startswith("selection"))]
+    ]
     assert width < 80 or max(map(len, table)) <= width
 
 
@@ -149,7 +175,8 @@ def test_the_summary_page_of_a_ci_job(kv, pytester, monkeypatch):
     assert text.startswith("before\n### KV conformance · C 1.2.3")
     assert "**VIOLATES**: 6 cases break the rule KV-BYTES-001" in text
     assert (
-        "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | `kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |" in text
+        "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | `kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |"
+        in text
     )
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "no" / "page.md"))
     assert kv().code == 0

@@ -33,7 +33,11 @@ def vllm(tmp_path, monkeypatch):
 
 
 def test_a_class(vllm):
-    subject = resolve(Settings(connector="my_pkg.mod:Mine", handover="none", config='{"kv_port": 3, "kv_connector": "Mine"}'))
+    subject = resolve(
+        Settings(
+            connector="my_pkg.mod:Mine", handover="none", config='{"kv_port": 3, "kv_connector": "Mine"}'
+        )
+    )
     assert (subject.spec, subject.connector, subject.module) == ("my_pkg.mod:Mine", "Mine", "my_pkg.mod")
     assert (subject.config, subject.profile, subject.handover) == ({"kv_port": 3}, "p2p", "none")
 
@@ -75,7 +79,9 @@ def test_a_spec_that_is_none(spec, vllm):
 def test_config_from_a_file(vllm, tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"kv_connector_extra_config": {"a": 1}, "kv_connector_module_path": "m"}))
-    assert resolve(Settings(connector="m:C", config=str(path))).config == {"kv_connector_extra_config": {"a": 1}}
+    assert resolve(Settings(connector="m:C", config=str(path))).config == {
+        "kv_connector_extra_config": {"a": 1}
+    }
     path.write_text('{\n  "a": 1,\n}')
     with pytest.raises(BadSetting, match=r"c\.json: line 3 column 1: "):
         resolve(Settings(connector="m:C", config=str(path)))
@@ -87,5 +93,7 @@ def test_config_from_a_file(vllm, tmp_path):
 
 
 def test_a_config_of_another_connector(vllm):
-    with pytest.raises(BadSetting, match="kv_connector_module_path is 'other', but --kv-connector=m:C makes it 'm'"):
+    with pytest.raises(
+        BadSetting, match="kv_connector_module_path is 'other', but --kv-connector=m:C makes it 'm'"
+    ):
         resolve(Settings(connector="m:C", config='{"kv_connector_module_path": "other"}'))

@@ -33,7 +33,13 @@ from .test_verdict import result
 
 
 @pytest.mark.parametrize(
-    "arguments", [("-k", "no_such_case"), ("--kv-feature=mla",), ("--deselect", "kv::interface", "-k", "hello"), ("-m", "x")]
+    "arguments",
+    [
+        ("-k", "no_such_case"),
+        ("--kv-feature=mla",),
+        ("--deselect", "kv::interface", "-k", "hello"),
+        ("-m", "x"),
+    ],
 )
 def test_1_nothing_ran_is_not_a_success(kv, pytester, arguments):
     pytester.makepyprojecttoml("[tool.pytest.ini_options]\nmarkers = ['x']")
@@ -61,7 +67,10 @@ def test_2_what_does_not_load_or_is_not_written_has_an_exit_code(kv, pytester, a
 
 def test_2_a_command_that_fails_has_an_exit_code(kv, pytester, capsys):
     path = kv().path
-    assert [cli.main([*words]) for words in (["verify", "nowhere"], ["diff", "nowhere", str(path)], ["explain", "KV-NO-001"])] == [2, 2, 2]
+    assert [
+        cli.main([*words])
+        for words in (["verify", "nowhere"], ["diff", "nowhere", str(path)], ["explain", "KV-NO-001"])
+    ] == [2, 2, 2]
     report = json.loads(path.read_text())
     report["verdict"]["exit_code"] = 1
     path.write_text(json.dumps(report))
@@ -83,14 +92,22 @@ def test_3_nothing_but_declined_and_known_is_no_success():
 @pytest.mark.parametrize("arguments", [(), ("-n2",)], ids=["one", "n2"])
 def test_4_junit_as_a_reader_of_junit_sees_it(kv, pytester, arguments):
     """Counted as Jenkins and GitLab do: by the children of a case, not by attributes."""
-    deeds = {"hello(llama*": "blocked", "arrive(llama*n16*": "violate", "arrive(llama*n63*": "harness", "hello(gemma3-P1D1*": "refuse"}
+    deeds = {
+        "hello(llama*": "blocked",
+        "arrive(llama*n16*": "violate",
+        "arrive(llama*n63*": "harness",
+        "hello(gemma3-P1D1*": "refuse",
+    }
     run = kv("--junitxml=junit.xml", *arguments, deeds=deeds)
     seen = {"failure": set(), "error": set(), "skipped": set(), "": set()}
     suites = ET.parse(pytester.path / "junit.xml").getroot()
     for case in suites.iter("testcase"):
         [kind] = [child.tag for child in case if child.tag in seen] or [""]
         seen[kind].add(case.get("name"))
-    by_outcome = {outcome: {name.rpartition("::")[2] for name, word in run.outcomes.items() if word == outcome} for outcome in Outcome}
+    by_outcome = {
+        outcome: {name.rpartition("::")[2] for name, word in run.outcomes.items() if word == outcome}
+        for outcome in Outcome
+    }
     assert seen["failure"] == by_outcome["FAIL"] == {"arrive[llama-P1D1-n16]", "hello[gemma3-P1D1]"}
     assert seen["error"] == by_outcome["HARNESS"] == {"arrive[llama-P1D1-n63]"}
     assert seen["skipped"] == by_outcome["BLOCKED"] == {"hello[llama-P1D1]"}
@@ -122,7 +139,10 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "device": (["--kv-device=cpu"], lambda run: run.log),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
     "seed": (["--kv-seed=7"], lambda run: run.ran),
-    "report": (["--kv-report=elsewhere"], lambda run: [line for line in run.lines if line.startswith("report: ")]),
+    "report": (
+        ["--kv-report=elsewhere"],
+        lambda run: [line for line in run.lines if line.startswith("report: ")],
+    ),
     "claim": (["--kv-claim", "--kv-family=llama"], lambda run: run.code),
 }
 
@@ -143,7 +163,11 @@ def test_7_two_reports_are_the_same_to_the_byte(kv, monkeypatch):
     texts = []
     for seed in ("0", "1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        run = kv(*(["-p", "shuffles"] if seed == "2" else []), deeds={"arrive(gemma3*": "violate", "hello(llama*": "blocked"}, apart=True)
+        run = kv(
+            *(["-p", "shuffles"] if seed == "2" else []),
+            deeds={"arrive(gemma3*": "violate", "hello(llama*": "blocked"},
+            apart=True,
+        )
         texts.append(re.sub(rb'"seconds": [0-9.e-]+', b"", run.path.read_bytes()))
     assert texts[0] == texts[1] == texts[2]
 
@@ -167,11 +191,16 @@ def test_9_the_verdict_is_recomputed_from_the_results(kv, capsys):
     path = kv(deeds={"window*": "violate"}).path
     for change in (
         lambda report: report["verdict"].update(word="CONFORMS", exit_code=0),
-        lambda report: [one.update(outcome="NOT-APPLICABLE") for one in report["results"] if one["outcome"] == "FAIL"],
-        lambda report: [one.update(outcome="KNOWN", said="FAIL") for one in report["results"] if one["outcome"] == "FAIL"],
+        lambda report: [
+            one.update(outcome="NOT-APPLICABLE") for one in report["results"] if one["outcome"] == "FAIL"
+        ],
+        lambda report: [
+            one.update(outcome="KNOWN", said="FAIL") for one in report["results"] if one["outcome"] == "FAIL"
+        ],
         lambda report: report.update(results=[one for one in report["results"] if one["outcome"] == "PASS"]),
         lambda report: report["selection"].update(
-            manifest=(ids := [one["id"] for one in report["results"] if one["outcome"] == "PASS"]), selected=ids
+            manifest=(ids := [one["id"] for one in report["results"] if one["outcome"] == "PASS"]),
+            selected=ids,
         ),
         lambda report: report["subject"]["features"].pop("mla"),
     ):

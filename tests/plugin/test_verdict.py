@@ -13,7 +13,9 @@ from pytest_kvconform.verdict import EXIT_CODES, judge
 COUNT = itertools.count()
 
 
-def result(outcome: Outcome, module: str = "engine/bytes", moved: int = 5, looked_at: int = 1, **more) -> CaseResult:
+def result(
+    outcome: Outcome, module: str = "engine/bytes", moved: int = 5, looked_at: int = 1, **more
+) -> CaseResult:
     name = f"kv::{module}::case[llama-P1D1-{next(COUNT):04}]"
     if outcome is Outcome.PASS:
         more.setdefault("evidence", Evidence(looked_at=looked_at, unit="bytes", bytes_moved=moved))
@@ -67,7 +69,10 @@ def test_troubles_are_ours():
     assert "process 17" in verdict.sentence
 
 
-@pytest.mark.parametrize("evidence", [None, Evidence(looked_at=0, unit="bytes", bytes_moved=9), Evidence(looked_at=-1, unit="bytes")])
+@pytest.mark.parametrize(
+    "evidence",
+    [None, Evidence(looked_at=0, unit="bytes", bytes_moved=9), Evidence(looked_at=-1, unit="bytes")],
+)
 def test_a_pass_without_evidence_is_ours_even_in_a_report(evidence):
     assert judge([result(Outcome.PASS, evidence=evidence)]).word == "HARNESS"
 
@@ -82,7 +87,10 @@ def test_zero_bytes_over_all_cases_that_move_bytes():
 
 def test_causes_group_by_signature():
     def fail(rule, happened, diagnosis="", signature=""):
-        return result(Outcome.FAIL, finding=Finding(rule=rule, happened=happened, diagnosis=diagnosis, signature=signature))
+        return result(
+            Outcome.FAIL,
+            finding=Finding(rule=rule, happened=happened, diagnosis=diagnosis, signature=signature),
+        )
 
     results = [
         fail("KV-A-001", "a", "late by one"),
@@ -107,4 +115,7 @@ def test_causes_group_by_signature():
 
 
 def test_a_failure_that_said_nothing_still_counts():
-    assert judge([result(Outcome.FAIL, finding=None, reason="the case did not reach its end")]).word == "VIOLATES"
+    assert (
+        judge([result(Outcome.FAIL, finding=None, reason="the case did not reach its end")]).word
+        == "VIOLATES"
+    )

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
+from pytest_kvconform.apply_declaration import settle
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
-from pytest_kvconform.settle import settle
 from pytest_kvconform.subject import Subject
 
 from .conftest import declare
@@ -65,14 +65,24 @@ def one(report: dict[str, Any], name: str) -> dict[str, Any]:
             {"state": "open"},
             "known[0] is open in the report, and by its last day and its versions of vLLM it is expired",
         ),
-        (TODAY, "<0.1", {"state": "open"}, "known[0] is open in the report, and by its last day and its versions of vLLM it is other-vllm"),
+        (
+            TODAY,
+            "<0.1",
+            {"state": "open"},
+            "known[0] is open in the report, and by its last day and its versions of vLLM it is other-vllm",
+        ),
         (
             TODAY,
             ">=0.1",
             {"state": "expired"},
             "known[0] is expired in the report, and by its last day and its versions of vLLM it is open",
         ),
-        (YESTERDAY, ">=0.1", {"state": "open", "day": None}, f"known[0] is judged by no day, and today is {TODAY}"),
+        (
+            YESTERDAY,
+            ">=0.1",
+            {"state": "open", "day": None},
+            f"known[0] is judged by no day, and today is {TODAY}",
+        ),
         (TOMORROW, ">=0.1", {"day": "2999-01-01"}, f"known[0] is judged by 2999-01-01, and today is {TODAY}"),
     ],
 )
@@ -96,7 +106,11 @@ def test_the_state_of_a_known_failure(kv, pytester, capsys, expires, versions, c
 )
 def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, change, says):
     text = declare(pytester.path / "d.toml", {}, KNOWN.format(TODAY, ">=0.1")).read_text()
-    pytester.makepyprojecttoml(text.replace("[[known]]", "[[tool.kvconform.known]]").replace("[features]", "[tool.kvconform.features]"))
+    pytester.makepyprojecttoml(
+        text.replace("[[known]]", "[[tool.kvconform.known]]").replace(
+            "[features]", "[tool.kvconform.features]"
+        )
+    )
     path = kv(undeclared=True, deeds={"window*": "violate"}).path
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: change(report["subject"]))
@@ -108,12 +122,20 @@ def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, ch
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("needs", ["tp-heterogeneous"]), ("needs", []), ("rule", "KV-BYTES-001"), ("cell", {"family": "llama", "topology": "P1D1"})],
+    [
+        ("needs", ["tp-heterogeneous"]),
+        ("needs", []),
+        ("rule", "KV-BYTES-001"),
+        ("cell", {"family": "llama", "topology": "P1D1"}),
+    ],
 )
 def test_what_a_case_is(kv, capsys, key, value):
     path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D1*": "violate"}).path
     edit(path, lambda report: one(report, "window[gemma3-P1D1]").update({key: value}))
-    assert verified(path, capsys) == (1, [f"kv::engine/bytes::window[gemma3-P1D1]: another {key} than that of the case"])
+    assert verified(path, capsys) == (
+        1,
+        [f"kv::engine/bytes::window[gemma3-P1D1]: another {key} than that of the case"],
+    )
 
 
 def test_a_failure_that_is_called_a_refusal(kv, capsys):
@@ -128,7 +150,9 @@ def test_a_refusal_that_is_called_none(kv, capsys):
     path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D2*": "refuse"}).path
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=False))
-    assert verified(path, capsys)[1][0].endswith("is no refusal in the report, and by what it says it is a refusal")
+    assert verified(path, capsys)[1][0].endswith(
+        "is no refusal in the report, and by what it says it is a refusal"
+    )
 
 
 @pytest.mark.parametrize("outcome", ["PASS", "HARNESS"])
@@ -161,7 +185,15 @@ def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other:
         refused=called,
     )
     ids = [start.id, stands.id]
-    report = document.make(Settings(connector="m:C"), Subject(spec="m:C", connector="C", module="m"), None, [start, stands], ids, ids, ())
+    report = document.make(
+        Settings(connector="m:C"),
+        Subject(spec="m:C", connector="C", module="m"),
+        None,
+        [start, stands],
+        ids,
+        ids,
+        (),
+    )
     assert len(document.mistakes(report)) == (not other and called != bool(declined))
 
 
@@ -198,7 +230,10 @@ def test_settings_that_are_none(kv, capsys):
     path = kv().path
     good = path.read_text()
     for change, says in (
-        (lambda settings: settings["matrix"].update(value="largest"), "$.settings.matrix: expected quick or full, got 'largest'"),
+        (
+            lambda settings: settings["matrix"].update(value="largest"),
+            "$.settings.matrix: expected quick or full, got 'largest'",
+        ),
         (lambda settings: settings.pop("declare"), "$.settings: declare is missing"),
     ):
         raw = json.loads(good)

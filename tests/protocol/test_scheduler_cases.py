@@ -42,20 +42,62 @@ WRONG = [
         "answers_tokens_and_whether_they_come_later[handed_over]",
         r"returned \(53\.0, True\): the first",
     ),
-    Wrong("AnswersAlone", "KV-MATCH-001", "answers_tokens_and_whether_they_come_later[plain]", r"returned 0, and vLLM unpacks"),
-    Wrong("FallsBelowZero", "KV-MATCH-001", "answers_tokens_and_whether_they_come_later[hit]", r"53 tokens, 48\) returned \(-11, True\)"),
+    Wrong(
+        "AnswersAlone",
+        "KV-MATCH-001",
+        "answers_tokens_and_whether_they_come_later[plain]",
+        r"returned 0, and vLLM unpacks",
+    ),
+    Wrong(
+        "FallsBelowZero",
+        "KV-MATCH-001",
+        "answers_tokens_and_whether_they_come_later[hit]",
+        r"53 tokens, 48\) returned \(-11, True\)",
+    ),
     Wrong(
         "AnnouncesMore",
         "KV-MATCH-002",
         "never_more_than_there_is[1] never_more_than_there_is[b]",
         r"returned \(\d+, True\): there are only \d+",
     ),
-    Wrong("ForgetsTheHit", "KV-MATCH-002", "never_more_than_a_hit_leaves[b]", r"49 tokens, 16\) returned \(49, True\): there are only 33"),
-    Wrong("NothingComesLater", "KV-MATCH-003", "nothing_does_not_come_later[2b+1]", r"returned \(0, True\)", "qwen3_5_35b_a3b", "P2D2"),
-    Wrong("AnswersOnce", "KV-MATCH-004", "asking_again_gives_the_same_answer asking_in_vain_begins_nothing a_load_waits_for_room", r"0"),
-    Wrong("AnswersLess", "KV-MATCH-004", "asking_again_gives_the_same_answer asking_in_vain_begins_nothing", r"\(52, True\)"),
-    Wrong("AnswersAgain", "KV-MATCH-005", "answers_nothing_once_it_has_loaded[preempted]", r"instead of \(0, False\)"),
-    Wrong("NeverSure", "KV-MATCH-006", "answers_in_the_end[handed_over]", r"\(None, False\) every time|knew no answer"),
+    Wrong(
+        "ForgetsTheHit",
+        "KV-MATCH-002",
+        "never_more_than_a_hit_leaves[b]",
+        r"49 tokens, 16\) returned \(49, True\): there are only 33",
+    ),
+    Wrong(
+        "NothingComesLater",
+        "KV-MATCH-003",
+        "nothing_does_not_come_later[2b+1]",
+        r"returned \(0, True\)",
+        "qwen3_5_35b_a3b",
+        "P2D2",
+    ),
+    Wrong(
+        "AnswersOnce",
+        "KV-MATCH-004",
+        "asking_again_gives_the_same_answer asking_in_vain_begins_nothing a_load_waits_for_room",
+        r"0",
+    ),
+    Wrong(
+        "AnswersLess",
+        "KV-MATCH-004",
+        "asking_again_gives_the_same_answer asking_in_vain_begins_nothing",
+        r"\(52, True\)",
+    ),
+    Wrong(
+        "AnswersAgain",
+        "KV-MATCH-005",
+        "answers_nothing_once_it_has_loaded[preempted]",
+        r"instead of \(0, False\)",
+    ),
+    Wrong(
+        "NeverSure",
+        "KV-MATCH-006",
+        "answers_in_the_end[handed_over]",
+        r"\(None, False\) every time|knew no answer",
+    ),
     # What it makes of blocks.
     Wrong(
         "LoadsByBlocks",
@@ -64,50 +106,142 @@ WRONG = [
         r"told of 0 tokens, and the metadata names blocks \[",
     ),
     Wrong(
-        "LoadsTwice", "KV-MATCH-007 KV-META-003", "loads_nothing_when_told_of_nothing[second_call]", r"told of 0 tokens|is ordered in steps"
+        "LoadsTwice",
+        "KV-MATCH-007 KV-META-003",
+        "loads_nothing_when_told_of_nothing[second_call]",
+        r"told of 0 tokens|is ordered in steps",
     ),
-    Wrong("DropsTheLastBlock", "KV-MATCH-008", "loads_into_blocks_of_its_own[no_hit]", r"no load is ordered into blocks \[\d+\]"),
-    Wrong("LoadsIntoNeighbours", "KV-MATCH-008", "loads_into_blocks_of_its_own[no_hit]", r"which are none of the request's"),
+    Wrong(
+        "DropsTheLastBlock",
+        "KV-MATCH-008",
+        "loads_into_blocks_of_its_own[no_hit]",
+        r"no load is ordered into blocks \[\d+\]",
+    ),
+    Wrong(
+        "LoadsIntoNeighbours",
+        "KV-MATCH-008",
+        "loads_into_blocks_of_its_own[no_hit]",
+        r"which are none of the request's",
+    ),
     # What it does to requests.
     Wrong(
-        "CutsPlainPrompts", "KV-MATCH-009", "a_new_request_stays_what_it_is[plain]", r"a request of 53 tokens and max_tokens 3 has 52 and 3"
+        "CutsPlainPrompts",
+        "KV-MATCH-009",
+        "a_new_request_stays_what_it_is[plain]",
+        r"a request of 53 tokens and max_tokens 3 has 52 and 3",
     ),
-    Wrong("CutsAgain", "KV-MATCH-009", "a_new_request_stays_what_it_is[prefill_preempted]", r"53 tokens has 52 after a preemption"),
-    Wrong("ComputesAhead", "KV-HOOK-003", "the_scheduler_can_go_on[D]", r"vLLM's scheduler of D0 stopped with AssertionError"),
-    # What it tells its workers.
-    Wrong("TellsADict", "KV-META-001", "travels_to_the_workers[empty]", r"returned a dict, which is no KVConnectorMetadata"),
     Wrong(
-        "TellsALock", "KV-META-001", "travels_to_the_workers[empty]", r"does not survive pickle: TypeError: cannot pickle '_thread.lock'"
+        "CutsAgain",
+        "KV-MATCH-009",
+        "a_new_request_stays_what_it_is[prefill_preempted]",
+        r"53 tokens has 52 after a preemption",
     ),
-    Wrong("TakesTheEnds", "KV-META-002", "leaves_the_schedulers_output_alone[D]", r"changed scheduler_output\.finished_req_ids"),
+    Wrong(
+        "ComputesAhead",
+        "KV-HOOK-003",
+        "the_scheduler_can_go_on[D]",
+        r"vLLM's scheduler of D0 stopped with AssertionError",
+    ),
+    # What it tells its workers.
+    Wrong(
+        "TellsADict",
+        "KV-META-001",
+        "travels_to_the_workers[empty]",
+        r"returned a dict, which is no KVConnectorMetadata",
+    ),
+    Wrong(
+        "TellsALock",
+        "KV-META-001",
+        "travels_to_the_workers[empty]",
+        r"does not survive pickle: TypeError: cannot pickle '_thread.lock'",
+    ),
+    Wrong(
+        "TakesTheEnds",
+        "KV-META-002",
+        "leaves_the_schedulers_output_alone[D]",
+        r"changed scheduler_output\.finished_req_ids",
+    ),
     Wrong(
         "RepeatsLoads",
         "KV-META-003",
         "orders_a_load_once[no_hit]",
         r"is ordered in steps \[|mentions it: the state of a step|still mentions",
     ),
-    Wrong("RepeatsSends", "KV-META-003", "tells_of_an_end_once[p-length]", r"mentions it: the state of a step is not reset|still mentions"),
-    Wrong("ReusesTheList", "KV-META-004", "is_not_changed_afterwards[prefill]", r"named block \d.* and names cmpl-P0-0000 now"),
+    Wrong(
+        "RepeatsSends",
+        "KV-META-003",
+        "tells_of_an_end_once[p-length]",
+        r"mentions it: the state of a step is not reset|still mentions",
+    ),
+    Wrong(
+        "ReusesTheList",
+        "KV-META-004",
+        "is_not_changed_afterwards[prefill]",
+        r"named block \d.* and names cmpl-P0-0000 now",
+    ),
     # How it ends requests.
-    Wrong("AnswersParamsAlone", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[plain-length]", rf"{ENDED}\(\w+\) returned"),
-    Wrong("KeepsByNumber", "KV-FINISH-001", "answers_whether_it_keeps_the_blocks[p-length]", rf"{ENDED}\(\w+\) returned \([01], "),
-    Wrong("AddsASet", "KV-FINISH-002", "params_travel_as_json[p-length]", r"Object of type set is not JSON serializable"),
-    Wrong("AddsNumberedKeys", "KV-FINISH-002", "params_travel_as_json[p-length]", r"do not come back from JSON as they went: 'ranks'"),
+    Wrong(
+        "AnswersParamsAlone",
+        "KV-FINISH-001",
+        "answers_whether_it_keeps_the_blocks[plain-length]",
+        rf"{ENDED}\(\w+\) returned",
+    ),
+    Wrong(
+        "KeepsByNumber",
+        "KV-FINISH-001",
+        "answers_whether_it_keeps_the_blocks[p-length]",
+        rf"{ENDED}\(\w+\) returned \([01], ",
+    ),
+    Wrong(
+        "AddsASet",
+        "KV-FINISH-002",
+        "params_travel_as_json[p-length]",
+        r"Object of type set is not JSON serializable",
+    ),
+    Wrong(
+        "AddsNumberedKeys",
+        "KV-FINISH-002",
+        "params_travel_as_json[p-length]",
+        r"do not come back from JSON as they went: 'ranks'",
+    ),
     Wrong("AddsProtection", "KV-FINISH-002", "params_travel_as_json[p-stop]", r"params are a mappingproxy"),
-    Wrong("Remembers", "KV-FINISH-003", "everything_comes_back[p-abort-new]", r"the connector still remembers cmpl-[PD]0-\d+: notes\.key"),
-    Wrong("HoldsABlock", "KV-FINISH-003", "everything_comes_back[p-length]", r"1 of 100 blocks did not come back"),
+    Wrong(
+        "Remembers",
+        "KV-FINISH-003",
+        "everything_comes_back[p-abort-new]",
+        r"the connector still remembers cmpl-[PD]0-\d+: notes\.key",
+    ),
+    Wrong(
+        "HoldsABlock",
+        "KV-FINISH-003",
+        "everything_comes_back[p-length]",
+        r"1 of 100 blocks did not come back",
+    ),
     Wrong(
         "KeepsTheAborted",
         "KV-FINISH-004",
         "an_abandoned_prefill_is_not_kept[p-abort-running]",
         r"returned True: P keeps blocks that nobody reads",
     ),
-    Wrong("HandsOverOldBlocks", "KV-FINISH-005", "hands_over_the_blocks_of_the_end[preempted]", r"are none of \[|leave out blocks"),
     Wrong(
-        "GivesBlocksAway", "KV-FINISH-006", "keeps_the_blocks_that_it_hands_over[p-length]", r"P gave .* away before anybody has read them"
+        "HandsOverOldBlocks",
+        "KV-FINISH-005",
+        "hands_over_the_blocks_of_the_end[preempted]",
+        r"are none of \[|leave out blocks",
+    ),
+    Wrong(
+        "GivesBlocksAway",
+        "KV-FINISH-006",
+        "keeps_the_blocks_that_it_hands_over[p-length]",
+        r"P gave .* away before anybody has read them",
     ),
     # How it takes reports.
-    Wrong("ForgetsLateLoads", "KV-LOAD-001", "a_load_ends_when_it_is_reported[late]", r"was reported, and it still waits"),
+    Wrong(
+        "ForgetsLateLoads",
+        "KV-LOAD-001",
+        "a_load_ends_when_it_is_reported[late]",
+        r"was reported, and it still waits",
+    ),
     Wrong(
         "CountsOneRank",
         "KV-LOAD-002",
@@ -124,9 +258,24 @@ WRONG = [
         "qwen3_5_35b_a3b",
         "P2D2",
     ),
-    Wrong("KnowsEveryLoad", "KV-LOAD-003", "reports_are_taken_as_they_come[unknown]", r"update_connector_output raised KeyError"),
-    Wrong("WantsASet", "KV-LOAD-003", "reports_are_taken_as_they_come[nothing]", r"update_connector_output raised TypeError"),
-    Wrong("HidesErrors", "KV-LOAD-004", "a_failed_load_ends_its_request[request]", r"failed, and its request ends with 'stop'"),
+    Wrong(
+        "KnowsEveryLoad",
+        "KV-LOAD-003",
+        "reports_are_taken_as_they_come[unknown]",
+        r"update_connector_output raised KeyError",
+    ),
+    Wrong(
+        "WantsASet",
+        "KV-LOAD-003",
+        "reports_are_taken_as_they_come[nothing]",
+        r"update_connector_output raised TypeError",
+    ),
+    Wrong(
+        "HidesErrors",
+        "KV-LOAD-004",
+        "a_failed_load_ends_its_request[request]",
+        r"failed, and its request ends with 'stop'",
+    ),
     Wrong(
         "FreesTheCancelled",
         "KV-LOAD-005",
@@ -146,15 +295,27 @@ WRONG = [
         "no_hook_raises[p-abort-running]",
         rf"{ENDED} raised KeyError: 'cmpl-P0-0000' \(wrong_connectors_scheduler\.py:\d+\)",
     ),
-    Wrong("Exits", "KV-HOOK-001", "no_hook_raises[d-length]", r"on_new_request raised SystemExit: no such peer"),
+    Wrong(
+        "Exits", "KV-HOOK-001", "no_hook_raises[d-length]", r"on_new_request raised SystemExit: no such peer"
+    ),
     Wrong(
         "Crashes",
         "KV-HOOK-002",
         "every_hook_comes_back[loading]",
         r"died of SIGSEGV, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
     ),
-    Wrong("PrintsAndAborts", "KV-HOOK-002", "every_hook_comes_back[loading]", r"died of SIGABRT, in update_state_after_alloc"),
-    Wrong("LeavesAtOnce", "KV-HOOK-002", "every_hook_comes_back[loading]", r"ended with exit code 0, in update_state_after_alloc"),
+    Wrong(
+        "PrintsAndAborts",
+        "KV-HOOK-002",
+        "every_hook_comes_back[loading]",
+        r"died of SIGABRT, in update_state_after_alloc",
+    ),
+    Wrong(
+        "LeavesAtOnce",
+        "KV-HOOK-002",
+        "every_hook_comes_back[loading]",
+        r"ended with exit code 0, in update_state_after_alloc",
+    ),
     Wrong(
         "WaitsForWorkers",
         "KV-HOOK-002",
@@ -180,15 +341,21 @@ def chosen(wrong: Wrong) -> Callable[[Planned], bool]:
 
     def choose(planned: Planned) -> bool:
         name, variant = planned.case.name, str(planned.variant)
-        return planned.module in MODULES and (first.setdefault(name, variant) == variant or f"{name}[{variant}]" in names(wrong.by))
+        return planned.module in MODULES and (
+            first.setdefault(name, variant) == variant or f"{name}[{variant}]" in names(wrong.by)
+        )
 
     return choose
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(judge: Callable[..., Judged], wrong: Wrong) -> None:
+def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
+    judge: Callable[..., Judged], wrong: Wrong
+) -> None:
     judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=wrong.scale, only=chosen(wrong))
-    assert "HARNESS" not in judged.outcomes.values(), [result.reason for result in judged.results if result.outcome == "HARNESS"]
+    assert "HARNESS" not in judged.outcomes.values(), [
+        result.reason for result in judged.results if result.outcome == "HARNESS"
+    ]
     assert names(wrong.by) <= judged.failed, f"{names(wrong.by) - judged.failed} did not find it"
     found = {(finding.rule, finding.happened) for finding in judged.findings.values()}
     assert {rule for rule, _ in found} == names(wrong.rules), found
@@ -205,7 +372,10 @@ def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(judge: C
     said = [finding.happened for finding in judged.findings.values()]
     assert len(said) == 3 and "BLOCKED" in judged.outcomes.values()
     for happened in said:
-        assert re.search(r"did not come back within \S+ s, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)", happened)
+        assert re.search(
+            r"did not come back within \S+ s, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
+            happened,
+        )
 
 
 def test_every_rule_of_these_cases_has_a_mistake_that_only_it_names() -> None:
@@ -223,7 +393,9 @@ def test_every_rule_of_these_cases_has_a_mistake_that_only_it_names() -> None:
         ("NixlConnector", "llama3_1_8b", "P2D1"),
     ],
 )
-def test_a_right_connector_passes_every_case(judge: Callable[..., Judged], connector: str, geometry: str, topology: str) -> None:
+def test_a_right_connector_passes_every_case(
+    judge: Callable[..., Judged], connector: str, geometry: str, topology: str
+) -> None:
     judged = judge(connector, geometry, topology, only=lambda planned: planned.module in MODULES)
     assert {name: outcome for name, outcome in judged.outcomes.items() if outcome != "PASS"} == {}
     assert len(judged.outcomes) > 100

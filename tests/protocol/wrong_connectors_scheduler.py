@@ -47,7 +47,11 @@ class SureLater(Right):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         self.asked += 1
-        return (None, False) if self.asked % 3 else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (
+            (None, False)
+            if self.asked % 3
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
 
 
 # ---- what it answers -----------------------------------------------------------------------------------------------------------
@@ -127,7 +131,11 @@ class AnswersAgain(Right):
 
 class NeverSure(Right):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        return (None, False) if loads(request) else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (
+            (None, False)
+            if loads(request)
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
 
 
 # ---- what it makes of blocks ----------------------------------------------------------------------------------------------------
@@ -260,7 +268,9 @@ class ReusesTheList(Right):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
         self.blocks: list[int] = getattr(self, "blocks", [])
-        self.blocks[:] = [b for request in scheduler_output.scheduled_new_reqs for group in request.block_ids for b in group]
+        self.blocks[:] = [
+            b for request in scheduler_output.scheduled_new_reqs for group in request.block_ids for b in group
+        ]
         metadata.blocks = self.blocks
         return metadata
 
@@ -334,7 +344,10 @@ class KeepsTheAborted(Right):
     """Hands over whatever P has, also of a request that was given up."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        if prefills(request) and request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+        if prefills(request) and request.status in (
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_ERROR,
+        ):
             super().request_finished_all_groups(request, block_ids)
             return any(block_ids), None
         return super().request_finished_all_groups(request, block_ids)

@@ -17,7 +17,9 @@ class WithWindows(wrong_connectors.Right):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in kv_cache_config.kv_cache_groups)
+        self.windows = any(
+            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in kv_cache_config.kv_cache_groups
+        )
 
 
 class DeclinesMemory(WithWindows):
@@ -42,7 +44,9 @@ class AnnouncesNothing(WithWindows):
     """D computes whatever has windows."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        return (0, False) if self.windows else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (
+            (0, False) if self.windows else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
 
 
 class HandsNothingOver(WithWindows):
@@ -56,7 +60,11 @@ class NothingBehindHits(wrong_connectors.Right):
     """D computes the rest of what it has in its own cache."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        return (0, False) if num_computed_tokens else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (
+            (0, False)
+            if num_computed_tokens
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
 
 
 # ---- no clean refusals -----------------------------------------------------------------------------------------------------------

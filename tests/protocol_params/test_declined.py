@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_kvconform import features
+from pytest_kvconform.apply_declaration import CORRUPTS, REFUSES, Terms, settle
 from pytest_kvconform.result import Outcome
-from pytest_kvconform.settle import CORRUPTS, REFUSES, Terms, settle
 from pytest_kvconform.verdict import judge as judge_results
 from tests.engine.judged import Judged, Jury
 
@@ -34,7 +34,12 @@ class Declines:
 
 START, LATER = "interface/lifecycle", "protocol/params"
 CLEAN = [
-    Declines("DeclinesMemory", START, "starts_in_vllms_order[D]", "NotImplementedError: sliding windows are not supported"),
+    Declines(
+        "DeclinesMemory",
+        START,
+        "starts_in_vllms_order[D]",
+        "NotImplementedError: sliding windows are not supported",
+    ),
     Declines(
         "DeclinesIntroduction",
         START,
@@ -58,7 +63,9 @@ WRONG = [
     Declines("Stumbles", START, "starts_in_vllms_order[D]", ""),
     Declines("SaysNoWord", START, "starts_in_vllms_order[D]", ""),
     Declines("DeclinesTooLate", LATER, "reads_keys_by_name[reordered]", ""),
-    Declines("LoadsTooLittleBehindHits", "protocol/hits", "loads_what_a_hit_leaves[3b_b]", "", HIT, "llama3_1_8b"),
+    Declines(
+        "LoadsTooLittleBehindHits", "protocol/hits", "loads_what_a_hit_leaves[3b_b]", "", HIT, "llama3_1_8b"
+    ),
 ]
 
 
@@ -66,7 +73,9 @@ def judged(jury: Jury, one: Declines) -> Judged:
     """What the cases of its module say."""
     mine = copy.copy(jury)
     mine.module, mine.tier = "tests.protocol_params.declining_connectors", one.module.partition("/")[0]
-    return mine.judge(one.connector, one.geometry, setup="b16", only=lambda planned: planned.module == one.module)
+    return mine.judge(
+        one.connector, one.geometry, setup="b16", only=lambda planned: planned.module == one.module
+    )
 
 
 @pytest.mark.parametrize("one", [*CLEAN, *SILENT, *WRONG], ids=str)
@@ -74,14 +83,24 @@ def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
     found = judged(jury, one)
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
     declared = Terms(features=ALL | {one.feature: "not yet"})
-    settled = {name: settle(result, declared) for name, result in zip(found.outcomes, found.results, strict=True)}
-    [row] = [row for row in judge_results(found.results, None, (), declared).features if row.name == one.feature]
-    [promised] = [row for row in judge_results(found.results, None, (), Terms(features=ALL)).features if row.name == one.feature]
+    settled = {
+        name: settle(result, declared) for name, result in zip(found.outcomes, found.results, strict=True)
+    }
+    [row] = [
+        row for row in judge_results(found.results, None, (), declared).features if row.name == one.feature
+    ]
+    [promised] = [
+        row
+        for row in judge_results(found.results, None, (), Terms(features=ALL)).features
+        if row.name == one.feature
+    ]
     if one in WRONG:
         assert (settled[one.by].outcome, settled[one.by].against) == (Outcome.FAIL, CORRUPTS)
         assert (row.observed, row.rule, promised.rule) == ("fails", CORRUPTS, "")
         return
-    assert {result.outcome for result in settled.values() if one.feature in result.needs} == {Outcome.NOT_APPLICABLE}
+    assert {result.outcome for result in settled.values() if one.feature in result.needs} == {
+        Outcome.NOT_APPLICABLE
+    }
     assert (row.observed, row.rule, promised.observed, promised.rule) == ("refused", "", "refused", REFUSES)
     assert settled[one.by].refused
     if one in CLEAN:
@@ -94,5 +113,7 @@ def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
 @pytest.mark.parametrize("connector", ["DeclinesMemory", "DeclinesIntroduction"])
 def test_where_there_is_nothing_to_decline_everything_passes(jury: Jury, connector: str) -> None:
     found = judged(jury, Declines(connector, START, "", "", geometry="llama3_1_8b"))
-    assert found.failed == {"taken_port_is_no_reason_to_wait"}, found.findings  # as NixlConnector itself: docs/findings.md
+    assert found.failed == {"taken_port_is_no_reason_to_wait"}, (
+        found.findings
+    )  # as NixlConnector itself: docs/findings.md
     assert set(found.outcomes.values()) == {"PASS", "FAIL"}

@@ -31,14 +31,35 @@ class Wrong:
 
 
 PARAMS, HITS, ABORTS, MULTI, STORES = ((module,) for module in MODULES)
-OF = {"PARAMS": PARAMS, "HIT": HITS, "ABORT": ABORTS, "MULTI": MULTI, "LOAD": MULTI}  # theme of a rule -> modules that are run
+OF = {
+    "PARAMS": PARAMS,
+    "HIT": HITS,
+    "ABORT": ABORTS,
+    "MULTI": MULTI,
+    "LOAD": MULTI,
+}  # theme of a rule -> modules that are run
 STRANGE = r"(none|empty|of_a_router|of_another)"
 FOR_EVER = "the request waits for ever: its load was announced, and none is ordered"
 WRONG = [
     # Params.
-    Wrong("AnswersStrangers", "KV-PARAMS-001", r"lets_others_pass\[[pd]-of_a\w+\]", r"answered \(False, \{'served_by'"),
-    Wrong("NamesStrangers", "KV-PARAMS-001", rf"lets_others_pass\[[pd]-{STRANGE}\]", r"metadata of step 1 names cmpl-[PD]0-0000, whose"),
-    Wrong("TrustsAddresses", "KV-PARAMS-002", r"finds_out_in_time\[missing\]", rf"^with remote_host, remote_port missing: {FOR_EVER}$"),
+    Wrong(
+        "AnswersStrangers",
+        "KV-PARAMS-001",
+        r"lets_others_pass\[[pd]-of_a\w+\]",
+        r"answered \(False, \{'served_by'",
+    ),
+    Wrong(
+        "NamesStrangers",
+        "KV-PARAMS-001",
+        rf"lets_others_pass\[[pd]-{STRANGE}\]",
+        r"metadata of step 1 names cmpl-[PD]0-0000, whose",
+    ),
+    Wrong(
+        "TrustsAddresses",
+        "KV-PARAMS-002",
+        r"finds_out_in_time\[missing\]",
+        rf"^with remote_host, remote_port missing: {FOR_EVER}$",
+    ),
     Wrong(
         "TrustsGroups",
         "KV-PARAMS-002",
@@ -66,10 +87,23 @@ WRONG = [
         r"the connector still remembers it: connector_scheduler\.refused\.item",
     ),
     Wrong(
-        "WantsEveryKey", "KV-PARAMS-003", r"asks_for_no_more_than_it_needs", r"^asked with \{'do_remote_decode': True\}, P hands nothing"
+        "WantsEveryKey",
+        "KV-PARAMS-003",
+        r"asks_for_no_more_than_it_needs",
+        r"^asked with \{'do_remote_decode': True\}, P hands nothing",
     ),
-    Wrong("ReadsInOrder", "KV-PARAMS-004", r"reads_keys_by_name\[(reordered|with_more)\]", r"D announces 0 tokens and orders another load"),
-    Wrong("ServesOnce", "KV-PARAMS-004", r"reads_keys_by_name\[twice\]", r"of two requests with the same params the second one is gone"),
+    Wrong(
+        "ReadsInOrder",
+        "KV-PARAMS-004",
+        r"reads_keys_by_name\[(reordered|with_more)\]",
+        r"D announces 0 tokens and orders another load",
+    ),
+    Wrong(
+        "ServesOnce",
+        "KV-PARAMS-004",
+        r"reads_keys_by_name\[twice\]",
+        r"of two requests with the same params the second one is gone",
+    ),
     Wrong(
         "TakesTurns",
         "KV-PARAMS-005",
@@ -78,7 +112,10 @@ WRONG = [
     ),
     # Hits.
     Wrong(
-        "SilentWithoutALoad", "KV-HIT-001", r"lets_p_go_without_a_load\[dropped\]", r"P keeps 3 blocks for it, and no step's metadata tells"
+        "SilentWithoutALoad",
+        "KV-HIT-001",
+        r"lets_p_go_without_a_load\[dropped\]",
+        r"P keeps 3 blocks for it, and no step's metadata tells",
     ),
     Wrong(
         "SilentWithoutALoad",
@@ -89,7 +126,10 @@ WRONG = [
         topology="P2D2",
     ),
     Wrong(
-        "StopsEarly", "KV-HIT-002", r"loads_what_a_hit_leaves\[(2b\+5|3b|2b\+1)_b\]", r"answered \(5, True\), which ends at 21|ends at \d+$"
+        "StopsEarly",
+        "KV-HIT-002",
+        r"loads_what_a_hit_leaves\[(2b\+5|3b|2b\+1)_b\]",
+        r"answered \(5, True\), which ends at 21|ends at \d+$",
     ),
     Wrong(
         "LeavesStatesOut",
@@ -114,23 +154,61 @@ WRONG = [
         r"spares_the_others_on_d\[(?!waiting|asked)\w+\]",
         r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
     ),
-    Wrong("ForgetsTheOthers", "KV-ABORT-001", r"spares_the_others_on_d\[\w+\]", r"which was given 0 tokens, computed 53$"),
     Wrong(
-        "SilentAtTheEnd", "KV-ABORT-002", r"lets_p_go_before_a_load\[(waiting|asked)\]", r"P keeps 4 blocks for it, and no step's metadata"
+        "ForgetsTheOthers",
+        "KV-ABORT-001",
+        r"spares_the_others_on_d\[\w+\]",
+        r"which was given 0 tokens, computed 53$",
+    ),
+    Wrong(
+        "SilentAtTheEnd",
+        "KV-ABORT-002",
+        r"lets_p_go_before_a_load\[(waiting|asked)\]",
+        r"P keeps 4 blocks for it, and no step's metadata",
     ),
     # Neighbours.
-    Wrong("LoadsByBlocks", "KV-MULTI-001", r"leaves_the_load_to_another\[first\]", r"orders a load into blocks \["),
-    Wrong("SilentWithoutALoad", "KV-MULTI-001", r"leaves_the_load_to_another\[first\]", r"no step's metadata tells P"),
-    Wrong("ActsWhenAsked", "KV-MULTI-001", r"loads_as_if_it_were_alone\[unsure_last\]", r"with the neighbour unsure_last 0"),
-    Wrong("KeepsStrangers", "KV-MULTI-002", r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]", r"returned \(True, None\)"),
-    Wrong("KnowsEveryReport", "KV-LOAD-003", r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]", r"nobody has kept"),
+    Wrong(
+        "LoadsByBlocks",
+        "KV-MULTI-001",
+        r"leaves_the_load_to_another\[first\]",
+        r"orders a load into blocks \[",
+    ),
+    Wrong(
+        "SilentWithoutALoad",
+        "KV-MULTI-001",
+        r"leaves_the_load_to_another\[first\]",
+        r"no step's metadata tells P",
+    ),
+    Wrong(
+        "ActsWhenAsked",
+        "KV-MULTI-001",
+        r"loads_as_if_it_were_alone\[unsure_last\]",
+        r"with the neighbour unsure_last 0",
+    ),
+    Wrong(
+        "KeepsStrangers",
+        "KV-MULTI-002",
+        r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]",
+        r"returned \(True, None\)",
+    ),
+    Wrong(
+        "KnowsEveryReport",
+        "KV-LOAD-003",
+        r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]",
+        r"nobody has kept",
+    ),
     Wrong(
         "ReusesTheDict",
         "KV-MULTI-003",
         r"shares_the_params\[last\]",
         r"params of request 1 have \['neighbour-0', 'neighbour-1'",
     ),
-    Wrong("IsTheOnlyOne", "KV-MULTI-004", r"publishes_through_another\[\w+\]", r"and through MultiConnector nothing$"),
+    Wrong(
+        "IsTheOnlyOne",
+        "KV-MULTI-004",
+        r"publishes_through_another\[\w+\]",
+        r"and through MultiConnector nothing$",
+    ),
 ]
 WRONG_STORES = [
     Wrong(
@@ -139,8 +217,15 @@ WRONG_STORES = [
         r"serves_a_conversation\[forgotten\]",
         r"tokens, \d+ of which were ever computed, \d+ were announced",
     ),
-    Wrong("CountsTokens", "KV-STORE-002", r"announces_nothing_that_nobody_saved\[(?!nothing)\w+\]", r"nobody has saved a block"),
-    Wrong("CountsQuestions", "KV-STORE-003", r"answers_the_same_again", r"asked four times about one request"),
+    Wrong(
+        "CountsTokens",
+        "KV-STORE-002",
+        r"announces_nothing_that_nobody_saved\[(?!nothing)\w+\]",
+        r"nobody has saved a block",
+    ),
+    Wrong(
+        "CountsQuestions", "KV-STORE-003", r"answers_the_same_again", r"asked four times about one request"
+    ),
 ]
 
 
@@ -150,9 +235,15 @@ def of(modules: tuple[str, ...]) -> Callable[[Planned], bool]:
 
 def amiss(judged: Judged, wrong: Wrong) -> list[str]:
     """What is not as it should be: exactly the cases of a pattern fail, each with the rule and the words."""
-    due = {name for name, outcome in judged.outcomes.items() if outcome != "NOT-APPLICABLE" and re.fullmatch(wrong.by, name)}
+    due = {
+        name
+        for name, outcome in judged.outcomes.items()
+        if outcome != "NOT-APPLICABLE" and re.fullmatch(wrong.by, name)
+    }
     said = [f"{result.id}: {result.reason}" for result in judged.results if result.outcome == "HARNESS"]
-    said += [f"{name} found it besides" for name in judged.failed - due] + [f"{name} did not find it" for name in due - judged.failed]
+    said += [f"{name} found it besides" for name in judged.failed - due] + [
+        f"{name} did not find it" for name in due - judged.failed
+    ]
     for name, finding in judged.findings.items():
         one_line = "\n" not in finding.happened and len(finding.happened) < 400
         if finding.rule != wrong.rule or not one_line or not re.search(wrong.says, finding.happened):
@@ -171,8 +262,12 @@ def store_config(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("wrong", WRONG_STORES, ids=str)
-def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(judge: Callable[..., Judged], wrong: Wrong, tmp_path: Path) -> None:
-    judged = judge(wrong.connector, wrong.geometry, only=of(STORES), profile="store", config=store_config(tmp_path))
+def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(
+    judge: Callable[..., Judged], wrong: Wrong, tmp_path: Path
+) -> None:
+    judged = judge(
+        wrong.connector, wrong.geometry, only=of(STORES), profile="store", config=store_config(tmp_path)
+    )
     assert amiss(judged, wrong) == []
 
 
@@ -185,8 +280,12 @@ def test_every_rule_of_these_cases_has_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("connector", ["Right", "SureLater"])
-@pytest.mark.parametrize(("geometry", "topology"), [("llama3_1_8b", "P1D1"), ("gemma3_1b", "P1D1"), ("qwen3_5_35b_a3b", "P2D2")])
-def test_a_right_connector_passes(judge: Callable[..., Judged], geometry: str, topology: str, connector: str) -> None:
+@pytest.mark.parametrize(
+    ("geometry", "topology"), [("llama3_1_8b", "P1D1"), ("gemma3_1b", "P1D1"), ("qwen3_5_35b_a3b", "P2D2")]
+)
+def test_a_right_connector_passes(
+    judge: Callable[..., Judged], geometry: str, topology: str, connector: str
+) -> None:
     judged = judge(connector, geometry, topology, only=of(MODULES[:4]))
     passed = {name for name, outcome in judged.outcomes.items() if outcome == "PASS"}
     assert set(judged.outcomes) - passed <= {"lets_p_go_without_a_load[whole]"}, judged.findings
@@ -201,7 +300,9 @@ def test_a_right_store_passes(judge: Callable[..., Judged], tmp_path: Path) -> N
     assert served > 100, "nothing was loaded"
 
 
-def test_a_store_that_announces_nothing_passes_nothing_about_announcements(judge: Callable[..., Judged], tmp_path: Path) -> None:
+def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
+    judge: Callable[..., Judged], tmp_path: Path
+) -> None:
     judged = judge("Silent", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
     assert judged.failed == set()
     unsaid = {name for name, outcome in judged.outcomes.items() if outcome == "NOT-APPLICABLE"}
@@ -214,13 +315,17 @@ def test_a_store_that_announces_nothing_passes_nothing_about_announcements(judge
 def test_vllms_nixl_connector_trusts_params(judge: Callable[..., Judged]) -> None:
     judged = judge("NixlConnector", "llama3_1_8b", only=of(PARAMS))
     said = {name: finding.happened for name, finding in judged.findings.items()}
-    assert said["finds_out_in_time[missing]"] == (f"with remote_engine_id, remote_request_id, remote_host, remote_port missing: {FOR_EVER}")
+    assert said["finds_out_in_time[missing]"] == (
+        f"with remote_engine_id, remote_request_id, remote_host, remote_port missing: {FOR_EVER}"
+    )
     assert said["finds_out_in_time[list]"].startswith(
         "with remote_engine_id list: on_new_request raised TypeError: unhashable type: 'list'"
     )
     asserts = "update_state_after_alloc raised AssertionError (pull_scheduler.py:186)"
     assert said["finds_out_that_there_are_no_blocks[missing]"] == f"with remote_block_ids missing: {asserts}"
-    assert said["finds_out_that_there_are_no_blocks[emptied]"].endswith("the metadata names no block to load from")
+    assert said["finds_out_that_there_are_no_blocks[emptied]"].endswith(
+        "the metadata names no block to load from"
+    )
     assert said["survives_a_strange_question[flag]"] == f"with do_remote_prefill flag: {asserts}"
     assert said["survives_its_own_answer"] == f"with params of an earlier turn: {FOR_EVER}"
     assert {finding.rule for finding in judged.findings.values()} == {"KV-PARAMS-002", "KV-PARAMS-005"}
@@ -235,4 +340,7 @@ def test_vllms_example_of_a_store_announces_what_it_has_not(judge: Callable[...,
     judged = judge("ExampleConnector", "llama3_1_8b", only=of(STORES))
     assert judged.failed == {"serves_a_conversation[kept]", "serves_a_conversation[forgotten]"}
     assert "returned (-16, False)" in judged.findings["serves_a_conversation[kept]"].happened
-    assert "start_load_kv raised FileNotFoundError" in judged.findings["serves_a_conversation[forgotten]"].happened
+    assert (
+        "start_load_kv raised FileNotFoundError"
+        in judged.findings["serves_a_conversation[forgotten]"].happened
+    )

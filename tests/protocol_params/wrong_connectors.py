@@ -81,7 +81,9 @@ class AnswersStrangers(Right):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         keeps, params = super().request_finished_all_groups(request, block_ids)
-        return keeps, {"served_by": self.half.engine_id} if params is None and request.kv_transfer_params else params
+        return keeps, {
+            "served_by": self.half.engine_id
+        } if params is None and request.kv_transfer_params else params
 
 
 class NamesStrangers(Right):
@@ -96,7 +98,9 @@ class TrustsAddresses(Right):
     """Does not look where P is until it is asked to load."""
 
     def addressed(self, params: dict[str, Any]) -> bool:
-        return isinstance(params.get("remote_engine_id"), str) and isinstance(params.get("remote_request_id"), str)
+        return isinstance(params.get("remote_engine_id"), str) and isinstance(
+            params.get("remote_request_id"), str
+        )
 
 
 class TrustsGroups(Right):
@@ -198,7 +202,10 @@ class LeavesStatesOut(Right):
         request, ids, counts, waits = self.half._reqs_need_recv[request.request_id]
         if any(counts) and ids:
             specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
-            ids = tuple([] if isinstance(spec, MambaSpec) else list(group) for spec, group in zip(specs, ids, strict=True))
+            ids = tuple(
+                [] if isinstance(spec, MambaSpec) else list(group)
+                for spec, group in zip(specs, ids, strict=True)
+            )
             self.half._reqs_need_recv[request.request_id] = request, ids, counts, waits
 
 
@@ -274,7 +281,9 @@ class KeepsStrangers(Right):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         keeps, params = super().request_finished_all_groups(request, block_ids)
-        return keeps or (self._vllm_config.kv_transfer_config.is_kv_producer and request.kv_transfer_params is None), params
+        return keeps or (
+            self._vllm_config.kv_transfer_config.is_kv_producer and request.kv_transfer_params is None
+        ), params
 
 
 class KnowsEveryReport(Right):

@@ -40,4 +40,6 @@ def said(result: CaseResult) -> tuple[str, str]:
     return name, f"{result.finding.happened}\n{result.finding.diagnosis}"
 
 
-jury, judge = fixtures(lambda: Jury("tests.protocol_worker.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), judging)
+jury, judge = fixtures(
+    lambda: Jury("tests.protocol_worker.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), judging
+)

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Evidence, Violation
-from pytest_kvconform.rigs import peer_stories
-from pytest_kvconform.rigs.messages import Trace
-from pytest_kvconform.rigs.peer_bench import PeerBench
-from pytest_kvconform.rigs.peer_desk import Ended, StorySeen
+from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.peers import scenarios as peer_stories
+from pytest_kvconform.rigs.peers.bench import PeerBench
+from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
 from pytest_kvconform.suite.protocol import peers
 
 
 def bench(scale: float) -> Any:
     """As much of a bench as one of these needs."""
-    made = SimpleNamespace(settings=SimpleNamespace(timeout_scale=scale), subject=SimpleNamespace(profile="p2p", lease=""))
+    made = SimpleNamespace(
+        settings=SimpleNamespace(timeout_scale=scale), subject=SimpleNamespace(profile="p2p", lease="")
+    )
     made.pattern = SimpleNamespace(bench=made)
     made.pattern.peers = PeerBench(made.pattern)
     return made
@@ -32,7 +34,9 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
     def nothing(*_: Any) -> Iterator[None]:
         yield
 
-    desk = SimpleNamespace(bench=bench(scale).pattern.peers, compute=nothing, begin=nothing, end=nothing, receive=nothing)
+    desk = SimpleNamespace(
+        bench=bench(scale).pattern.peers, compute=nothing, begin=nothing, end=nothing, receive=nothing
+    )
     p: Any = SimpleNamespace(stop=nothing, resume=lambda: None)
     for _ in peer_stories.stalled(desk, p, p):
         pass
@@ -40,7 +44,9 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
 
 
 @pytest.mark.parametrize(("scale", "limit"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
-def test_what_counts_as_held_up_is_longer(monkeypatch: pytest.MonkeyPatch, scale: float, limit: float) -> None:
+def test_what_counts_as_held_up_is_longer(
+    monkeypatch: pytest.MonkeyPatch, scale: float, limit: float
+) -> None:
     def judge(took_s: float) -> Evidence:
         """What is said of a request that took as long as the one that came with it, whose peer does not answer."""
         ended = Ended("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())

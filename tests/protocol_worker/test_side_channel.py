@@ -9,8 +9,16 @@ import time
 import msgspec
 import pytest
 
-from pytest_kvconform.rigs.ports import free_port
-from pytest_kvconform.rigs.side_channel import Deaf, Stranger, elsewhere, named_in, ports_of, questions, speaks_zeromq
+from pytest_kvconform.rigs.peers.hostile_clients import (
+    Deaf,
+    Stranger,
+    elsewhere,
+    named_in,
+    ports_of,
+    questions,
+    speaks_zeromq,
+)
+from pytest_kvconform.rigs.processes.ports import free_port
 
 GOOD = [[b"", msgspec.msgpack.encode(("where", 3, "rank", 0))]]
 
@@ -33,7 +41,10 @@ def test_a_thousand_questions_are_nonsense_and_always_the_same() -> None:
     assert not any(frames in GOOD for frames in asked)
     assert {len(frames) for frames in asked} >= {1, 2, 3, 9}
     assert max(len(frame) for frames in asked for frame in frames) >= 5000
-    assert any(frames[-1] == msgspec.msgpack.encode(["where", 2**31, "rank", 1]) for frames in questions(GOOD, 5000, seed=0))
+    assert any(
+        frames[-1] == msgspec.msgpack.encode(["where", 2**31, "rank", 1])
+        for frames in questions(GOOD, 5000, seed=0)
+    )
 
 
 @pytest.mark.parametrize("zeromq", [True, False])  # ZeroMQ is installed with vLLM

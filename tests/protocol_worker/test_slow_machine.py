@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvconform.result import Blocked, Violation
-from pytest_kvconform.rigs.messages import Trace
-from pytest_kvconform.rigs.peer_desk import Ended, StorySeen
+from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
 from pytest_kvconform.suite.protocol._peers import all_right
 
 LEASE_S = 4.0
@@ -20,12 +20,15 @@ def story(finish: str, after_s: float) -> StorySeen:
 
 @pytest.mark.parametrize("finish", ["error", "length"])
 def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
-    with pytest.raises(Blocked, match=r"ended 4\.1 s after P's request had come, and the lease is 4 s: --kv-timeout-scale"):
+    with pytest.raises(
+        Blocked, match=r"ended 4\.1 s after P's request had come, and the lease is 4 s: --kv-timeout-scale"
+    ):
         all_right("KV-PEER-001", story(finish, 4.1), LEASE_S, {"good": "the request"})
 
 
 @pytest.mark.parametrize(
-    ("finish", "after_s", "said"), [("error", 3.9, "ended with an error"), ("length", 3.9, "computed by D"), ("", 60.0, "did not end")]
+    ("finish", "after_s", "said"),
+    [("error", 3.9, "ended with an error"), ("length", 3.9, "computed by D"), ("", 60.0, "did not end")],
 )
 def test_what_ends_within_it_or_never_is(finish: str, after_s: float, said: str) -> None:
     with pytest.raises(Violation) as raised:

@@ -58,22 +58,40 @@ WRONG = [
         on(OTHERS, HELD_UP) | on("does_not_wait[meeting]", r"start_load_kv of D took \d\.\d\d s"),
     ),
     Wrong("WaitsForReads", on("does_not_wait[reading]", r"start_load_kv of D took \d\.\d\d s")),
-    Wrong("TakesAnybody", on("restarted[stranger]", "what the old engine had was given what nobody can have") | on(TOO_LATE, STOOD_THERE)),
+    Wrong(
+        "TakesAnybody",
+        on("restarted[stranger]", "what the old engine had was given what nobody can have")
+        | on(TOO_LATE, STOOD_THERE),
+    ),
     Wrong("RemembersAddresses", on("restarted[met]", "for what the new engine has ended with an error")),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
     Wrong("LooksBefore", on("too_late_is_noticed[overtaken]", STOOD_THERE)),
-    Wrong("NeverExpires", on("gives_back", "without a deadline"), f"{TOO_LATE} late_notice_is_harmless", scale=SHORT),
-    Wrong("ExpiresEarly", on("gives_back", r"back 3\.\d\d s after the request had come, and its lease is 4 s")),
+    Wrong(
+        "NeverExpires",
+        on("gives_back", "without a deadline"),
+        f"{TOO_LATE} late_notice_is_harmless",
+        scale=SHORT,
+    ),
+    Wrong(
+        "ExpiresEarly", on("gives_back", r"back 3\.\d\d s after the request had come, and its lease is 4 s")
+    ),
     Wrong(
         "HearsLateReaders",
         on("late_notice_is_harmless", "P raised AssertionError in _update_from_kv_xfer_finished"),
         f"{TOO_LATE} gives_back",
     ),
-    Wrong("NoHeartbeats", on("kept_while_wanted[waiting] kept_while_wanted[loading]", "does not tell P in time")),
+    Wrong(
+        "NoHeartbeats", on("kept_while_wanted[waiting] kept_while_wanted[loading]", "does not tell P in time")
+    ),
     Wrong("SpeaksWhenScheduled", on("kept_while_wanted[waiting]", "before it was scheduled")),
     Wrong("SpeaksUntilScheduled", on("kept_while_wanted[loading]", "for its load to end")),
-    Wrong("BelievesEveryMessage", on("outlives_nonsense", r"has not met before ended with an error\nP logged \w+Error")),
-    WrongRanks("RepeatsItself", on("reports_once", "rank 1 of D named request .* 2 times in finished_recving")),
+    Wrong(
+        "BelievesEveryMessage",
+        on("outlives_nonsense", r"has not met before ended with an error\nP logged \w+Error"),
+    ),
+    WrongRanks(
+        "RepeatsItself", on("reports_once", "rank 1 of D named request .* 2 times in finished_recving")
+    ),
     WrongRanks("ForgetsToSay", on("reports_once", "rank 1 of D never named request"), scale=SHORT),
     WrongRanks(
         "NamesWhatItGaveUp",
@@ -87,7 +105,9 @@ WRONG = [
     ),
     WrongRanks("RepeatsFailures", on("tells_a_failure_once", r"rank 1 reported block \d+ \d+ times")),
     WrongRanks("NeedsForward", on("needs_no_forward", "it ended when D had something to compute")),
-    WrongRanks("ForgetsAborted", on("reports_what_was_aborted", "ranks 0, 1 of D did not report it"), scale=SHORT),
+    WrongRanks(
+        "ForgetsAborted", on("reports_what_was_aborted", "ranks 0, 1 of D did not report it"), scale=SHORT
+    ),
     WrongRanks("DropsAborted", on("reports_what_was_aborted", "reported it before its transfers had ended")),
 ]
 
@@ -95,10 +115,15 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Said], wrong: Wrong) -> None:
     said = judge(wrong.connector, wrong.topology, wrong.scale)
-    expected = {name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked.split() else "PASS" for name in said}
+    expected = {
+        name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked.split() else "PASS"
+        for name in said
+    }
     # What says that this machine was too slow to tell says nothing about the connector; see the test of the right one.
     slow = {
-        name for name, (outcome, reason) in said.items() if outcome == "BLOCKED" and "--kv-timeout-scale" in reason
+        name
+        for name, (outcome, reason) in said.items()
+        if outcome == "BLOCKED" and "--kv-timeout-scale" in reason
     } - wrong.fails.keys()
     assert {name: outcome for name, (outcome, _) in said.items() if name not in slow} == {
         n: e for n, e in expected.items() if n not in slow
@@ -114,7 +139,10 @@ def test_a_right_connector_passes_every_case(judge: Callable[..., Said], topolog
     assert {name: what for name, what in said.items() if what[0] != "PASS"} == {}
 
 
-@pytest.mark.parametrize(("topology", "fails"), [("P1D1", {"strangers_go_on", *TOO_LATE.split(), "outlives_nonsense"}), ("P1D2", set())])
+@pytest.mark.parametrize(
+    ("topology", "fails"),
+    [("P1D1", {"strangers_go_on", *TOO_LATE.split(), "outlives_nonsense"}), ("P1D2", set())],
+)
 def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: str, fails: set[str]) -> None:
     said = judge("NixlConnector", topology)
     assert {name: what for name, what in said.items() if what[0] not in ("PASS", "FAIL")} == {}
@@ -124,7 +152,9 @@ def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: s
 def test_a_long_lease_is_not_waited_for(judge: Callable[..., Said]) -> None:
     said = judge("TrustsLeases", "P1D1", lease_s=30)
     blocked = {
-        name for name, (outcome, reason) in said.items() if outcome == "BLOCKED" and "P may keep what nobody has read for 30 s" in reason
+        name
+        for name, (outcome, reason) in said.items()
+        if outcome == "BLOCKED" and "P may keep what nobody has read for 30 s" in reason
     }
     assert blocked == {
         *TOO_LATE.split(),

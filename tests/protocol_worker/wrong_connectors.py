@@ -25,7 +25,9 @@ class Lease:
 
     def __init__(self, lease_s: float):
         self.lease_s = lease_s
-        self.ends: dict[str, float] = {}  # P's request -> end of its lease, prolonged by every heartbeat that came in time
+        self.ends: dict[
+            str, float
+        ] = {}  # P's request -> end of its lease, prolonged by every heartbeat that came in time
         self.lost: set[str] = set()
         self.wanted: dict[str, str] = {}  # D's request -> P's
 
@@ -102,7 +104,9 @@ class Right(Upstream):
             with contextlib.suppress(zmq.Again, ValueError, TypeError, KeyError, msgspec.DecodeError):
                 sender, _, message = router.recv_multipart()
                 _, *rank = msgspec.msgpack.decode(message)
-                router.send_multipart([sender, b"", encoded[tuple(rank)], msgspec.msgpack.encode(time.perf_counter())])
+                router.send_multipart(
+                    [sender, b"", encoded[tuple(rank)], msgspec.msgpack.encode(time.perf_counter())]
+                )
         context.destroy(linger=0)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -147,7 +151,9 @@ class RaisesWhenUnreachable(Right):
         failed = worker._handle_failed_transfer
 
         def handle_failed(name: str, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            if handle is None and not worker._remote_agents.get(worker._recving_metadata[name].remote.engine_id):
+            if handle is None and not worker._remote_agents.get(
+                worker._recving_metadata[name].remote.engine_id
+            ):
                 raise RuntimeError("every peer can be reached")
             return failed(name, handle, *args, **kwargs)
 
@@ -288,7 +294,9 @@ class HearsLateReaders(TrustsLeases):
 
         def get_new_notifs() -> Any:
             found = notifs()
-            for message in (m.decode() for messages in found.values() for m in messages if not m.startswith(b"HB:")):
+            for message in (
+                m.decode() for messages in found.values() for m in messages if not m.startswith(b"HB:")
+            ):
                 name = message.rpartition(":")[0]
                 if name not in worker._reqs_to_send and name not in worker._reqs_to_process:
                     late.add(name)
@@ -396,7 +404,11 @@ class NamesWhatItGaveUp(Ranks):
     told: frozenset[str] = frozenset()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.told = frozenset(name for name, meta in self._connector_metadata.reqs_to_recv.items() if not any(meta.local_block_ids))
+        self.told = frozenset(
+            name
+            for name, meta in self._connector_metadata.reqs_to_recv.items()
+            if not any(meta.local_block_ids)
+        )
         super().start_load_kv(forward_context, **kwargs)
 
     def change(self, results: Any, finished: set[str]) -> None:

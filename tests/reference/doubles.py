@@ -15,7 +15,12 @@ from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.transport import TransportError
 
-ADDRESS = {"remote_engine_id": "p", "remote_incarnation": "first life", "remote_host": "127.0.0.1", "remote_port": 4321}
+ADDRESS = {
+    "remote_engine_id": "p",
+    "remote_incarnation": "first life",
+    "remote_host": "127.0.0.1",
+    "remote_port": 4321,
+}
 FULL, WINDOW, STATE = Group(16), Group(16, window=32), Group(64, state=True, scratch=1)
 
 
@@ -44,7 +49,9 @@ def tables(*groups: str) -> Any:
     """KVCacheBlocks.blocks, one word a group: "h" is a block of the prefix cache, "0" the null block, "n" a new one. Ids count from 1."""
 
     def block(index: int, what: str) -> Any:
-        return SimpleNamespace(block_id=0 if what == "0" else index, is_null=what == "0", block_hash=b"" if what == "h" else None)
+        return SimpleNamespace(
+            block_id=0 if what == "0" else index, is_null=what == "0", block_hash=b"" if what == "h" else None
+        )
 
     return tuple([block(i, what) for i, what in enumerate(word, 1)] for word in groups)
 
@@ -84,7 +91,9 @@ class Local:
 
     def __init__(self, wire: Wire, name: str):
         self.wire, self.name = wire, name
-        self.connected: set[str] = set()  # by a read; NIXL sends the first message only when its sender makes further calls
+        self.connected: set[str] = (
+            set()
+        )  # by a read; NIXL sends the first message only when its sender makes further calls
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:
@@ -102,7 +111,11 @@ class Local:
     def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
         if peer not in self.wire.inboxes:
             raise TransportError(f"{peer} is gone")
-        return Copy(self.wire, peer, list(zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)))
+        return Copy(
+            self.wire,
+            peer,
+            list(zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)),
+        )
 
     def begin(self, handle: Copy) -> None:
         handle.left, handle.state = self.wire.late, "open"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from model_matrix.geometries import Mla, State, expand_layers, load_geometries
-from pytest_kvconform.rigs.extras import mend_imports
-from pytest_kvconform.rigs.geometry import kv_heads, layer_specs, possible
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import kv_heads, layer_specs, possible
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector import boxes
 from reference_connector.boxes import Box, boxes_of
 from reference_connector.plan import Table, Unplannable, pair, runs
@@ -41,7 +41,9 @@ def a_config(geometry: str, layers: dict[str, Any]) -> Any:
 
     return SimpleNamespace(
         model_config=model(found.config),
-        speculative_config=SimpleNamespace(draft_model_config=model(found.draft_config)) if found.draft_config else None,
+        speculative_config=SimpleNamespace(draft_model_config=model(found.draft_config))
+        if found.draft_config
+        else None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
@@ -51,7 +53,15 @@ class Made:
     """KV memory of one rank that vLLM allocated for layers of a geometry, one group or a group a kind; and its boxes."""
 
     def __init__(
-        self, geometry: str, names: list[list[str]], layout: str, tp: int, rank: int, block: int, kernel: int = 0, cpu: bool = False
+        self,
+        geometry: str,
+        names: list[list[str]],
+        layout: str,
+        tp: int,
+        rank: int,
+        block: int,
+        kernel: int = 0,
+        cpu: bool = False,
     ):
         import torch
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -66,7 +76,7 @@ class Made:
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        from pytest_kvconform.rigs.pattern_layers import Layer, PackedBackend
+        from pytest_kvconform.rigs.bytes.layers import Layer, PackedBackend
 
         specs = layer_specs(GEOMETRIES[geometry], tp, block, kernel_block=16)
         self.specs = {name: specs[name] for group in names for name in group}
@@ -75,19 +85,30 @@ class Made:
         for group in names:
             of_group, at = {name: specs[name] for name in group}, 0
             one = len(set(of_group.values())) == 1
-            spec = specs[group[0]] if one else UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=of_group)
+            spec = (
+                specs[group[0]] if one else UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=of_group)
+            )
             groups.append(KVCacheGroupSpec(group, spec))
-            for alike in [[name for name in group if specs[name] == kind] for kind in dict.fromkeys(of_group.values())]:
+            for alike in [
+                [name for name in group if specs[name] == kind] for kind in dict.fromkeys(of_group.values())
+            ]:
                 page = specs[alike[0]].page_size_bytes
                 strides = (page, row) if outer else (page * BLOCKS, page)
                 if layout in ("LHBNC", "BHLNC"):  # heads stand between layers and blocks
-                    strides = compute_layout_strides(specs[alike[0]], BLOCKS, len(alike), KVCacheLayout[layout])[:2]
+                    strides = compute_layout_strides(
+                        specs[alike[0]], BLOCKS, len(alike), KVCacheLayout[layout]
+                    )[:2]
                 tensors.append(KVCacheTensor(row * BLOCKS, alike, *strides, offset=at))
                 at += page * len(alike) * (1 if outer else BLOCKS)
         self.kv_config = KVCacheConfig(BLOCKS, tensors, groups)
-        kernels = [kernel or block if not isinstance(specs[group[0]], MambaSpec) else specs[group[0]].block_size for group in names]
+        kernels = [
+            kernel or block if not isinstance(specs[group[0]], MambaSpec) else specs[group[0]].block_size
+            for group in names
+        ]
         self.caches = allocate_kv_cache(self.kv_config, torch.device("cpu"), KVCacheLayout[layout], kernels)
-        self.layers = {name: Layer(CPUAttentionBackend if cpu else PackedBackend, False) for name in self.specs}
+        self.layers = {
+            name: Layer(CPUAttentionBackend if cpu else PackedBackend, False) for name in self.specs
+        }
         for name, layer in self.layers.items():
             layer.spec = self.specs[name]
             layer.bind_kv_cache(self.caches[name])
@@ -102,7 +123,9 @@ class Made:
         """Bytes of a cell by the formula of boxes.py; coordinates are absolute."""
         address = box.address + block * box.block_stride + token * box.token_stride
         address += sum((c - axis.start) * axis.stride for c, axis in zip(at, box.axes, strict=True))
-        assert self.storage.data_ptr() <= address <= self.storage.data_ptr() + self.storage.nbytes() - box.width
+        assert (
+            self.storage.data_ptr() <= address <= self.storage.data_ptr() + self.storage.nbytes() - box.width
+        )
         assert all(axis.start <= c < axis.stop for c, axis in zip(at, box.axes, strict=True))
         return ctypes.string_at(address, box.width)
 
@@ -123,7 +146,11 @@ def scribble(made: Made) -> None:
 
 def names_of(geometry: str, kind: type | None = None, many: int = 2) -> list[str]:
     """Layers of a kind (default: those that are neither latent nor states)."""
-    of = [layer.name for layer in expand_layers(GEOMETRIES[geometry]) if (isinstance(layer.kind, kind) if kind else _plain(layer.kind))]
+    of = [
+        layer.name
+        for layer in expand_layers(GEOMETRIES[geometry])
+        if (isinstance(layer.kind, kind) if kind else _plain(layer.kind))
+    ]
     return of[:many]
 
 
@@ -142,7 +169,11 @@ def test_attention_lies_where_vllm_views_it(layout: str, kernel: int) -> None:
     for name in names:
         box, view = made.of(name)["kv"], made.caches[name]
         assert [(axis.name, axis.start, axis.stop, axis.whole) for axis in box.axes] == [("head", 4, 8, 8)]
-        assert (box.tokens * box.pieces, box.num_blocks // box.pieces, box.element) == (64, BLOCKS, "bfloat16")
+        assert (box.tokens * box.pieces, box.num_blocks // box.pieces, box.element) == (
+            64,
+            BLOCKS,
+            "bfloat16",
+        )
         for block, head, token in [(0, 0, 0), (1, 3, 5), (3, 2, 63), (5, 1, 16), (5, 3, 63)]:
             kernel_block, slot = block * (64 // kernel) + token // kernel, token % kernel
             mine, within = divmod(block * 64 + token, box.tokens)
@@ -156,14 +187,18 @@ def test_latent_attention_with_a_draft_in_one_group() -> None:
     for name in names:
         box, view = made.of(name)["kv"], made.caches[name]
         start = box.axes[0].start
-        assert (start, box.axes[0].whole) == ((0, 1) if name in names[:2] else (3 * view.shape[1], 4 * view.shape[1]))
+        assert (start, box.axes[0].whole) == (
+            (0, 1) if name in names[:2] else (3 * view.shape[1], 4 * view.shape[1])
+        )
         assert made.cell(box, 3, 7, start) == said(view[3, 0, 7])
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("order", ["DS", "SD"])
 @pytest.mark.parametrize(("geometry", "other"), [("qwen3_5_35b_a3b", None), ("kimi_linear_48b", Mla)])
-def test_states_lie_where_vllm_binds_them(geometry: str, other: Any, order: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_lie_where_vllm_binds_them(
+    geometry: str, other: Any, order: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Q, K and V of the convolution, and ssm, of a state that shares memory with attention."""
     from vllm.model_executor.layers.mamba import mamba_utils
 
@@ -178,7 +213,12 @@ def test_states_lie_where_vllm_binds_them(geometry: str, other: Any, order: str,
         at = 0
         for part, whole in zip(("conv.q", "conv.k", "conv.v"), kind.conv_channels, strict=True):
             box = made.of(name)[part]
-            assert (box.group, box.tokens * box.pieces, box.axes[0].start, box.axes[0].whole) == (1, 1, whole // 2, whole)
+            assert (box.group, box.tokens * box.pieces, box.axes[0].start, box.axes[0].whole) == (
+                1,
+                1,
+                whole // 2,
+                whole,
+            )
             for channel, tap in [(0, 0), (1, 2), (whole // 2 - 1, 1)]:
                 assert made.cell(box, 4, 0, whole // 2 + channel, tap) == said(conv[4, at + channel, tap])
             at += whole // 2
@@ -209,7 +249,9 @@ def test_cpu_attention_lies_where_its_kernel_writes_it(block: int) -> None:
     for token, slot in enumerate(slots.tolist()):
         for head in range(4):
             where = *divmod(slot, block), 4 + head
-            assert b"".join(made.cell(found["k"], *where, element) for element in range(128)) == said(k[token, head])
+            assert b"".join(made.cell(found["k"], *where, element) for element in range(128)) == said(
+                k[token, head]
+            )
             assert made.cell(found["v"], *where) == said(v[token, head])
 
 
@@ -230,7 +272,9 @@ def test_cpu_attention_with_blocks_of_another_size(monkeypatch: pytest.MonkeyPat
         cache = made.caches[name].view(BLOCKS, 4, 2 * block, 128).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(k, v, *cache, slots, "vec", 1.0, 1.0, "auto")
     found = runs(pair(d.boxes, [p.boxes]), [(0, 77)], [Table([2, 5])], [Table([4, 1, 3])])[0]
-    for local, remote, length in zip(found.local.tolist(), found.remote.tolist(), found.length.tolist(), strict=True):
+    for local, remote, length in zip(
+        found.local.tolist(), found.remote.tolist(), found.length.tolist(), strict=True
+    ):
         ctypes.memmove(local, remote, length)
     assert torch.equal(d.caches[name], due.caches[name])
 
@@ -251,11 +295,16 @@ def test_cpu_attention_of_amx_with_blocks_of_another_size(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 def test_heads_of_every_rank(geometry: str) -> None:
     """Ranges of heads over all topologies, the draft's layers and replicated heads included."""
-    names = [*names_of(geometry, Mla, 1), *dict.fromkeys([*names_of(geometry, None, 1), *names_of(geometry, None, 1000)[-1:]])]
+    names = [
+        *names_of(geometry, Mla, 1),
+        *dict.fromkeys([*names_of(geometry, None, 1), *names_of(geometry, None, 1000)[-1:]]),
+    ]
     kinds = {layer.name: layer.kind for layer in expand_layers(GEOMETRIES[geometry])}
     for tp in (tp for tp in (1, 2, 4, 8, 16) if not possible(GEOMETRIES[geometry], tp)):
         for rank, name in ((rank, name) for rank in range(tp) for name in names):
-            made = Made(geometry, [[name]], "LBHNC", tp, rank, block=2048 if names_of(geometry, State) else 16)
+            made = Made(
+                geometry, [[name]], "LBHNC", tp, rank, block=2048 if names_of(geometry, State) else 16
+            )
             axis = made.of(name)["kv"].axes[0]
             first, number = kv_heads(kinds[name], tp, rank)
             assert (axis.start, axis.stop - axis.start) == (first, number)
@@ -302,15 +351,33 @@ def states(order: str, patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = {  # a piece of boxes.py -> what a mistake would make of it, and the test that notices
-    '"block_stride": block * pieces': ('"block_stride": block', lambda _: test_attention_lies_where_vllm_views_it("LBNHC", 16)),
+    '"block_stride": block * pieces': (
+        '"block_stride": block',
+        lambda _: test_attention_lies_where_vllm_views_it("LBNHC", 16),
+    ),
     "rank * number, (rank + 1) * number": ("0, number", lambda patch: states("SD", patch)),
-    "strides = (taps * width, width)": ("strides = (width, channels * width)", lambda patch: states("DS", patch)),
+    "strides = (taps * width, width)": (
+        "strides = (width, channels * width)",
+        lambda patch: states("DS", patch),
+    ),
     "at += number * strides[0]": ("at += number", lambda patch: states("DS", patch)),
     "address += channels * taps * width": ("address += channels * width", lambda patch: states("DS", patch)),
-    "shards = min(config.get_total_num_kv_heads(), tp_size)": ("shards = tp_size", lambda _: test_heads_of_every_rank("gemma3_1b")),
-    "shards = min(spec.max_tp_shards, tp_size)": ("shards = tp_size", lambda _: test_heads_of_every_rank("deepseek_v3")),
-    "and _is_draft(vllm_config, name)": ("and False", lambda _: test_heads_of_a_draft_that_has_fewer_than_its_model()),
-    "view.data_ptr() + tokens * row": ("view.data_ptr() + row", test_cpu_attention_with_blocks_of_another_size),
+    "shards = min(config.get_total_num_kv_heads(), tp_size)": (
+        "shards = tp_size",
+        lambda _: test_heads_of_every_rank("gemma3_1b"),
+    ),
+    "shards = min(spec.max_tp_shards, tp_size)": (
+        "shards = tp_size",
+        lambda _: test_heads_of_every_rank("deepseek_v3"),
+    ),
+    "and _is_draft(vllm_config, name)": (
+        "and False",
+        lambda _: test_heads_of_a_draft_that_has_fewer_than_its_model(),
+    ),
+    "view.data_ptr() + tokens * row": (
+        "view.data_ptr() + row",
+        test_cpu_attention_with_blocks_of_another_size,
+    ),
     "token_stride=size, axes=(axis, inner)": (
         "token_stride=row, axes=(axis, inner)",
         lambda _: test_cpu_attention_lies_where_its_kernel_writes_it(32),
@@ -324,7 +391,9 @@ def test_notices_a_mistake(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = inspect.getsource(boxes)
     assert source.count(right) == 1, f"boxes.py no longer says {right!r} in one place"
     mistaken = types.ModuleType("mistaken_boxes")
-    monkeypatch.setitem(sys.modules, mistaken.__name__, mistaken)  # where msgspec looks for the names in annotations
+    monkeypatch.setitem(
+        sys.modules, mistaken.__name__, mistaken
+    )  # where msgspec looks for the names in annotations
     exec(source.replace(right, wrong), vars(mistaken))
     monkeypatch.setitem(globals(), "boxes_of", mistaken.boxes_of)
     monkeypatch.setattr(boxes, "_heads", vars(mistaken)["_heads"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs.extras import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,10 @@ from pytest_kvconform.rigs.extras import mend_imports
     [
         (None, None),
         (SimpleNamespace(is_hybrid=False, use_mla=False), "BHLNC"),
-        (SimpleNamespace(is_hybrid=False, use_mla=True), "BLHNC"),  # with a draft whose layers have heads BHLNC cannot be had
+        (
+            SimpleNamespace(is_hybrid=False, use_mla=True),
+            "BLHNC",
+        ),  # with a draft whose layers have heads BHLNC cannot be had
         (SimpleNamespace(is_hybrid=True, use_mla=False), "LBHNC"),
         (SimpleNamespace(is_hybrid=True, use_mla=True), "LBHNC"),
     ],

@@ -36,13 +36,25 @@ def _scripts() -> Iterator[None]:
 # ---- side by side ------------------------------------------------------------------------------------------------------------
 
 
-def case(cell: str, rule: str, outcome: Outcome = Outcome.PASS, why: str = "", name: str = "n2", **more: Any) -> CaseResult:
+def case(
+    cell: str, rule: str, outcome: Outcome = Outcome.PASS, why: str = "", name: str = "n2", **more: Any
+) -> CaseResult:
     """One result, of a case that has one rule."""
     family, topology, *setup = cell.replace(".", "-").split("-")
     finding = Finding(rule=rule, happened="it happened", diagnosis=why) if outcome is Outcome.FAIL else None
     passed = Evidence(looked_at=1, unit="rows", bytes_moved=1_500_000, notes={"largest difference": 0.0})
-    given = {"evidence": passed if outcome is Outcome.PASS else None, "finding": finding, "reason": why if finding is None else ""} | more
-    return CaseResult(id=f"kv::bytes/pool::{rule}[{cell}-{name}]", rule=rule, outcome=outcome, cell=Cell(family, topology, *setup), **given)
+    given = {
+        "evidence": passed if outcome is Outcome.PASS else None,
+        "finding": finding,
+        "reason": why if finding is None else "",
+    } | more
+    return CaseResult(
+        id=f"kv::bytes/pool::{rule}[{cell}-{name}]",
+        rule=rule,
+        outcome=outcome,
+        cell=Cell(family, topology, *setup),
+        **given,
+    )
 
 
 @pytest.fixture
@@ -52,9 +64,13 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def run(*sides: list[CaseResult]) -> tuple[int, str]:
         for name, results in zip(("Upstream", "Ours"), sides, strict=True):
             subject, ids = Subject(spec=name, connector=name), [result.id for result in results]
-            made = document.make(Settings(connector=name), subject, None, results, ids, make_plan(Settings(), ()).manifest, ())
+            made = document.make(
+                Settings(connector=name), subject, None, results, ids, make_plan(Settings(), ()).manifest, ()
+            )
             document.write(made, tmp_path / name)
-        code = importlib.import_module("side_by_side").main([str(tmp_path / "Upstream"), str(tmp_path / "Ours")])
+        code = importlib.import_module("side_by_side").main(
+            [str(tmp_path / "Upstream"), str(tmp_path / "Ours")]
+        )
         said = capsys.readouterr()
         return code, said.out + said.err
 
@@ -87,15 +103,29 @@ def test_combinations_with_one_cause_share_a_row(compare: Callable[..., tuple[in
     ]
 
 
-def test_what_is_declared_as_unsupported_is_refused_all_the_same(compare: Callable[..., tuple[int, str]]) -> None:
-    declared = case("llama-P1D1.nhd", "KV-HANDOVER-001", Outcome.NOT_APPLICABLE, "is declared", refused=True, said=Outcome.FAIL)
+def test_what_is_declared_as_unsupported_is_refused_all_the_same(
+    compare: Callable[..., tuple[int, str]],
+) -> None:
+    declared = case(
+        "llama-P1D1.nhd",
+        "KV-HANDOVER-001",
+        Outcome.NOT_APPLICABLE,
+        "is declared",
+        refused=True,
+        said=Outcome.FAIL,
+    )
     code, text = compare([declared], [case("llama-P1D1.nhd", "KV-HANDOVER-001")])
     assert code == 0
-    assert text.splitlines()[-1] == "| `llama` | P1D1.nhd | KV-HANDOVER-001: n2 | 1 refused | is declared | 1 PASS (1.5 MB) |"
+    assert (
+        text.splitlines()[-1]
+        == "| `llama` | P1D1.nhd | KV-HANDOVER-001: n2 | 1 refused | is declared | 1 PASS (1.5 MB) |"
+    )
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.BLOCKED, Outcome.NOT_APPLICABLE])
-def test_what_both_fail_is_shown_and_not_joined_to_what_one_fails(compare: Callable[..., tuple[int, str]], outcome: Outcome) -> None:
+def test_what_both_fail_is_shown_and_not_joined_to_what_one_fails(
+    compare: Callable[..., tuple[int, str]], outcome: Outcome
+) -> None:
     code, text = compare(UPSTREAM, ours(case("llama-P2D1.b16x64", "KV-BYTES-001", outcome, "so", "hit1")))
     assert code == 0
     assert "| P1D1.b16x64 | KV-BYTES-001: hit1 | 1 FAIL | off by 16 tokens | 1 PASS (1.5 MB) |" in text
@@ -103,20 +133,27 @@ def test_what_both_fail_is_shown_and_not_joined_to_what_one_fails(compare: Calla
 
 
 def test_a_table_that_says_nothing_is_an_error(compare: Callable[..., tuple[int, str]]) -> None:
-    unmoved = [msgspec.structs.replace(result, evidence=Evidence(looked_at=1, unit="rows")) for result in ours()]
+    unmoved = [
+        msgspec.structs.replace(result, evidence=Evidence(looked_at=1, unit="rows")) for result in ours()
+    ]
     for sides, says in (
         ((ours(), ours()), "the first connector passes all of its 5 cases: there is nothing to list"),
         (
             (UPSTREAM, ours()[:-1]),
             "the second connector has not run 1 of the cases that are listed, the first is kv::bytes/pool::KV-BYTES-001",
         ),
-        ((UPSTREAM, unmoved), "llama-P1D1.b16x64: the second connector passes KV-BYTES-001 and has moved no byte"),
+        (
+            (UPSTREAM, unmoved),
+            "llama-P1D1.b16x64: the second connector passes KV-BYTES-001 and has moved no byte",
+        ),
     ):
         code, text = compare(*sides)
         assert code == 2 and text.startswith(says) and "|" not in text
 
 
-def test_reports_of_one_connector_are_an_error(compare: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_reports_of_one_connector_are_an_error(
+    compare: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     compare(UPSTREAM, ours())
     with pytest.raises(ValueError, match="of two connectors are compared, and these are of Ours"):
         importlib.import_module("side_by_side").joined([str(tmp_path / "Ours")])
@@ -125,10 +162,18 @@ def test_reports_of_one_connector_are_an_error(compare: Callable[..., tuple[int,
 def test_differences_of_log_probabilities(compare: Callable[..., tuple[int, str]]) -> None:
     rule = "KV-OUTPUT-001"
     wrong = Finding(rule=rule, happened="log-probabilities differ by up to 0.808 (token id 124: -9.5)")
-    upstream = [case("gemma3-P1D1", rule, Outcome.FAIL, name="n63", finding=wrong), case("gemma3-P1D1", rule, name="n64")]
-    code, text = compare(upstream, [case("gemma3-P1D1", rule, name="n63"), case("gemma3-P1D1", rule, name="n64")])
+    upstream = [
+        case("gemma3-P1D1", rule, Outcome.FAIL, name="n63", finding=wrong),
+        case("gemma3-P1D1", rule, name="n64"),
+    ]
+    code, text = compare(
+        upstream, [case("gemma3-P1D1", rule, name="n63"), case("gemma3-P1D1", rule, name="n64")]
+    )
     assert code == 0
-    assert text.splitlines()[-2:] == ["| `gemma3` | 32 | 32 | n63 | P1D1 | 0.808 | 0 |", "| 1 other hand-overs |  |  |  |  | 0 | 0 |"]
+    assert text.splitlines()[-2:] == [
+        "| `gemma3` | 32 | 32 | n63 | P1D1 | 0.808 | 0 |",
+        "| 1 other hand-overs |  |  |  |  | 0 | 0 |",
+    ]
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------------------
@@ -149,7 +194,10 @@ def test_the_table_names_cells_and_rules_of_the_matrix() -> None:
         assert rule.partition(":")[0] in rules.load()
         assert re.fullmatch(r"\d+ (FAIL|refused)(, \d+ \w+)*", one), one
         said = [r"\d+ PASS \([\d.]+ MB\)"]
-        if places == "P1D1.b16x64" and model in ("`gemma3_1b`", "`gpt_oss_20b`"):  # small blocks with windows do not fill large ones
+        if places == "P1D1.b16x64" and model in (
+            "`gemma3_1b`",
+            "`gpt_oss_20b`",
+        ):  # small blocks with windows do not fill large ones
             said.append(r"\d+ NOT-APPLICABLE")
         assert all(re.fullmatch("|".join(said), part) for part in two.split(", ")), two
 
@@ -162,7 +210,9 @@ def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_els
         (family.id, n)
         for family in load_families().values()
         for n in prompt_lengths(family, family.block_size, "full")
-        if (w := family.sliding_window) and (n - w + 1) % family.block_size == 0 and n >= w - 1 + family.block_size
+        if (w := family.sliding_window)
+        and (n - w + 1) % family.block_size == 0
+        and n >= w - 1 + family.block_size
     }
     assert found == due
     assert all(float(one) > 0.1 and two == "0" for *_, one, two in rows) and rest[-2:] == ["0", "0"]
@@ -174,16 +224,25 @@ def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_els
 @pytest.fixture(scope="module")
 def address(_scripts: None) -> Iterator[str]:
     must_be_installed()
-    zygote = launch_zygote([], [word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]])
+    zygote = launch_zygote(
+        [], [word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]]
+    )
     wait_for_zygote(zygote.address, 180.0)
     yield zygote.address
     assert zygote.close() == []
 
 
 @pytest.mark.parametrize(
-    ("connector", "code"), [("reference_connector:ReferenceConnector", 0), ("tests.reference.leaky_connectors:SpoilsTheSecond", 1)]
+    ("connector", "code"),
+    [("reference_connector:ReferenceConnector", 0), ("tests.reference.leaky_connectors:SpoilsTheSecond", 1)],
 )
-def test_second_turn(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], connector: str, code: int) -> None:
+def test_second_turn(
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    connector: str,
+    code: int,
+) -> None:
     script = importlib.import_module("second_turn")
     monkeypatch.setattr(script, "background", lambda geometry: contextlib.nullcontext(address))
     assert script.main(connector, GEOMETRIES[1], "P1D1") == code
@@ -201,7 +260,9 @@ def soak(address: str) -> Callable[..., Any]:
     """soak(connector, hand-overs) -> the Soak, after its run."""
 
     def run(connector: str, handovers: int, lease: float = 2.0) -> Any:
-        options = argparse.Namespace(handovers=handovers, connector=connector, geometry=GEOMETRIES[0], seed=1, lease=lease)
+        options = argparse.Namespace(
+            handovers=handovers, connector=connector, geometry=GEOMETRIES[0], seed=1, lease=lease
+        )
         found = importlib.import_module("soak").Soak(address, options, rests=3)
         found.run()
         found.table()
@@ -213,7 +274,11 @@ def soak(address: str) -> Callable[..., Any]:
 def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
     found = soak("reference_connector:ReferenceConnector", 60)
     assert found.troubles == []
-    assert found.seen["right"] >= 60 and found.seen["P was killed"] == 1 and found.seen["bytes compared"] > 50_000_000
+    assert (
+        found.seen["right"] >= 60
+        and found.seen["P was killed"] == 1
+        and found.seen["bytes compared"] > 50_000_000
+    )
     assert min(found.seen[fate] for fate in ("in chunks on P", "preempted on D", "aborted on D")) > 0
     assert len(found.series["P"]) > 0 and len(found.series["D"]) == 3
 
@@ -226,7 +291,9 @@ def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
         ("OneWrongByte", "1 word"),
     ],
 )
-def test_a_short_soak_finds(soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
+def test_a_short_soak_finds(
+    soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
     monkeypatch.setattr("soak.PATIENCE_S", 10.0)
     troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0).troubles
     assert troubles and any(says in trouble for trouble in troubles), troubles

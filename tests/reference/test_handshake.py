@@ -67,7 +67,10 @@ def garbage(seed: int, count: int) -> Iterator[list[bytes]]:
 
 
 def test_a_thousand_messages_that_are_none(listener: Listener) -> None:
-    refused = sum(isinstance(decode(listener.reply(frames[-1]), Answer | Refusal), Refusal) for frames in garbage(seed=20, count=1000))
+    refused = sum(
+        isinstance(decode(listener.reply(frames[-1]), Answer | Refusal), Refusal)
+        for frames in garbage(seed=20, count=1000)
+    )
     assert refused > 980  # a bit more or less in the name of a field is forgiven
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -91,7 +94,9 @@ def test_a_message_that_is_too_long_is_not_read(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize(("incarnation", "engine"), [("second life", "p"), ("first life", "q")])
-def test_another_engine_behind_the_same_port_is_noticed(listener: Listener, incarnation: str, engine: str) -> None:
+def test_another_engine_behind_the_same_port_is_noticed(
+    listener: Listener, incarnation: str, engine: str
+) -> None:
     with pytest.raises(HandshakeError, match=r"is not here, but p \(first life\)"):
         fetch(address(listener, incarnation, engine), PATIENCE_S)
 

@@ -15,8 +15,14 @@ def test_nothing_is_needed() -> None:
 
 
 def test_what_is_given_holds() -> None:
-    options = read_options({"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"], "integrity": True})
-    assert (options.kv_lease_duration, options.heartbeat, options.backends) == (6.0, 1.0, ("UCX", "LIBFABRIC"))
+    options = read_options(
+        {"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"], "integrity": True}
+    )
+    assert (options.kv_lease_duration, options.heartbeat, options.backends) == (
+        6.0,
+        1.0,
+        ("UCX", "LIBFABRIC"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,21 @@ GROUPS = FULL, WINDOW, STATE
 
 def good() -> dict[str, Any]:
     p = scheduler(*GROUPS)
-    kept, params = p.finished(request("r", N - 1, {"do_remote_decode": True}), ([3, 5, 7], [4, 5, 7], [2, 9, 4]))
+    kept, params = p.finished(
+        request("r", N - 1, {"do_remote_decode": True}), ([3, 5, 7], [4, 5, 7], [2, 9, 4])
+    )
     assert kept and params is not None
     return params
 
 
 GOOD = good()
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+)
 anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
 )
 keys = st.sampled_from([*GOOD, "remote_hosts", "tp_size"])
 
@@ -54,7 +60,9 @@ def answer(params: Any, computed: int = 0) -> tuple[int, bool]:
     assert d.matched(r, computed) == found, "asked twice, answered differently"
     d.placed(r, tables("nnn", "nnn", "nn"), found[0])
     orders = pickle.loads(pickle.dumps(d.orders()))
-    assert set(orders.loads) == ({"r"} if found[0] else set()), "a request is parked if and only if a load is ordered"
+    assert set(orders.loads) == ({"r"} if found[0] else set()), (
+        "a request is parked if and only if a load is ordered"
+    )
     d.placed(r, tables("nnn", "nnn", "nn"), 0)  # its second admission
     d.loaded({"r"})
     kept, back = d.finished(r, ([1], [1], [1]))

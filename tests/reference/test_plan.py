@@ -25,17 +25,38 @@ SEARCHED = settings(CHECKED, max_examples=1500, phases=[Phase.generate], derando
 
 def check(world: World, planner: types.ModuleType = plan) -> None:
     """Every rank of D reads what it should, every byte once, and its other bytes stay."""
-    p, d, untouched = Engine(world.p, world.seed), Engine(world.d, world.seed + 1), Engine(world.d, world.seed + 1)
+    p, d, untouched = (
+        Engine(world.p, world.seed),
+        Engine(world.d, world.seed + 1),
+        Engine(world.d, world.seed + 1),
+    )
     for rank in range(world.d.tp):
         due, whole = Engine(world.d, world.seed + 1), Engine(world.d, world.seed + 1)
-        naive(due, rank, p, [(start, stop) for start, stop, _ in map(blocks_of, *per_group(world))], world.local, world.remote)
-        naive(whole, rank, p, [(start, end) for start, _, end in map(blocks_of, *per_group(world))], world.local, world.remote)
+        naive(
+            due,
+            rank,
+            p,
+            [(start, stop) for start, stop, _ in map(blocks_of, *per_group(world))],
+            world.local,
+            world.remote,
+        )
+        naive(
+            whole,
+            rank,
+            p,
+            [(start, end) for start, _, end in map(blocks_of, *per_group(world))],
+            world.local,
+            world.remote,
+        )
         pairing = planner.pair(d.boxes[rank], p.boxes, rank, world.d.tp)
         found = planner.runs(pairing, world.spans, world.local, world.remote)
         assert tuple(found) == pairing.ranks
         read = np.zeros(len(d.memory[rank]), np.int64)
         for number, runs in found.items():
-            places = offsets(runs.local, runs.length, d.memory[rank]), offsets(runs.remote, runs.length, p.memory[number])
+            places = (
+                offsets(runs.local, runs.length, d.memory[rank]),
+                offsets(runs.remote, runs.length, p.memory[number]),
+            )
             for local, remote, length in zip(*places, runs.length, strict=True):
                 read[local : local + length] += 1
                 d.memory[rank][local : local + length] = p.memory[number][remote : remote + length]
@@ -57,10 +78,19 @@ def per_group(world: World) -> tuple[list[Any], ...]:
     at = {group[0].name: index for index, group in enumerate(world.p.groups)}
     first = [world.remote[at[group[0].name]].first for group in world.d.groups]
     state = [group[0].state for group in world.d.groups]
-    return world.spans, state, [world.d] * len(state), [world.p] * len(state), [table.first for table in world.local], first
+    return (
+        world.spans,
+        state,
+        [world.d] * len(state),
+        [world.p] * len(state),
+        [table.first for table in world.local],
+        first,
+    )
 
 
-def blocks_of(span: tuple[int, int], state: bool, d: Setup, p: Setup, mine: int, theirs: int) -> tuple[int, int, int]:
+def blocks_of(
+    span: tuple[int, int], state: bool, d: Setup, p: Setup, mine: int, theirs: int
+) -> tuple[int, int, int]:
     """(start, stop, end) of what is read for a span: from where D's first block begins, if P has that, to `stop` or up to `end`."""
     start, stop = span
     if state or start == stop:
@@ -75,21 +105,33 @@ def blocks_of(span: tuple[int, int], state: bool, d: Setup, p: Setup, mine: int,
 
 def offsets(addresses: np.ndarray, lengths: np.ndarray, memory: np.ndarray) -> np.ndarray:
     found = addresses - memory.__array_interface__["data"][0]
-    assert (lengths > 0).all() and (found >= 0).all() and (found + lengths <= len(memory)).all(), "outside of the memory"
+    assert (lengths > 0).all() and (found >= 0).all() and (found + lengths <= len(memory)).all(), (
+        "outside of the memory"
+    )
     return found
 
 
 def assert_fewest_runs(runs: plan.Runs) -> None:
     """No two of them could be one."""
-    ends = {(local, remote) for local, remote in zip(runs.local + runs.length, runs.remote + runs.length, strict=True)}
-    assert not ends & set(zip(runs.local, runs.remote, strict=True)), "two runs that follow each other on both sides"
+    ends = {
+        (local, remote)
+        for local, remote in zip(runs.local + runs.length, runs.remote + runs.length, strict=True)
+    }
+    assert not ends & set(zip(runs.local, runs.remote, strict=True)), (
+        "two runs that follow each other on both sides"
+    )
 
 
 def assert_fewest_ranks(local: list[Box], remote: list[list[Box]], ranks: tuple[int, ...]) -> None:
     """No smaller set of P's ranks has all heads and channels."""
 
     def cells(boxes: list[Box]) -> set[tuple[object, ...]]:
-        return {(b.layer, b.part, at) for b in boxes if b.layer.endswith("0") for at in range(b.axes[0].start, b.axes[0].stop)}
+        return {
+            (b.layer, b.part, at)
+            for b in boxes
+            if b.layer.endswith("0")
+            for at in range(b.axes[0].start, b.axes[0].stop)
+        }
 
     needed, has = cells(local), [cells(boxes) for boxes in remote]
     assert not needed - set().union(*(has[rank] for rank in ranks))
@@ -152,7 +194,10 @@ def test_notices_a_mistake(right: str) -> None:
 # ---- how many runs ------------------------------------------------------------------------------------------------------------
 
 
-GQA, MLA = Kind("gqa", ("a.0", "a.1", "a.2"), 4, 8), Kind("mla", ("m.0", "m.1", "m.2"), 1, 12, replicated=True)
+GQA, MLA = (
+    Kind("gqa", ("a.0", "a.1", "a.2"), 4, 8),
+    Kind("mla", ("m.0", "m.1", "m.2"), 1, 12, replicated=True),
+)
 STATE = Kind("state", ("s.0", "s.1"), 4, 16, state=True)
 SETUP = Setup(tp=1, groups=((GQA,),), layout="LBHNC", block=4, pieces=1, num_blocks=20, conv="DS")
 
@@ -178,19 +223,29 @@ def test_widens_runs(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(SETUP, SETUP, (0, 12), UP, DOWN) == {0: 3 * 3}, "a block of a layer is a run"
     assert count(outer, outer, (0, 12), UP, UP) == {0: 1}
     assert count(outer, outer, (0, 12), MIXED, UP) == {0: 3}, "all layers of a block are a run"
-    assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * 3}, "a block that is not full is read as a whole"
-    monkeypatch.setattr(plan, "WORTH", 10)  # bytes: the token that is too many has 32 in each layer, and spares three runs
-    assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * (2 + 4)}, "unless that is too much: then every head of it is a run"
+    assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * 3}, (
+        "a block that is not full is read as a whole"
+    )
+    monkeypatch.setattr(
+        plan, "WORTH", 10
+    )  # bytes: the token that is too many has 32 in each layer, and spares three runs
+    assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * (2 + 4)}, (
+        "unless that is too much: then every head of it is a run"
+    )
     assert count(tokens, tokens, (1, 11), UP, UP) == {0: 3}, "unless tokens are outside of heads"
     assert count(SETUP, tokens, (0, 12), MIXED, UP) == {0: 3 * 12 * 4}, "every cell is a run"
     assert count(replace(SETUP, tp=2), SETUP, (0, 12), UP, UP) == {0: 3 * 3, 1: 3 * 3}, "heads of a block"
     assert count(SETUP, replace(SETUP, tp=2), (0, 12), UP, UP) == {0: 3 * 3}
-    assert count(replace(SETUP, block=12), SETUP, (0, 12), MIXED, [5]) == {0: 3 * 3 * 4}, "heads of blocks of another size"
+    assert count(replace(SETUP, block=12), SETUP, (0, 12), MIXED, [5]) == {0: 3 * 3 * 4}, (
+        "heads of blocks of another size"
+    )
 
 
 def test_leaves_the_end_of_a_run_unread_and_makes_no_second_one_of_it() -> None:
     """Two groups of three layers with four heads of 8 bytes in blocks of four tokens."""
-    outer = replace(SETUP, groups=((GQA,), (replace(GQA, name="window", layers=("w.0", "w.1", "w.2")),)), layout="BLHNC")
+    outer = replace(
+        SETUP, groups=((GQA,), (replace(GQA, name="window", layers=("w.0", "w.1", "w.2")),)), layout="BLHNC"
+    )
     block, token = 3 * 4 * 4 * 8, 8
     pairing = plan.pair(Engine(outer, 0).boxes[0], Engine(outer, 0).boxes)
     for second, lengths in (([7, 8, 9], [6 * block - token]), ([8, 9, 10], [3 * block - token] * 2)):
@@ -205,13 +260,18 @@ def test_leaves_the_end_of_a_run_unread_and_makes_no_second_one_of_it() -> None:
 def test_a_state_in_one_run_a_layer(layout: str) -> None:
     setup = replace(SETUP, groups=((STATE,),), layout=layout)
     assert count(setup, setup, (0, 1), [7], [3]) == {0: 2}
-    assert count(setup, replace(setup, tp=2), (0, 1), [7], [3]) == {0: 2 * 4}, "Q, K, V and ssm are sharded each on its own"
+    assert count(setup, replace(setup, tp=2), (0, 1), [7], [3]) == {0: 2 * 4}, (
+        "Q, K, V and ssm are sharded each on its own"
+    )
 
 
 def test_reads_replicated_kv_from_one_rank_and_spreads_it() -> None:
     both = replace(SETUP, groups=((MLA, GQA),))
     assert set(count(replace(both, tp=2), both, (0, 12), UP, UP)) == {0, 1}
-    p, d = Engine(replace(SETUP, groups=((MLA,),), tp=8), 0), Engine(replace(SETUP, groups=((MLA,),), tp=4), 0)
+    p, d = (
+        Engine(replace(SETUP, groups=((MLA,),), tp=8), 0),
+        Engine(replace(SETUP, groups=((MLA,),), tp=4), 0),
+    )
     assert [plan.pair(d.boxes[rank], p.boxes, rank, 4).ranks for rank in range(4)] == [(0,), (2,), (4,), (6,)]
 
 
@@ -222,9 +282,27 @@ def test_tiles_are_read_whole_or_cut() -> None:
         at = memory.__array_interface__["data"][0]
         head, inner, page = Axis("head", 0, 1, 1, 0), Axis("element", 0, 3, 3, tokens * 2), tokens * 12
         common = ("a", "kv", 0)
-        made = [("tile", at, tokens, 0, (head,), page), ("k", at, 1, 2, (head, inner), 2), ("v", at + tokens * 6, 1, 6, (head,), 6)]
+        made = [
+            ("tile", at, tokens, 0, (head,), page),
+            ("k", at, 1, 2, (head, inner), 2),
+            ("v", at + tokens * 6, 1, 6, (head,), 6),
+        ]
         return [
-            Box(common[0], part, "x", 0, address, len(memory) // page, page, 1, tokens, unit, stride, axes, width)
+            Box(
+                common[0],
+                part,
+                "x",
+                0,
+                address,
+                len(memory) // page,
+                page,
+                1,
+                tokens,
+                unit,
+                stride,
+                axes,
+                width,
+            )
             for part, address, unit, stride, axes, width in made
         ]
 
@@ -232,9 +310,17 @@ def test_tiles_are_read_whole_or_cut() -> None:
     for here, there, span in itertools.product((4, 8), (4, 8), ((0, 16), (8, 13), (0, 3))):
         d, p = rng.integers(0, 256, here * 12 * 20, np.uint8), rng.integers(0, 256, there * 12 * 20, np.uint8)
         before, tables = d.copy(), ([3, 9, 4, 7], [5, 2, 8, 1])
-        runs = plan.runs(plan.pair(boxes(d, here), [boxes(p, there)]), [span], [plan.Table(tables[0])], [plan.Table(tables[1])])[0]
+        runs = plan.runs(
+            plan.pair(boxes(d, here), [boxes(p, there)]),
+            [span],
+            [plan.Table(tables[0])],
+            [plan.Table(tables[1])],
+        )[0]
         for local, remote, length in zip(runs.local, runs.remote, runs.length, strict=True):
-            offsets(np.array([local]), np.array([length]), d), offsets(np.array([remote]), np.array([length]), p)
+            (
+                offsets(np.array([local]), np.array([length]), d),
+                offsets(np.array([remote]), np.array([length]), p),
+            )
             ctypes.memmove(int(local), int(remote), int(length))
         k = [m.reshape(20, n * 12)[:, : n * 6].reshape(20, 3, n, 2) for m, n in ((d, here), (p, there))]
         v = [m.reshape(20, n * 12)[:, n * 6 :].reshape(20, n, 6) for m, n in ((d, here), (p, there))]
@@ -269,8 +355,14 @@ def _changed(box: Box, fields: dict[str, object]) -> Box:
         (change(width=16), "kv of layer a.1: D has bytes a cell 8, and rank 0 of P has 16."),
         (change(unit=3, tokens=3), "kv of layer a.1: D has tokens a cell 1, and rank 0 of P has 3."),
         (change(unit=2), "kv of layer a.1: D has tokens a cell 1, and rank 0 of P has 2."),
-        (change(axes=(Axis("head", 0, 8, 8, 32),)), "kv of layer a.1: D has axes [('head', 4)], and rank 0 of P has [('head', 8)]."),
-        (change(axes=(Axis("head", 1, 3, 4, 32),)), "kv of layer a.1: D needs head 0 to 4, and P's ranks have head 1 to 3."),
+        (
+            change(axes=(Axis("head", 0, 8, 8, 32),)),
+            "kv of layer a.1: D has axes [('head', 4)], and rank 0 of P has [('head', 8)].",
+        ),
+        (
+            change(axes=(Axis("head", 1, 3, 4, 32),)),
+            "kv of layer a.1: D needs head 0 to 4, and P's ranks have head 1 to 3.",
+        ),
     ],
 )
 def test_says_why_two_engines_do_not_pair(of_p: Callable[[list[Box]], list[Box]], sentence: str) -> None:
@@ -283,11 +375,36 @@ def test_says_why_two_engines_do_not_pair(of_p: Callable[[list[Box]], list[Box]]
 @pytest.mark.parametrize(
     ("span", "local", "remote", "sentence"),
     [
-        ((0, 9), ([4, 5], 0), ([4, 5, 6], 0), "Group 0 of D: the table covers tokens 0 to 8, and tokens 0 to 12 are wanted."),
-        ((3, 8), ([4, 5], 0), ([5], 4), "Group 0 of P: the table covers tokens 4 to 8, and tokens 3 to 8 are wanted."),
-        ((0, 8), ([4, 5], 0), ([], 0), "Group 0 of P: the table covers tokens 0 to 0, and tokens 0 to 8 are wanted."),
-        ((0, 8), ([4, 0], 0), ([4, 5], 0), "Group 0 of D: tokens are wanted in blocks 0 to 4, and only blocks 1 to 19 hold any."),
-        ((0, 8), ([4, 5], 0), ([4, 20], 0), "Group 0 of P: tokens are wanted in blocks 4 to 20, and only blocks 1 to 19 hold any."),
+        (
+            (0, 9),
+            ([4, 5], 0),
+            ([4, 5, 6], 0),
+            "Group 0 of D: the table covers tokens 0 to 8, and tokens 0 to 12 are wanted.",
+        ),
+        (
+            (3, 8),
+            ([4, 5], 0),
+            ([5], 4),
+            "Group 0 of P: the table covers tokens 4 to 8, and tokens 3 to 8 are wanted.",
+        ),
+        (
+            (0, 8),
+            ([4, 5], 0),
+            ([], 0),
+            "Group 0 of P: the table covers tokens 0 to 0, and tokens 0 to 8 are wanted.",
+        ),
+        (
+            (0, 8),
+            ([4, 0], 0),
+            ([4, 5], 0),
+            "Group 0 of D: tokens are wanted in blocks 0 to 4, and only blocks 1 to 19 hold any.",
+        ),
+        (
+            (0, 8),
+            ([4, 5], 0),
+            ([4, 20], 0),
+            "Group 0 of P: tokens are wanted in blocks 4 to 20, and only blocks 1 to 19 hold any.",
+        ),
     ],
 )
 def test_says_why_a_request_cannot_be_read(
@@ -301,7 +418,9 @@ def test_says_why_a_request_cannot_be_read(
 
 def test_says_that_a_table_is_missing() -> None:
     pairing = plan.pair(Engine(SETUP, 0).boxes[0], Engine(SETUP, 0).boxes)
-    with pytest.raises(plan.Unplannable, match=r"^P handed over tables of 0 groups, and that of group 0 is needed\.$"):
+    with pytest.raises(
+        plan.Unplannable, match=r"^P handed over tables of 0 groups, and that of group 0 is needed\.$"
+    ):
         plan.runs(pairing, [(0, 8)], [plan.Table([4, 5])], [])
 
 
@@ -309,7 +428,12 @@ def test_a_block_that_is_entered_is_read_from_its_start() -> None:
     """A window begins within a block, and vLLM puts that block into the prefix cache: a later request may look at its first tokens."""
     pairing = plan.pair(Engine(SETUP, 0).boxes[0], Engine(SETUP, 0).boxes)
     cells = 3 * 4 * 8
-    for first, tokens in ((0, 8), (4, 8), (6, 6), (7, 5)):  # where P's table begins: not before 4 where D's block does
+    for first, tokens in (
+        (0, 8),
+        (4, 8),
+        (6, 6),
+        (7, 5),
+    ):  # where P's table begins: not before 4 where D's block does
         found = plan.runs(pairing, [(7, 12)], [plan.Table([3, 4, 5])], [plan.Table([9, 8, 7], first)])
         assert found[0].nbytes == tokens * cells
 

@@ -27,7 +27,11 @@ def test_p_keeps_blocks_under_a_lease_that_workers_hear_of_once() -> None:
     one, two = handed(p, 40, [1, 2, 3], name="one"), handed(p, 16, [4], name="two")
     assert p.orders().leases == {one["remote_lease"]: "one", two["remote_lease"]: "two"}
     assert not p.orders().leases
-    assert (one["remote_num_tokens"], one["remote_block_ids"], one["remote_first_tokens"]) == (40, [[1, 2, 3]], [0])
+    assert (one["remote_num_tokens"], one["remote_block_ids"], one["remote_first_tokens"]) == (
+        40,
+        [[1, 2, 3]],
+        [0],
+    )
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
@@ -38,7 +42,14 @@ def test_p_hands_nothing_over_that_is_not_complete(status: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_decode": False}, {"other": 1}, {"do_remote_decode": True, "do_remote_prefill": True}]
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_decode": False},
+        {"other": 1},
+        {"do_remote_decode": True, "do_remote_prefill": True},
+    ],
 )
 def test_other_requests_are_left_alone(params: Any) -> None:
     s = scheduler(FULL, STATE)
@@ -144,10 +155,16 @@ def test_a_window_is_loaded_from_its_first_token() -> None:
     assert d.orders().loads["r"].parts == [Part(0, 79, [1, 2, 3, 4, 5], 0), Part(48, 79, [3, 4, 5], 32)]
 
 
-@pytest.mark.parametrize(("caching", "computed", "found"), [(True, 0, (0, False)), (True, 64, (15, True)), (False, 0, (79, True))])
-def test_nothing_is_loaded_into_a_block_of_which_p_has_only_a_part(caching: bool, computed: int, found: tuple[int, bool]) -> None:
+@pytest.mark.parametrize(
+    ("caching", "computed", "found"), [(True, 0, (0, False)), (True, 64, (15, True)), (False, 0, (79, True))]
+)
+def test_nothing_is_loaded_into_a_block_of_which_p_has_only_a_part(
+    caching: bool, computed: int, found: tuple[int, bool]
+) -> None:
     p, d = scheduler(FULL, WINDOW), scheduler(FULL, Group(64, window=32), caching=caching)
-    r = request("r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9]))  # P has tokens from 32 on, D's block begins at 0
+    r = request(
+        "r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9])
+    )  # P has tokens from 32 on, D's block begins at 0
     d.known(r)
     assert d.matched(r, computed) == found
 

@@ -11,7 +11,20 @@ import pytest
 
 from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
-from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Address, Handoff, Lease, Leases, Load, Orders, Part, Query, encode
+from reference_connector.messages import (
+    ANSWER,
+    ANSWERS,
+    LEDGER,
+    Address,
+    Handoff,
+    Lease,
+    Leases,
+    Load,
+    Orders,
+    Part,
+    Query,
+    encode,
+)
 from reference_connector.options import Options
 from reference_connector.transport import Memory
 from reference_connector.worker import Results, Worker
@@ -28,7 +41,10 @@ class Engine:
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
         memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
         settings = Options(**{"handshake_timeout": 0.5, **options})
-        self.name, self.worker = name, Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory])
+        self.name, self.worker = (
+            name,
+            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory]),
+        )
         self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card])
 
     def view(self, start: int, count: int) -> np.ndarray:
@@ -140,7 +156,9 @@ def test_a_lease_that_ends_under_the_read_fails_it(make: Callable[..., Engine], 
     assert d.worker.stats()["late_reads"] == 1
 
 
-def test_a_failed_read_is_reported_when_it_cannot_write_any_more(make: Callable[..., Engine], wire: Wire) -> None:
+def test_a_failed_read_is_reported_when_it_cannot_write_any_more(
+    make: Callable[..., Engine], wire: Wire
+) -> None:
     p, d = make("p", 7), make("d", 0)
     wire.failing, wire.stubborn, steps = 1, 10, []
     d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
@@ -293,7 +311,9 @@ def integrity_load(p: Engine, d: Engine, seconds: float = PATIENCE_S) -> Results
     return found
 
 
-def test_a_question_that_was_lost_is_asked_again(make: Callable[..., Engine], wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_was_lost_is_asked_again(
+    make: Callable[..., Engine], wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p, d = make("p", 7), make("d", 0, integrity=True)
     monkeypatch.setattr(worker_module, "ASK_AGAIN_S", 0.05)
     said, notify = list[bytes](), d.worker._transport.notify
@@ -310,7 +330,9 @@ def test_a_question_that_was_lost_is_asked_again(make: Callable[..., Engine], wi
     assert not wire.inboxes["d"], "P answers on its board, and has no connection to who asks"
 
 
-def test_where_p_has_no_answer_the_load_fails_at_once(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_p_has_no_answer_the_load_fails_at_once(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     p, d = make("p", 7), make("d", 0, integrity=True)
 
     def view(start: int, count: int) -> np.ndarray:
@@ -338,10 +360,14 @@ def test_nobody_learns_of_memory_that_is_not_kv(make: Callable[..., Engine], wir
     assert not board[1:7, 1:].any() and board[7, 1:3].all()
 
 
-def test_whatever_ends_a_message_the_engine_may_rest(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_a_message_the_engine_may_rest(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     p, d = make("p", 7), make("d", 0)
     logged = list[str]()
-    monkeypatch.setattr(worker_module.logger, "error", lambda text, *args, **kwargs: logged.append(text % args))
+    monkeypatch.setattr(
+        worker_module.logger, "error", lambda text, *args, **kwargs: logged.append(text % args)
+    )
 
     def notify(peer: str, message: bytes) -> None:
         raise ZeroDivisionError("nobody has foreseen this")
@@ -355,7 +381,9 @@ def test_whatever_ends_a_message_the_engine_may_rest(make: Callable[..., Engine]
     assert any("nobody has foreseen this" in line for line in logged)
 
 
-def test_a_message_goes_out_although_its_sender_rests_afterwards(make: Callable[..., Engine], wire: Wire) -> None:
+def test_a_message_goes_out_although_its_sender_rests_afterwards(
+    make: Callable[..., Engine], wire: Wire
+) -> None:
     p, d = make("p", 7), make("d", 0)
     p.worker.obey(Orders(leases={1: "x"}))
     wire.late = 5
@@ -386,7 +414,10 @@ def test_nobody_parts_from_a_peer_of_which_a_message_reads(make: Callable[..., E
 
 def test_one_message_a_peer_and_step(make: Callable[..., Engine], wire: Wire) -> None:
     p, q, d = make("p", 7), make("q", 7), make("d", 0)
-    orders = Orders(releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)], renewals=[Lease(q.address, 4)])
+    orders = Orders(
+        releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)],
+        renewals=[Lease(q.address, 4)],
+    )
     d.worker.obey(orders)
     told = set[Lease]()
     while len(told) < 3:

@@ -73,7 +73,9 @@ class Engine:
         room = max(sum(page(kind, setup) for kind in group for _ in kind.layers) for group in setup.groups)
         if len(setup.groups) > 1:
             room = max(len(group[0].layers) for group in setup.groups) * widest(setup)
-        self.memory = [rng.integers(0, 256, setup.num_blocks * max(row, room) + 64, np.uint8) for _ in range(setup.tp)]
+        self.memory = [
+            rng.integers(0, 256, setup.num_blocks * max(row, room) + 64, np.uint8) for _ in range(setup.tp)
+        ]
         for rank in range(setup.tp):
             self.parts.append({})
             self.boxes.append([])
@@ -87,12 +89,20 @@ class Engine:
             first, last = kind.range(setup.tp, rank)
             own = page(kind, setup)
             padded = widest(setup) if len(setup.groups) > 1 else own
-            size = {"L": len(kind.layers), "B": setup.num_blocks, "H": last - first, "N": setup.block, "C": kind.width}
+            size = {
+                "L": len(kind.layers),
+                "B": setup.num_blocks,
+                "H": last - first,
+                "N": setup.block,
+                "C": kind.width,
+            }
             if kind.state:
                 size |= {"H": 1, "N": 1, "C": own}
             order = setup.layout
             if order[0] == "B":
-                flat = self.memory[rank][: row * setup.num_blocks].reshape(setup.num_blocks, row)[:, at : at + own * size["L"]]
+                flat = self.memory[rank][: row * setup.num_blocks].reshape(setup.num_blocks, row)[
+                    :, at : at + own * size["L"]
+                ]
                 at += own * size["L"]
             else:
                 flat = self.memory[rank][at : at + padded * size["L"] * setup.num_blocks]
@@ -102,11 +112,15 @@ class Engine:
                     order = "LB" + order.replace("L", "").replace("B", "")
                 elif not kind.state:
                     size |= {"B": setup.num_blocks * setup.pieces, "N": setup.block // setup.pieces}
-            view = flat.reshape([size[letter] for letter in order]).transpose([order.index(letter) for letter in "LBHNC"])
+            view = flat.reshape([size[letter] for letter in order]).transpose(
+                [order.index(letter) for letter in "LBHNC"]
+            )
             for number, layer in enumerate(kind.layers):
                 self._describe(rank, index, kind, layer, view[number].transpose(0, 2, 1, 3), first, last)
 
-    def _describe(self, rank: int, index: int, kind: Kind, layer: str, view: Any, first: int, last: int) -> None:
+    def _describe(
+        self, rank: int, index: int, kind: Kind, layer: str, view: Any, first: int, last: int
+    ) -> None:
         setup = self.setup
         if not kind.state:
             self._add(rank, index, layer, "kv", view, [("head", first, last, kind.heads)])
@@ -125,7 +139,9 @@ class Engine:
         ssm = page[:, end : end + channels * kind.width].reshape(-1, 1, channels, kind.width)
         self._add(rank, index, layer, "ssm", ssm, [("head", first, last, kind.heads)])
 
-    def _add(self, rank: int, index: int, layer: str, part: str, view: Any, axes: list[tuple[str, int, int, int]]) -> None:
+    def _add(
+        self, rank: int, index: int, layer: str, part: str, view: Any, axes: list[tuple[str, int, int, int]]
+    ) -> None:
         self.parts[rank][layer, part] = tuple((start, stop) for _, start, stop, _ in axes), view
         block, token, *inner, byte = view.strides
         assert byte == 1 and np.shares_memory(view, self.memory[rank])
@@ -133,7 +149,21 @@ class Engine:
         pieces = view.shape[0] // self.setup.num_blocks
         address = view.__array_interface__["data"][0]
         self.boxes[rank].append(
-            Box(layer, part, "bytes", index, address, view.shape[0], block, pieces, view.shape[1], 1, token, made, view.shape[-1]),
+            Box(
+                layer,
+                part,
+                "bytes",
+                index,
+                address,
+                view.shape[0],
+                block,
+                pieces,
+                view.shape[1],
+                1,
+                token,
+                made,
+                view.shape[-1],
+            ),
         )
 
     def cells(self, rank: int, layer: str, part: str, blocks: Any, first: int, token: int) -> Any:
@@ -147,7 +177,10 @@ class Engine:
 
 def naive(d: Engine, rank: int, p: Engine, spans: Any, local: Any, remote: Any) -> None:
     """Copy cell by cell into the memory of one rank of D. Ranks of P that hold the same are made to say the same before."""
-    group_of = {kind: {layer: i for i, g in enumerate(e.setup.groups) for k in g for layer in k.layers} for kind, e in (("D", d), ("P", p))}
+    group_of = {
+        kind: {layer: i for i, g in enumerate(e.setup.groups) for k in g for layer in k.layers}
+        for kind, e in (("D", d), ("P", p))
+    }
     for (layer, part), (ranges, _) in d.parts[rank].items():
         mine, theirs = group_of["D"][layer], group_of["P"][layer]
         for token in range(*spans[mine]):
@@ -192,7 +225,9 @@ def setups(draw: Any, groups: tuple[tuple[Kind, ...], ...]) -> Setup:
         num_blocks=draw(st.integers(34, 40)),
         conv=draw(st.sampled_from(["DS", "SD"])),
     )
-    if any(kind.state for group in groups for kind in group) and layout[0] == "L":  # what vLLM can do with padded pages
+    if (
+        any(kind.state for group in groups for kind in group) and layout[0] == "L"
+    ):  # what vLLM can do with padded pages
         pads = any(page(group[0], setup) < widest(setup) and not group[0].state for group in groups)
         setup = replace(setup, layout="LBHNC" if layout == "LHBNC" else layout, pieces=1 if pads else pieces)
     return setup
@@ -212,7 +247,9 @@ def tables(draw: Any, setup: Setup, spans: dict[str, tuple[int, int]]) -> list[T
             continue
         first = draw(st.integers(0, start // setup.block)) * setup.block
         if draw(st.booleans()):
-            first = draw(st.integers(-2, start))  # vLLM begins at a block's first token; a plan does not depend on it
+            first = draw(
+                st.integers(-2, start)
+            )  # vLLM begins at a block's first token; a plan does not depend on it
         many = -(-(stop - first) // setup.block) + draw(st.integers(0, 1))
         own, ids = ids[:many], ids[many:]
         made.append(Table(own[::-1] if order == "down" else own, first))
@@ -234,8 +271,13 @@ def worlds(draw: Any) -> World:
     """A hand-over of at most 24 tokens. Spans begin anywhere: after a prefix hit, or with a sliding window."""
     groups = draw(families())
     d = draw(setups(groups))
-    groups = tuple(tuple(replace(kind, layers=tuple(draw(st.permutations(kind.layers)))) for kind in group) for group in groups)
-    more = ((*groups[0], Kind("draft", ("x.0",), 2, 4)),) if len(groups) == 1 and draw(st.booleans()) else groups  # only P has a draft
+    groups = tuple(
+        tuple(replace(kind, layers=tuple(draw(st.permutations(kind.layers)))) for kind in group)
+        for group in groups
+    )
+    more = (
+        ((*groups[0], Kind("draft", ("x.0",), 2, 4)),) if len(groups) == 1 and draw(st.booleans()) else groups
+    )  # only P has a draft
     p = draw(setups(more))
     stop = draw(st.integers(1, 24))
     spans = {}

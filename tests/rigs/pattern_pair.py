@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.rigs.messages import Output
-from pytest_kvconform.rigs.pattern import PatternEngine
-from pytest_kvconform.rigs.pattern_messages import Check, PatternRequest, PatternSpec
-from pytest_kvconform.rigs.ports import free_port
+from pytest_kvconform.rigs.bytes.handle import PatternEngine
+from pytest_kvconform.rigs.bytes.messages import Check, PatternRequest, PatternSpec
+from pytest_kvconform.rigs.engine.messages import Output
+from pytest_kvconform.rigs.processes.ports import free_port
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
 PATIENCE_S = 30.0
 _names = itertools.count()
 
@@ -27,18 +31,33 @@ def prompt(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
 class Pair:
     """P and D of one geometry. `requests` remembers who owns which prefix, as a run of the suite does."""
 
-    def __init__(self, address: str, geometry: str, topology: tuple[int, int] = (1, 1), blocks: tuple[int, int] = (24, 30), **more: Any):
+    def __init__(
+        self,
+        address: str,
+        geometry: str,
+        topology: tuple[int, int] = (1, 1),
+        blocks: tuple[int, int] = (24, 30),
+        **more: Any,
+    ):
         roles = more.pop("roles", "PD")
         self.requests: list[tuple[int, ...]] = []
         self.engines = [
-            PatternEngine(address, f"pattern-{side}-{next(_names)}", self._spec(role, side, geometry, tp, number, dict(more)), 20.0, 60.0)
+            PatternEngine(
+                address,
+                f"pattern-{side}-{next(_names)}",
+                self._spec(role, side, geometry, tp, number, dict(more)),
+                20.0,
+                60.0,
+            )
             for role, side, tp, number in zip(roles, "PD", topology, blocks, strict=True)
         ]
         self.p, self.d = self.engines
         for engine in self.engines:
             engine.wait_ready()
 
-    def _spec(self, role: str, side: str, geometry: str, tp: int, number: int, more: dict[str, Any]) -> PatternSpec:
+    def _spec(
+        self, role: str, side: str, geometry: str, tp: int, number: int, more: dict[str, Any]
+    ) -> PatternSpec:
         transfer = {"kv_role": "kv_producer" if side == "P" else "kv_consumer"} | more.pop("transfer", NIXL)
         return PatternSpec(
             role=role,
@@ -50,18 +69,29 @@ class Pair:
             **({"block_size": 32, "max_model_len": 640} | more),
         )
 
-    def request(self, tokens: tuple[int, ...], side: str, params: dict[str, Any] | None = None, max_tokens: int = 1) -> PatternRequest:
+    def request(
+        self, tokens: tuple[int, ...], side: str, params: dict[str, Any] | None = None, max_tokens: int = 1
+    ) -> PatternRequest:
         """A request with the owners of its tokens."""
         if tokens not in self.requests:
             self.requests.append(tokens)
         number = self.requests.index(tokens)
         owners = np.full(len(tokens), number)
         for other in reversed(range(number)):
-            same = next((i for i, (a, b) in enumerate(zip(tokens, self.requests[other], strict=False)) if a != b), None)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(tokens, self.requests[other], strict=False)) if a != b),
+                None,
+            )
             owners[: min(len(tokens), len(self.requests[other])) if same is None else same] = other
         name = f"{number}-{side}-{next(_names)}"
         return PatternRequest(
-            id=name, tokens=tokens, max_tokens=max_tokens, kv_transfer_params=params, owners=owners, number=number, watch=side == "d"
+            id=name,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            kv_transfer_params=params,
+            owners=owners,
+            number=number,
+            watch=side == "d",
         )
 
     def prefill(self, *prompts: tuple[int, ...]) -> list[dict[str, Any] | None]:
@@ -72,9 +102,14 @@ class Pair:
         ends = self.run(self.p, [request.id for request in requests])
         return [ends[request.id].kv_transfer_params for request in requests]
 
-    def decode(self, prompts: list[tuple[int, ...]], params: list[dict[str, Any] | None], max_tokens: int = 1) -> list[str]:
+    def decode(
+        self, prompts: list[tuple[int, ...]], params: list[dict[str, Any] | None], max_tokens: int = 1
+    ) -> list[str]:
         """Hand requests to D and let it answer them. Returns their ids."""
-        requests = [self.request(tokens, "d", handed, max_tokens) for tokens, handed in zip(prompts, params, strict=True)]
+        requests = [
+            self.request(tokens, "d", handed, max_tokens)
+            for tokens, handed in zip(prompts, params, strict=True)
+        ]
         for request in requests:
             self.d.add(request)
         self.run(self.d, [request.id for request in requests])
@@ -100,7 +135,10 @@ class Pair:
     def release(self) -> None:
         """Step both engines until neither holds a block."""
         deadline = time.monotonic() + PATIENCE_S
-        while any(u.free_blocks != u.total_blocks or u.unfinished for u in [engine.usage() for engine in self.engines]):
+        while any(
+            u.free_blocks != u.total_blocks or u.unfinished
+            for u in [engine.usage() for engine in self.engines]
+        ):
             for engine in self.engines:
                 engine.step()
             assert time.monotonic() < deadline, [engine.usage() for engine in self.engines]

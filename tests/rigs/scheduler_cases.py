@@ -8,7 +8,7 @@ import time
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Report, Rig
+from pytest_kvconform.rigs.scheduler.rig import Report, Rig
 
 RULE = "KV-LOAD-001"
 runs: list[int] = []
@@ -47,11 +47,18 @@ def remembers_calls(rig: Rig, variant: None) -> Evidence:
     id = p.add(rig.prompt(5), rig.ask_prefill(), max_tokens=3)
     p.run()
     hooks = [call.hook for call in p.calls if call.request == id]
-    assert hooks == ["on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished_all_groups"]
+    assert hooks == [
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "request_finished_all_groups",
+    ]
     [told] = p.calls_of("update_state_after_alloc", id)
     assert told.arguments == {"num_external_tokens": 0, "blocks": ((1,),), "writable": ((1,),)}
     [ended] = p.calls_of("request_finished")
-    assert ended.arguments == {"blocks": ((1,),), "status": "FINISHED_LENGTH_CAPPED"} and ended.result[0] is True
+    assert (
+        ended.arguments == {"blocks": ((1,),), "status": "FINISHED_LENGTH_CAPPED"} and ended.result[0] is True
+    )
     assert [call.step for call in p.calls_of("build_connector_meta")] == [1, 2, 3]
     return DONE
 
@@ -66,7 +73,9 @@ def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
     d.preempt(id)
     assert d.step().scheduled == {} and d.status(id) == "PREEMPTED" and id in d.step().scheduled
     d.run()
-    assert [call.arguments["num_computed_tokens"] for call in d.calls_of("get_num_new_matched_tokens", id)] == [
+    assert [
+        call.arguments["num_computed_tokens"] for call in d.calls_of("get_num_new_matched_tokens", id)
+    ] == [
         2 * d.block_size,
         3 * d.block_size,
     ]

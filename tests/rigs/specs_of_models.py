@@ -23,7 +23,7 @@ os.environ |= {
     "VLLM_ENABLE_GEMM_RS": "0",
 }
 
-from pytest_kvconform.rigs.extras import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 mend_imports()
 
@@ -45,23 +45,35 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from model_matrix.geometries import Geometry, load_geometries
-from pytest_kvconform.rigs.geometry import block_size_of, layer_specs
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of, layer_specs
 
 MAX_MODEL_LEN = 4096
-CHANGES = {"gpt_oss": {"intermediate_size": 4096}}  # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
+CHANGES = {
+    "gpt_oss": {"intermediate_size": 4096}
+}  # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
 # (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the kernels' 32
-CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [(1, 48, "auto", True), (2, 128, "auto", False), (2, 64, "fp8", True)]
+CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [
+    (1, 48, "auto", True),
+    (2, 128, "auto", False),
+    (2, 64, "fp8", True),
+]
 
 
-def config_of(geometry: Geometry, folder: Path, tp: int, block_size: int, cache_dtype: str, prefix_caching: bool) -> VllmConfig:
+def config_of(
+    geometry: Geometry, folder: Path, tp: int, block_size: int, cache_dtype: str, prefix_caching: bool
+) -> VllmConfig:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(geometry.config | CHANGES.get(geometry.family, {})))
-    model = ModelConfig(model=str(folder), dtype=geometry.dtype, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
+    model = ModelConfig(
+        model=str(folder), dtype=geometry.dtype, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
+    )
     parallel = ParallelConfig(tensor_parallel_size=tp)
     config = VllmConfig(
         model_config=model,
         parallel_config=parallel,
-        cache_config=CacheConfig(block_size=block_size, cache_dtype=cache_dtype, enable_prefix_caching=prefix_caching),
+        cache_config=CacheConfig(
+            block_size=block_size, cache_dtype=cache_dtype, enable_prefix_caching=prefix_caching
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=MAX_MODEL_LEN,
@@ -90,14 +102,26 @@ def build(config: VllmConfig) -> dict[str, Any]:
     models = [config.model_config]
     if config.speculative_config:
         models.append(config.speculative_config.draft_model_config)
-    parallel_state.get_tp_group().world_size = config.parallel_config.tensor_parallel_size  # all that a layer's constructor asks
-    with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+    parallel_state.get_tp_group().world_size = (
+        config.parallel_config.tensor_parallel_size
+    )  # all that a layer's constructor asks
+    with (
+        set_current_vllm_config(config),
+        torch.device("meta"),
+        set_default_torch_dtype(config.model_config.dtype),
+    ):
         for model in models:
-            ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0](vllm_config=config, prefix="")
+            ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0](
+                vllm_config=config, prefix=""
+            )
     current_platform.update_block_size_for_backend(config)
     layers = config.compilation_config.static_forward_context
     with set_current_vllm_config(config):
-        return {name: layer.get_kv_cache_spec(config) for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
+        return {
+            name: layer.get_kv_cache_spec(config)
+            for name, layer in layers.items()
+            if hasattr(layer, "get_kv_cache_spec")
+        }
 
 
 def outcome(geometry: Geometry, folder: Path, case: tuple[int, int, str, bool]) -> dict[str, Any]:
@@ -107,9 +131,13 @@ def outcome(geometry: Geometry, folder: Path, case: tuple[int, int, str, bool]) 
         theirs = build(config)
     except (ValueError, AssertionError) as error:  # refused: pydantic's error is a ValueError
         return {"refused": str(error)}
-    config.cache_config.kv_cache_layout = "LBHNC"  # grouping asks for it; the engine core resolves it otherwise
+    config.cache_config.kv_cache_layout = (
+        "LBHNC"  # grouping asks for it; the engine core resolves it otherwise
+    )
     block_size = block_size_of(geometry, tp, wanted, cache_dtype)
-    ours = layer_specs(geometry, tp, block_size, cache_dtype, prefix_caching=prefix_caching, max_model_len=MAX_MODEL_LEN)
+    ours = layer_specs(
+        geometry, tp, block_size, cache_dtype, prefix_caching=prefix_caching, max_model_len=MAX_MODEL_LEN
+    )
     return {
         "block_sizes": [config.cache_config.block_size, block_size],
         "theirs": [[name, repr(spec)] for name, spec in theirs.items()],
@@ -132,7 +160,10 @@ def main() -> None:
     results = {}
     # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention: limits of a kernel that is not run here.
     # Streams of CUDA are made by the constructor of Kimi Linear and used by its forward only.
-    with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True), patch.object(torch.cuda, "Stream", lambda: None):
+    with (
+        patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
+        patch.object(torch.cuda, "Stream", lambda: None),
+    ):
         for geometry in geometries.values():
             for case in CASES:
                 key = " ".join(map(str, (geometry.id, *case)))

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs import faulty_nixl
-from pytest_kvconform.rigs.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults, FaultyAgent, Struck
+from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.peers.faulty_nixl import (
+    LATE,
+    NEVER,
+    POLL,
+    POST,
+    REVERSED,
+    STATUS,
+    TWICE,
+    Faults,
+    FaultyAgent,
+    Struck,
+)
 
 
 class Real:
@@ -74,7 +85,9 @@ def test_a_held_transfer_is_begun_late(agent: Callable[..., Any]) -> None:
     assert states(one, "h", 1) == ["DONE"] and one.begun == ["h"] and faulty_nixl.struck().pending == 0
 
 
-def test_a_connector_that_asks_for_notifications_only_gets_its_transfer_all_the_same(agent: Callable[..., Any]) -> None:
+def test_a_connector_that_asks_for_notifications_only_gets_its_transfer_all_the_same(
+    agent: Callable[..., Any],
+) -> None:
     one = agent(Faults(hold=3))
     one.transfer("h")
     heard(one, 3)
@@ -88,7 +101,11 @@ def test_a_transfer_that_is_made_is_said_late(agent: Callable[..., Any]) -> None
 
 
 def test_failures(agent: Callable[..., Any]) -> None:
-    one = agent(Faults(transfers=(0,), fail=STATUS, hold=1), Faults(transfers=(1,), fail=POLL), Faults(transfers=(2,), fail=POST))
+    one = agent(
+        Faults(transfers=(0,), fail=STATUS, hold=1),
+        Faults(transfers=(1,), fail=POLL),
+        Faults(transfers=(2,), fail=POST),
+    )
     one.transfer("a")
     one.transfer("b")
     with pytest.raises(RuntimeError, match="not begun"):
@@ -155,7 +172,9 @@ def test_progress_serves_peers_and_keeps_what_they_say(agent: Callable[..., Any]
     assert heard(one, 1) == [[b"early", b"late"]]
 
 
-def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def load(name: str, **has: Any) -> ModuleType:
         module = ModuleType(name)
         vars(module).update(has)

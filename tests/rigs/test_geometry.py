@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model_matrix.geometries import FullAttention, Mla, State, load_geometries
-from pytest_kvconform.rigs.geometry import block_size_of, kv_heads, possible, state_segments
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of, kv_heads, possible, state_segments
 
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 2, 4, 8)
@@ -53,17 +53,30 @@ def test_specs_are_those_of_the_model(outcomes, name, options):
     assert outcome["ours"] == outcome["theirs"]  # the same layers in the same order, each with the same spec
 
 
-@pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, g in load_geometries().items() for tp in SIZES if not possible(g, tp)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [(name, tp) for name, g in load_geometries().items() for tp in SIZES if not possible(g, tp)],
+)
 def test_groups(outcomes, name, tp):
     assert sorted(outcomes[f"{name} {tp} 32 auto True"]["groups"], reverse=True) == GROUPS[name]
 
 
 def test_a_topology_that_cannot_be_is_one_sentence():
     geometries = load_geometries()
-    impossible = {(name, tp): reason for name in geometries for tp in SIZES if (reason := possible(geometries[name], tp))}
+    impossible = {
+        (name, tp): reason
+        for name in geometries
+        for tp in SIZES
+        if (reason := possible(geometries[name], tp))
+    }
     assert impossible == {("gemma3_1b", 8): "gemma3_1b has 4 attention heads, which do not divide by 8."}
-    assert possible(geometries["qwen3_5_27b"], 3) == ("Layers of kind 'state' of qwen3_5_27b have 16 key heads, which do not divide by 3.")
-    assert possible(geometries["kimi_k2_5_eagle3"], 3) == "kimi_k2_5_eagle3 has 64 attention heads, which do not divide by 3."
+    assert possible(geometries["qwen3_5_27b"], 3) == (
+        "Layers of kind 'state' of qwen3_5_27b have 16 key heads, which do not divide by 3."
+    )
+    assert (
+        possible(geometries["kimi_k2_5_eagle3"], 3)
+        == "kimi_k2_5_eagle3 has 64 attention heads, which do not divide by 3."
+    )
     with pytest.raises(ValueError, match=r"^gemma3_1b has 4 attention heads, which do not divide by 8\.$"):
         block_size_of(geometries["gemma3_1b"], 8, 32)
 
@@ -73,7 +86,10 @@ def test_a_topology_that_cannot_be_is_one_sentence():
 def test_heads_of_the_ranks(heads, tp):
     """Every head is somewhere; each is on as many ranks as every other; ranks hold them in order."""
     kind = FullAttention(name="{i}", kv_heads=heads, head_size=8)
-    held = [list(range(first, first + number)) for first, number in (kv_heads(kind, tp, rank) for rank in range(tp))]
+    held = [
+        list(range(first, first + number))
+        for first, number in (kv_heads(kind, tp, rank) for rank in range(tp))
+    ]
     flat = [head for ranks in held for head in ranks]
     assert sorted(flat) == flat
     assert np.bincount(flat).tolist() == [max(1, tp // heads)] * heads
@@ -85,7 +101,12 @@ def test_every_rank_holds_all_of_a_latent_row():
     assert kind.head_size == 576
 
 
-STATES = [(name, word) for name, g in load_geometries().items() for word, kind in g.kinds.items() if isinstance(kind, State)]
+STATES = [
+    (name, word)
+    for name, g in load_geometries().items()
+    for word, kind in g.kinds.items()
+    if isinstance(kind, State)
+]
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
@@ -106,7 +127,10 @@ def test_segments_tile_the_state(name, word, tp, layout):
     ]
     covered = np.sort(np.concatenate([place.ravel() for place in places]))
     assert np.array_equal(covered, np.arange(len(covered)))
-    assert [segment.first(tp - 1) + segment.rows for segment in segments] == [*kind.conv_channels, kind.value_heads * kind.head_v]
+    assert [segment.first(tp - 1) + segment.rows for segment in segments] == [
+        *kind.conv_channels,
+        kind.value_heads * kind.head_v,
+    ]
 
 
 @pytest.mark.parametrize("layout", ["DS", "SD"])
@@ -118,8 +142,12 @@ def test_segments_lie_as_the_tensors_of_the_state_do(name, word, layout):
     q, _, v = channels = [number // 2 for number in kind.conv_channels]
     conv = np.arange(sum(channels) * (kind.kernel - 1), dtype=np.int16)
     conv = conv.reshape(sum(channels), -1) if layout == "DS" else conv.reshape(-1, sum(channels)).T
-    ssm = np.arange(kind.value_heads // 2 * kind.head_v * kind.head_k, dtype=np.float32).reshape(-1, kind.head_k)
-    page = np.concatenate([(conv if layout == "DS" else conv.T).ravel().view(np.uint8), ssm.ravel().view(np.uint8)])
+    ssm = np.arange(kind.value_heads // 2 * kind.head_v * kind.head_k, dtype=np.float32).reshape(
+        -1, kind.head_k
+    )
+    page = np.concatenate(
+        [(conv if layout == "DS" else conv.T).ravel().view(np.uint8), ssm.ravel().view(np.uint8)]
+    )
     want = [conv[:q], conv[q : 2 * q], conv[2 * q :], ssm]
     assert len(want[2]) == v
     for segment, rows in zip(state_segments(geometry, kind, 2, layout), want, strict=True):
@@ -129,6 +157,6 @@ def test_segments_lie_as_the_tensors_of_the_state_do(name, word, layout):
 
 
 def test_vllm_is_not_imported_for_a_look_at_the_geometry():
-    code = "import sys, pytest_kvconform.rigs.geometry as g; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    code = "import sys, pytest_kvconform.rigs.vllm_setup.kv_cache_specs as g; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert child.stdout == "[]\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.rigs import huge_pages
+from pytest_kvconform.rigs.processes import huge_pages
 
 
 def in_huge_pages() -> int:

@@ -1,6 +1,6 @@
 """Exceptions are read from logs, whatever a logger puts before them."""
 
-from pytest_kvconform.rigs.logs import exceptions_in
+from pytest_kvconform.rigs.processes.logs import exceptions_in
 
 MARK = "(MainProcess pid=7) ERROR 11-21 05:26:27 [base_worker.py:1318] "
 PLAIN = """Traceback (most recent call last):
@@ -12,7 +12,12 @@ AssertionError
 
 
 def test_a_message_is_kept_and_said_once():
-    text = "".join(MARK + line + "\n" for line in ["Traceback (most recent call last):", "ValueError: no block 7"]) * 2
+    text = (
+        "".join(
+            MARK + line + "\n" for line in ["Traceback (most recent call last):", "ValueError: no block 7"]
+        )
+        * 2
+    )
     assert exceptions_in("warming up\n" + text) == ("ValueError: no block 7",)
 
 
@@ -23,7 +28,11 @@ def test_without_a_message_the_place_is_said():
 
 
 def test_a_place_belongs_to_one_exception():
-    assert exceptions_in(PLAIN + "KeyError\nmsgspec.ValidationError: bad\n") == (*exceptions_in(PLAIN), "KeyError", "ValidationError: bad")
+    assert exceptions_in(PLAIN + "KeyError\nmsgspec.ValidationError: bad\n") == (
+        *exceptions_in(PLAIN),
+        "KeyError",
+        "ValidationError: bad",
+    )
 
 
 def test_what_is_no_exception():

@@ -9,15 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_kvconform.rigs import pattern_check
-from pytest_kvconform.rigs.pattern_memory import Memory
+from pytest_kvconform.rigs.bytes import checks as pattern_check
+from pytest_kvconform.rigs.bytes.memory import Memory
 
 
 @pytest.mark.parametrize(("writes", "looks"), [(0, 1), (2, 3), (9, pattern_check.LOOKS)])
-def test_another_look_while_a_load_is_written(monkeypatch: pytest.MonkeyPatch, writes: int, looks: int) -> None:
+def test_another_look_while_a_load_is_written(
+    monkeypatch: pytest.MonkeyPatch, writes: int, looks: int
+) -> None:
     pages = np.zeros((2, 4, 8), dtype=np.uint8)  # storage and shadow: blocks of 8 bytes
     memory: Any = SimpleNamespace(
-        storage=pages[0].reshape(-1), shadow=pages[1].reshape(-1), engine=1, rank=0, dirty=np.zeros(4, dtype=bool)
+        storage=pages[0].reshape(-1),
+        shadow=pages[1].reshape(-1),
+        engine=1,
+        rank=0,
+        dirty=np.zeros(4, dtype=bool),
     )
     memory.page_views = lambda of: [of.reshape(4, 8)]
     memory.held, memory.fetch, memory.adopt = lambda *_: {}, lambda _: None, lambda: None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.kvspace.compare import GARBLED
-from pytest_kvconform.rigs.background import launch_zygote, wait_for_zygote
-from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.kvspace.rows.compare import GARBLED
+from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.launch import launch_zygote, wait_for_zygote
 
 from .pattern_pair import Pair, prompt
 
@@ -21,7 +21,9 @@ GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "kimi_linear_48b")
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of one zygote, from which the engines of every test are forked."""
-    zygote = launch_zygote([], {word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]})
+    zygote = launch_zygote(
+        [], {word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]}
+    )
     wait_for_zygote(zygote.address, 90.0)
     yield zygote.address
     assert zygote.close() == []
@@ -185,7 +187,9 @@ def test_key_of_the_window_that_nobody_sends(start: Callable[..., Pair]) -> None
     pair = start("gemma3_1b", (1, 1), (140, 150), max_model_len=608)
     ((check,),) = pair.hand_over(prompt(543))
     assert not check.pool.wrong and not check.clean
-    assert {(m.window, m.tokens) for m in check.missing} == {(512, (31,))} and sum(len(m.layers) for m in check.missing) == 22
+    assert {(m.window, m.tokens) for m in check.missing} == {(512, (31,))} and sum(
+        len(m.layers) for m in check.missing
+    ) == 22
     (checks,) = pair.hand_over(prompt(544))
     _assert_clean(checks, 1, 543)
     assert pair.audit() == []

@@ -33,9 +33,13 @@ def benches(jury: Jury) -> Iterator[Callable[[str, float], Bench]]:
 
     def bench(topology: str, scale: float) -> Bench:
         if (topology, scale) not in made:
-            settings = Settings(connector="NixlConnector", tier=("protocol",), family=("llama3_1_8b",), timeout_scale=scale)
+            settings = Settings(
+                connector="NixlConnector", tier=("protocol",), family=("llama3_1_8b",), timeout_scale=scale
+            )
             facts = jury.probe(settings)
-            made[topology, scale] = Bench(jury.zygote.address, resolve(settings), settings, facts, lambda sentence: None)
+            made[topology, scale] = Bench(
+                jury.zygote.address, resolve(settings), settings, facts, lambda sentence: None
+            )
             made[topology, scale].use(Cell("llama3_1_8b", topology, "b16"))
         return made[topology, scale]
 
@@ -55,7 +59,9 @@ def run(benches: Callable[[str, float], Bench]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", ["hands_over", "remembers_calls", "preempts_starves_and_hits", "ends_as_it_is_told"])
+@pytest.mark.parametrize(
+    "name", ["hands_over", "remembers_calls", "preempts_starves_and_hits", "ends_as_it_is_told"]
+)
 def test_what_the_rig_promises(run: Run, name: str) -> None:
     assert run(name) == scheduler_cases.DONE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.rigs.background import Zygote
+from pytest_kvconform.rigs.launch import Zygote
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector, ExampleConnectorMetadata, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    ExampleConnector,
+    ExampleConnectorMetadata,
+    ReqMeta,
+)
 
 
 class Right(ExampleConnector):
@@ -49,8 +53,13 @@ class Right(ExampleConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> ExampleConnectorMetadata:
         meta, cached = ExampleConnectorMetadata(), scheduler_output.scheduled_cached_reqs
-        steps = [(new.req_id, new.num_computed_tokens, new.block_ids, True) for new in scheduler_output.scheduled_new_reqs]
-        for name, done, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+        steps = [
+            (new.req_id, new.num_computed_tokens, new.block_ids, True)
+            for new in scheduler_output.scheduled_new_reqs
+        ]
+        for name, done, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             steps.append((name, done, blocks, name in cached.resumed_req_ids))
         for name, done, blocks, fresh in steps:
             self.blocks[name] = ([] if fresh else self.blocks[name]) + list(blocks[0] if blocks else [])
@@ -65,7 +74,10 @@ class Right(ExampleConnector):
     def part(self, tokens: torch.Tensor, name: str, first: int, is_store: bool) -> ReqMeta:
         """Tokens [first, all) of a request, and where they lie."""
         positions = torch.arange(first, len(tokens))
-        slots = torch.tensor(self.blocks[name])[positions // self._block_size] * self._block_size + positions % self._block_size
+        slots = (
+            torch.tensor(self.blocks[name])[positions // self._block_size] * self._block_size
+            + positions % self._block_size
+        )
         return ReqMeta(token_ids=tokens, slot_mapping=slots, is_store=is_store, mm_hashes=[])
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -75,8 +87,14 @@ class Right(ExampleConnector):
 
     # ---- both halves: what is saved belongs to engines of one shape -----------------------------------------------------------
 
-    def _generate_foldername_debug(self, token_ids: torch.Tensor, mm_hashes: list[str], create_folder: bool = False) -> str:
-        return str(super()._generate_foldername_debug(self.key(token_ids), [*mm_hashes, str(self.shape)], create_folder))
+    def _generate_foldername_debug(
+        self, token_ids: torch.Tensor, mm_hashes: list[str], create_folder: bool = False
+    ) -> str:
+        return str(
+            super()._generate_foldername_debug(
+                self.key(token_ids), [*mm_hashes, str(self.shape)], create_folder
+            )
+        )
 
     def key(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
@@ -93,7 +111,9 @@ class Right(ExampleConnector):
                 saved = self.read(name, request.token_ids, list(layers))
                 slots = self.slots(request.slot_mapping)
                 blocks, offsets = slots // self._block_size, slots % self._block_size
-                layers[name][blocks, :, offsets] = saved[len(request.token_ids) - len(slots) : len(request.token_ids)]
+                layers[name][blocks, :, offsets] = saved[
+                    len(request.token_ids) - len(slots) : len(request.token_ids)
+                ]
 
     def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
         return safetensors.torch.load_file(self._generate_filename_debug(layer, tokens, []))["kv_cache"]

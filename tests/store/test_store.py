@@ -12,7 +12,14 @@ import pytest
 
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Finding, NotApplicable, Violation
-from pytest_kvconform.rigs.bench import Bench, SubjectFacts, Zygote, launch_zygote, probe_subject, transfer_config
+from pytest_kvconform.rigs.bench import (
+    Bench,
+    SubjectFacts,
+    Zygote,
+    launch_zygote,
+    probe_subject,
+    transfer_config,
+)
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _store
@@ -46,7 +53,9 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="module")
 def judge(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Said]:
     """judge("Right", "n55 hit1") -> what each case says about a store of stores.py, or about one of vLLM's."""
-    facts: list[SubjectFacts] = []  # of one class for all: where vLLM runs, and that it does not inherit SupportsHMA
+    facts: list[
+        SubjectFacts
+    ] = []  # of one class for all: where vLLM runs, and that it does not inherit SupportsHMA
 
     def run(name: str, variants: str = "", cell: str = CELL) -> Said:
         folder = tmp_path_factory.mktemp("saved")
@@ -89,7 +98,11 @@ def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
     assert (said.failed, said.blocked) == ({}, {})
     assert set(said.declined) == {f"rows_arrive[{n}]" for n in ("n2", "n15", "n16", "hit3")}
     assert set(said.declined.values()) == {_store.SMALL}
-    assert said.moved > 10_000_000 and "spares_computing[n17]" in said.passed and "rows_arrive[preempted_on_d]" in said.passed
+    assert (
+        said.moved > 10_000_000
+        and "spares_computing[n17]" in said.passed
+        and "rows_arrive[preempted_on_d]" in said.passed
+    )
 
 
 @pytest.mark.parametrize("cell", ["llama3_1_8b-P1D2.b16", "llama3_1_8b-P1D1.b16x64"])
@@ -118,11 +131,20 @@ WRONG = [
     Wrong("AnnouncesLess", "spares_computing", "announced less than the whole blocks that were saved"),
     Wrong("LoadsNothing", "rows_arrive", "no byte of .* was written"),
     Wrong("LoadsLateByOne", "rows_arrive", r"blocks are mixed up \(0 holds 2, 1 holds 0, 2 holds 1\)"),
-    Wrong("WrongLayer", "rows_arrive", r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn"),
+    Wrong(
+        "WrongLayer",
+        "rows_arrive",
+        r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
+    ),
     Wrong("SwapsPlanes", "rows_arrive", "K and V are exchanged"),
     Wrong("CountsTokens", "rows_arrive", "the store takes one prompt for another", "n55 reused"),
     Wrong("FirstBlockOnly", "rows_arrive", "rows of another request", "two_at_once"),
-    Wrong("OverwritesHits", "others_untouched", r"wrote outside its own blocks: block \d+ holds tokens 0-15", "hit1"),
+    Wrong(
+        "OverwritesHits",
+        "others_untouched",
+        r"wrote outside its own blocks: block \d+ holds tokens 0-15",
+        "hit1",
+    ),
 ]
 
 
@@ -143,7 +165,9 @@ def test_a_family_that_vllm_does_not_start_without_hma(judge: Callable[..., Said
     said = judge("ExampleConnector", cell="kimi_linear_48b")
     assert (said.passed, said.failed, said.blocked) == (set(), {}, {})
     (reason,) = set(said.declined.values())
-    assert reason.startswith("ExampleConnector does not inherit SupportsHMA, and without it vLLM starts no model with states: ValueError: ")
+    assert reason.startswith(
+        "ExampleConnector does not inherit SupportsHMA, and without it vLLM starts no model with states: ValueError: "
+    )
 
 
 def test_what_needs_a_gpu_is_blocked_with_the_reason(judge: Callable[..., Said]) -> None:
@@ -158,7 +182,9 @@ def test_engines_with_tiny_models_know_no_stores(judge: Callable[..., Said], zyg
     settings = Settings(connector="ExampleConnector", tier=("engine",), family=("llama",))
     facts = SubjectFacts(name="", module="", file="", supports_hma=False, vllm="0.32.0", device="cpu")
     bench = Bench(zygote.address, resolve(settings), settings, facts, lambda sentence: None)
-    with pytest.raises(Blocked, match=r"^hand-over 'none' is declared, and the engine tier knows only 'handoff' so far$"):
+    with pytest.raises(
+        Blocked, match=r"^hand-over 'none' is declared, and the engine tier knows only 'handoff' so far$"
+    ):
         bench.use(make_plan(settings, ()).asked[0].cell)
 
 
@@ -166,10 +192,18 @@ def test_what_is_known_of_vllms_own_stores() -> None:
     subject = resolve(Settings(connector="ExampleConnector"))
     assert (subject.profile, subject.handover) == ("store", "none")
     config = transfer_config(subject, "P", "cpu", folder="here")
-    assert (config["kv_role"], config["kv_connector_extra_config"]) == ("kv_both", {"shared_storage_path": "here"})
+    assert (config["kv_role"], config["kv_connector_extra_config"]) == (
+        "kv_both",
+        {"shared_storage_path": "here"},
+    )
     theirs = '{"kv_role": "kv_consumer", "kv_connector_extra_config": {"shared_storage_path": "there"}}'
-    config = transfer_config(resolve(Settings(connector="ExampleConnector", config=theirs)), "P", "cpu", folder="here")
-    assert (config["kv_role"], config["kv_connector_extra_config"]) == ("kv_consumer", {"shared_storage_path": "there"})
+    config = transfer_config(
+        resolve(Settings(connector="ExampleConnector", config=theirs)), "P", "cpu", folder="here"
+    )
+    assert (config["kv_role"], config["kv_connector_extra_config"]) == (
+        "kv_consumer",
+        {"shared_storage_path": "there"},
+    )
     assert resolve(Settings(connector="NixlConnector")).profile == "p2p"
 
 

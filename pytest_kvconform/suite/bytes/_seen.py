@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model_matrix.geometries import SlidingWindow, expand_layers, load_geometries
-from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.compare import SAME, UNWRITTEN
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
-from pytest_kvconform.kvspace.picture import draw_pool
-from pytest_kvconform.kvspace.pool import PoolComparison
+from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.pools.compare import PoolComparison
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.draw import draw_pool
+from pytest_kvconform.kvspace.rows.compare import SAME, UNWRITTEN
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.pattern_bench import block_size, side_of
-from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
-from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.bytes.bench import block_size, side_of
+from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._store import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
@@ -31,7 +31,9 @@ def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
     """The observation, if every request came to its end; otherwise Blocked, in one line."""
     seen = look(bench, transfer)
     if seen.failed or seen.stuck or seen.refused:
-        raise Blocked(f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=seen.declined)
+        raise Blocked(
+            f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=seen.declined
+        )
     return seen
 
 
@@ -45,13 +47,20 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
     names = {r.name for r in judged}
     for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
         if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
-            raise HarnessError(f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache")
+            raise HarnessError(
+                f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache"
+            )
         if r.checks and {check.rank for check in r.checks} != set(range(len(seen.audits[1]))):
-            raise HarnessError(f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}")
+            raise HarnessError(
+                f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}"
+            )
         if is_store(bench) and not r.decode.external_tokens:
             nothing_given(bench, seen, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
-            raise Blocked(f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}", refused=True)
+            raise Blocked(
+                f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}",
+                refused=True,
+            )
     return replace(seen, requests=judged)
 
 
@@ -86,7 +95,9 @@ def _gone(bench: Bench, r: Received) -> _Gone | None:
     _connector_finished). It caches D's block as soon as it is full, at the latest with tokens that D generates.
     """
     p, d = (block_size(bench.cell, role) for role in "PD")
-    for window in windows(bench.cell) if side_of(bench.cell, "D").prefix_caching and not is_store(bench) else ():
+    for window in (
+        windows(bench.cell) if side_of(bench.cell, "D").prefix_caching and not is_store(bench) else ()
+    ):
         begins = max(0, r.length - window)  # the first token that D looks at when it computes the last one
         end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
         if end > first:
@@ -96,7 +107,11 @@ def _gone(bench: Bench, r: Received) -> _Gone | None:
 
 def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
     """Whether these tokens are all that is wrong: never written, in layers with a window."""
-    layers = {layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if isinstance(layer.kind, SlidingWindow)}
+    layers = {
+        layer.name
+        for layer in expand_layers(load_geometries()[bench.cell.family])
+        if isinstance(layer.kind, SlidingWindow)
+    }
     runs = pool.runs[pool.runs["kind"] != SAME]
     inside = (runs["stands"]["token"] >= gone.first) & (runs["stands"]["token"] < gone.end)
     of_them = np.array([region.layer in layers for region in pool.regions])[runs["region"]]
@@ -114,7 +129,9 @@ def wrong_words(check: Check, kind: str) -> int:
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
     words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
-    if not words and check.pool.truncated:  # of very many runs some blocks are kept; the cells of the picture know all
+    if (
+        not words and check.pool.truncated
+    ):  # of very many runs some blocks are kept; the cells of the picture know all
         cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
         words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
     return words
@@ -135,7 +152,8 @@ def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: s
         rule=rule,
         happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D was to find the KV of tokens {check.local} to "
         f"{check.computed - 1} in its pool; the connector had announced {r.decode.external_tokens} tokens{late}",
-        differs=f"{count_pool(check.pool)}" + (f" (of {len(audits)} ranks; see the report for the others)" if len(audits) > 1 else ""),
+        differs=f"{count_pool(check.pool)}"
+        + (f" (of {len(audits)} ranks; see the report for the others)" if len(audits) > 1 else ""),
         picture=draw_pool(check.pool),
         diagnosis=diagnosis,
     )

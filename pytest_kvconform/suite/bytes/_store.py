@@ -5,8 +5,8 @@ from __future__ import annotations
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.pattern_bench import side_of
-from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.bench import side_of
+from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._spared import computed_once, whole_blocks
 
@@ -27,11 +27,16 @@ def alike(cell: Cell) -> bool:
 
 def nothing_given(bench: Bench, seen: TransferSeen, transfer: Transfer) -> None:
     """Called when D was given nothing for a request. Raises NotApplicable where that is right, else Blocked."""
-    if not any(whole_blocks(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests):
+    if not any(
+        whole_blocks(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests
+    ):
         raise NotApplicable(SMALL)
     if not alike(bench.cell):
         raise NotApplicable(UNLIKE)
-    raise Blocked(f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: the store gave D nothing", refused=True)
+    raise Blocked(
+        f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: the store gave D nothing",
+        refused=True,
+    )
 
 
 def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_moved: int) -> Evidence:
@@ -59,7 +64,9 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
                         "is the whole prompt saved, also when it was computed in chunks?",
                         "a store that saves in the background: does it keep the blocks (request_finished returns True) until it has?",
                     ),
-                    declined="" if r.decode.external_tokens else "the store announced nothing, and D computed the prompt",
+                    declined=""
+                    if r.decode.external_tokens
+                    else "the store announced nothing, and D computed the prompt",
                 )
             )
         computed_once(r)

@@ -7,17 +7,23 @@ import functools
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.pattern_bench import block_size
+from pytest_kvconform.rigs.bytes.bench import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3, "nightly": 3}  # how many block boundaries are visited from both sides
-LAYOUTS = {"quick": 1, "full": 2, "nightly": 3}  # how many times a window begins exactly at a block, from both sides
+LAYOUTS = {
+    "quick": 1,
+    "full": 2,
+    "nightly": 3,
+}  # how many times a window begins exactly at a block, from both sides
 
 
 def lengths(cell: Cell, matrix: str) -> list[Transfer]:
     """One prompt of each length that matters: around the boundaries of P's and of D's blocks, and around windows."""
     found = {2}
-    short = has_state(cell) and matrix == "quick"  # states are megabytes a layer: half of the time for two of twenty cells
+    short = (
+        has_state(cell) and matrix == "quick"
+    )  # states are megabytes a layer: half of the time for two of twenty cells
     for size in _blocks(cell):
         for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
             found |= {count * size - 1, count * size, count * size + 1} if not short else {count * size}
@@ -37,7 +43,9 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
     step = max(n // 3, 16)  # tokens P computes at a time
     less = n - (15 if has_state(cell) else b // 2)
     found = [
-        Transfer("two_at_once", (Prompt(tokens(less, shared=b + 5)), Prompt(tokens(n, seed=1, shared=b + 5)))),
+        Transfer(
+            "two_at_once", (Prompt(tokens(less, shared=b + 5)), Prompt(tokens(n, seed=1, shared=b + 5)))
+        ),
         Transfer("chunked", (Prompt(tokens(n)),), budget=step),
         Transfer("reused", (Prompt(tokens(n)), Prompt(tokens(max(n - b, 20), seed=1))), reuse=True),
         Transfer("preempted_on_p", (Prompt(tokens(n)),), budget=step, preempt="P"),
@@ -53,7 +61,10 @@ def hits(cell: Cell, matrix: str) -> list[Transfer]:
     b, n = block_size(cell, "D"), _long(cell)
     most = (n - 1) // b
     depths = range(1, most + 1) if matrix != "quick" and most <= 8 else sorted({1, most // 2, most} - {0})
-    return [Transfer(f"hit{depth}", (Prompt(tokens(n), warm=depth * b + 1 if depth * b < n else n),)) for depth in depths]
+    return [
+        Transfer(f"hit{depth}", (Prompt(tokens(n), warm=depth * b + 1 if depth * b < n else n),))
+        for depth in depths
+    ]
 
 
 @functools.cache
@@ -64,7 +75,10 @@ def transfers(cell: Cell, matrix: str) -> list[Transfer]:
 
 def longest(cell: Cell, matrix: str) -> int:
     """Tokens that the requests of one transfer have at most, what D generates included."""
-    return max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix)) + 16
+    return (
+        max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix))
+        + 16
+    )
 
 
 def has_window(cell: Cell) -> bool:
@@ -74,7 +88,13 @@ def has_window(cell: Cell) -> bool:
 
 def windows(cell: Cell) -> list[int]:
     """Tokens of the sliding windows of a cell's layers, each size once."""
-    return sorted({kind.window for kind in load_geometries()[cell.family].kinds.values() if isinstance(kind, SlidingWindow)})
+    return sorted(
+        {
+            kind.window
+            for kind in load_geometries()[cell.family].kinds.values()
+            if isinstance(kind, SlidingWindow)
+        }
+    )
 
 
 def has_state(cell: Cell) -> bool:

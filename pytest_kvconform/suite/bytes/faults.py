@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
-from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
-from pytest_kvconform.rigs.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
-from pytest_kvconform.rigs.pattern_faults import FaultSeen, leaves_traces
-from pytest_kvconform.rigs.pattern_handover import Received, TransferSeen
-from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.peers.fault_bench import FaultSeen, leaves_traces
+from pytest_kvconform.rigs.peers.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 from pytest_kvconform.suite.bytes._seen import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._store import is_store
 
-PROMPTS = (Prompt(tokens(20)), Prompt(tokens(36, seed=1)))  # the faults of one transfer are those of the first
+PROMPTS = (
+    Prompt(tokens(20)),
+    Prompt(tokens(36, seed=1)),
+)  # the faults of one transfer are those of the first
 SLOW = 20  # rounds; each lets both engines step once, so that whatever else is to happen has happened by then
 NEEDS_NIXL = "needs a connector that moves bytes with NIXL: no agent was made"
 
@@ -34,7 +37,9 @@ FIRST = (0,)
 # one policy for failed loads, and so one pair of engines. What P keeps until its lease is over comes first: the rest takes that long.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
-        _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)),  # the other request is still loading
+        _failed(
+            "failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)
+        ),  # the other request is still loading
         _failed("not_begun", Faults(transfers=FIRST, fail=POST)),
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
         _slow("not_notified", Faults(notifications=NEVER)),
@@ -45,9 +50,20 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
         _slow("notified_late", Faults(notifications=LATE, delay=SLOW)),
     ),
     ("llama3_1_8b", "P1D2", "b16"): (
-        _failed("failed_rank", Faults(ranks=(1,), transfers=FIRST, fail=STATUS), Faults(ranks=(0,), hold=SLOW), policy="recompute"),
+        _failed(
+            "failed_rank",
+            Faults(ranks=(1,), transfers=FIRST, fail=STATUS),
+            Faults(ranks=(0,), hold=SLOW),
+            policy="recompute",
+        ),
         _slow("slow_rank", Faults(ranks=(1,), hold=SLOW), reuse=True, policy="recompute"),
-        _slow("twice_slow_rank", Faults(ranks=(1,), hold=SLOW), Faults(notifications=TWICE), reuse=True, policy="recompute"),
+        _slow(
+            "twice_slow_rank",
+            Faults(ranks=(1,), hold=SLOW),
+            Faults(notifications=TWICE),
+            reuse=True,
+            policy="recompute",
+        ),
         _slow("reversed", Faults(notifications=REVERSED, delay=SLOW), policy="recompute"),
     ),
     ("gpt_oss_20b", "P2D1", "b16"): (
@@ -101,7 +117,11 @@ def ends(bench: Bench, transfer: Transfer) -> Evidence:
     found = _look(bench, transfer)
     seen, failed = found.seen, _failed_requests(found.seen)
     if seen.failed or seen.stuck:
-        diagnosis = seen.failed.sentence if seen.failed else "the connector reported a load neither as finished nor as failed"
+        diagnosis = (
+            seen.failed.sentence
+            if seen.failed
+            else "the connector reported a load neither as finished nor as failed"
+        )
         raise Violation(
             Finding(
                 rule="KV-FAIL-001",
@@ -111,7 +131,10 @@ def ends(bench: Bench, transfer: Transfer) -> Evidence:
                 log=seen.failed.log if seen.failed else seen.logged,
             )
         )
-    broken, refused = sum(s.failed for s in found.struck), [r.name for r in seen.requests if r.finish == "error"]
+    broken, refused = (
+        sum(s.failed for s in found.struck),
+        [r.name for r in seen.requests if r.finish == "error"],
+    )
     if (refused and transfer.policy != "fail") or len(failed) > broken:
         raise Violation(
             Finding(
@@ -129,7 +152,9 @@ def ends(bench: Bench, transfer: Transfer) -> Evidence:
         )
     if transfer.fails and not failed and (unnoticed := _unnoticed(bench, transfer, seen)):
         raise Violation(unnoticed)
-    return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen), notes={"failed": len(failed)})
+    return Evidence(
+        looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen), notes={"failed": len(failed)}
+    )
 
 
 @case("KV-BYTES-001", variants=_judged_by_bytes)
@@ -154,7 +179,11 @@ def readers_are_counted(bench: Bench, transfer: Transfer) -> Evidence:
 def nothing_written_later(bench: Bench, transfer: Transfer) -> Evidence:
     """After the end of a request whose load failed nothing changes in D's pool."""
     found = _settled(bench, transfer)
-    for check in (check for check in _others(found.seen) if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong)):
+    for check in (
+        check
+        for check in _others(found.seen)
+        if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong)
+    ):
         raise Violation(
             Finding(
                 rule="KV-FAIL-004",
@@ -239,7 +268,9 @@ def _look(bench: Bench, transfer: Transfer) -> FaultSeen:
     struck = found.struck[0] + found.struck[1]
     done = not (found.seen.failed or found.seen.stuck)
     if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not struck.changed:
-        raise Blocked(f"{_story(transfer)}: the connector began no transfer that this fault is for ({struck.transfers} in all)")
+        raise Blocked(
+            f"{_story(transfer)}: the connector began no transfer that this fault is for ({struck.transfers} in all)"
+        )
     if done and any(f.notifications for f in transfer.faults) and not struck.notifications:
         raise Blocked(f"{_story(transfer)}: no notification came, so none could be disturbed")
     return found
@@ -256,7 +287,10 @@ def _settled(bench: Bench, transfer: Transfer) -> FaultSeen:
 def _failed_requests(seen: TransferSeen) -> list[Received]:
     """Requests that ended with an error, or that D computed itself after it had been promised KV."""
     return [
-        r for r in seen.requests if r.finish == "error" or (r.decode.external_tokens and r.decode.first_computed <= r.decode.local_tokens)
+        r
+        for r in seen.requests
+        if r.finish == "error"
+        or (r.decode.external_tokens and r.decode.first_computed <= r.decode.local_tokens)
     ]
 
 
@@ -269,7 +303,9 @@ def _bytes_right(bench: Bench, seen: TransferSeen, rule: str) -> Evidence:
     due = sum(check.rows_due for r in seen.requests for check in r.checks)
     if not due:
         raise Blocked(f"stands on kv::bytes/faults::ends[{bench.cell}-{seen.transfer}]: D was given nothing")
-    return Evidence(looked_at=due, unit="rows", bytes_moved=moved(seen), notes={"seconds": round(seen.seconds, 3)})
+    return Evidence(
+        looked_at=due, unit="rows", bytes_moved=moved(seen), notes={"seconds": round(seen.seconds, 3)}
+    )
 
 
 def _others(seen: TransferSeen) -> list[Check]:
@@ -308,13 +344,20 @@ def _story(transfer: Transfer) -> str:
                 POST: "could not be begun (transfer() raised)",
                 POLL: "failed (check_xfer_state() raised)",
             }
-            told.append(f"{where}{which} {how[f.fail]}" + (" and could not be cancelled for a while" if f.linger else ""))
+            told.append(
+                f"{where}{which} {how[f.fail]}"
+                + (" and could not be cancelled for a while" if f.linger else "")
+            )
         elif f.hold or f.late:
-            told.append(f"{where}{which} {'was begun' if f.hold else 'was said to be complete'} {f.hold or f.late} rounds late")
+            told.append(
+                f"{where}{which} {'was begun' if f.hold else 'was said to be complete'} {f.hold or f.late} rounds late"
+            )
         if f.notifications:
             told.append(
-                {TWICE: "every notification came twice", LATE: "notifications came late", NEVER: "no notification came"}.get(
-                    f.notifications, "notifications came in another order"
-                )
+                {
+                    TWICE: "every notification came twice",
+                    LATE: "notifications came late",
+                    NEVER: "no notification came",
+                }.get(f.notifications, "notifications came in another order")
             )
     return " and ".join(told)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.classify import COLLATERAL
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool, explain_source
-from pytest_kvconform.kvspace.explain import intervals
-from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool, explain_source
+from pytest_kvconform.kvspace.pools.draw import draw_pool
+from pytest_kvconform.kvspace.rows.explain import intervals
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.pattern_handover import TransferSeen
-from pytest_kvconform.rigs.pattern_messages import Check
+from pytest_kvconform.rigs.bytes.handover import TransferSeen
+from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
 from pytest_kvconform.suite.bytes._store import is_store, refuse_inventions
@@ -94,7 +94,9 @@ def others_untouched(bench: Bench, transfer: Transfer) -> Evidence:
     for check in [check for r in seen.requests for check in r.checks] + list(seen.audits[1]):
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong):
             raise Violation(_collateral(bench, "D", check, "KV-BYTES-002"))
-    return Evidence(looked_at=seen.decoder.num_blocks * len(seen.audits[1]), unit="blocks", bytes_moved=moved(seen))
+    return Evidence(
+        looked_at=seen.decoder.num_blocks * len(seen.audits[1]), unit="blocks", bytes_moved=moved(seen)
+    )
 
 
 @case("KV-BYTES-003", variants=transfers)
@@ -104,12 +106,18 @@ def source_untouched(bench: Bench, transfer: Transfer) -> Evidence:
     for check in seen.audits[0]:
         if check.pool.wrong:
             raise Violation(_collateral(bench, "P", check, "KV-BYTES-003"))
-    return Evidence(looked_at=seen.prefiller.num_blocks * len(seen.audits[0]), unit="blocks", bytes_moved=moved(seen))
+    return Evidence(
+        looked_at=seen.prefiller.num_blocks * len(seen.audits[0]), unit="blocks", bytes_moved=moved(seen)
+    )
 
 
 def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
     """What changed in a pool although nothing was due there."""
-    when = f"when tokens {check.local} to {check.computed - 1} of a request were loaded," if check.request else "at the end"
+    when = (
+        f"when tokens {check.local} to {check.computed - 1} of a request were loaded,"
+        if check.request
+        else "at the end"
+    )
     return Finding(
         rule=rule,
         happened=f"{when} rank {check.rank} of {role} holds bytes that neither {role} computed nor a load was to bring",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.suite.bytes._transfers import longest
 
 
@@ -24,4 +24,6 @@ def comes_up(bench: Bench, variant: None) -> Evidence:
             declined=failed.refusal,
         )
         raise Violation(finding) from None
-    return Evidence(looked_at=sum(len(group.layers) for facts in (p, d) for group in facts.groups), unit="layers")
+    return Evidence(
+        looked_at=sum(len(group.layers) for facts in (p, d) for group in facts.groups), unit="layers"
+    )

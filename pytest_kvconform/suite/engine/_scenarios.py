@@ -10,7 +10,10 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 def lengths(cell: Cell, matrix: str) -> list[Scenario]:
     """One prompt of each length that matters: around block boundaries and around the window."""
     data = load_families()[cell.family]
-    return [Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1) for n in prompt_lengths(data, data.block_size, matrix)]
+    return [
+        Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1)
+        for n in prompt_lengths(data, data.block_size, matrix)
+    ]
 
 
 def situations(cell: Cell, matrix: str) -> list[Scenario]:
@@ -19,7 +22,10 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
     return [
         Scenario(
             "two_at_once",
-            (Prompt(tokens((s + 1) * b + 7, shared=s * b + 5)), Prompt(tokens((s + 2) * b + 1, seed=1, shared=s * b + 5))),
+            (
+                Prompt(tokens((s + 1) * b + 7, shared=s * b + 5)),
+                Prompt(tokens((s + 2) * b + 1, seed=1, shared=s * b + 5)),
+            ),
             measure_noise=True,
         ),
         Scenario("partial_hit", (Prompt(tokens(2 * s * b + 3), warm=s * b + 1),)),

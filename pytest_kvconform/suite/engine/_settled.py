@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.handover import Observation
+from pytest_kvconform.rigs.engine.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 
 
 def moved(seen: Observation) -> int:
     """Bytes that stand in D's cache, equal P's, and were not computed by D."""
-    return sum(r.rows.compared_bytes for r in seen.requests if r.rows and not r.rows.wrong and r.decode.external_tokens)
+    return sum(
+        r.rows.compared_bytes
+        for r in seen.requests
+        if r.rows and not r.rows.wrong and r.decode.external_tokens
+    )
 
 
 def settled(bench: Bench, scenario: Scenario) -> Observation:
     """The observation, if every request of the scenario came to its end; otherwise Blocked, in one line."""
     seen = bench.observe(scenario)
     if seen.failed or seen.stuck:
-        raise Blocked(f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]")  # which died or hung: no clean refusal
+        raise Blocked(
+            f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]"
+        )  # which died or hung: no clean refusal
     return seen

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.compare import NAMES
-from pytest_kvconform.kvspace.draw import draw
-from pytest_kvconform.kvspace.explain import count_sentence, explain, intervals
-from pytest_kvconform.kvspace.window import missing_window
+from pytest_kvconform.kvspace.rows.compare import NAMES
+from pytest_kvconform.kvspace.rows.draw import draw
+from pytest_kvconform.kvspace.rows.explain import count_sentence, explain, intervals
+from pytest_kvconform.kvspace.rows.window import missing_window
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.handover import Observation
+from pytest_kvconform.rigs.engine.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
 from pytest_kvconform.suite.engine._settled import moved, settled
@@ -71,7 +71,10 @@ def window_is_whole(bench: Bench, scenario: Scenario) -> Evidence:
                 )
             )
     return Evidence(
-        looked_at=looked_at, unit="tokens", bytes_moved=moved(seen), external_tokens=sum(r.decode.external_tokens for r in seen.requests)
+        looked_at=looked_at,
+        unit="tokens",
+        bytes_moved=moved(seen),
+        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
     )
 
 
@@ -81,7 +84,9 @@ def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     seen = _given(bench, scenario)
     for r in seen.requests:
         if not r.decode.asynchronous:
-            raise Blocked("a synchronous load puts the state in place inside the step that uses it, where this suite cannot look yet")
+            raise Blocked(
+                "a synchronous load puts the state in place inside the step that uses it, where this suite cannot look yet"
+            )
         stands, goes_on = r.state_tokens
         if stands != goes_on:
             raise Violation(
@@ -101,13 +106,17 @@ def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
                     rule="KV-STATE-001",
                     happened=f"{r.name}: the state of {len(layers)} layers differs from P's, first in {layers[0]}",
                     differs="; ".join(
-                        f"{segment}: {wrong} of {total} channels" for layer, segment, _, wrong, total in r.state_wrong if layer == layers[0]
+                        f"{segment}: {wrong} of {total} channels"
+                        for layer, segment, _, wrong, total in r.state_wrong
+                        if layer == layers[0]
                     ),
                     diagnosis=f"{', '.join(parts)}",
                 )
             )
     return Evidence(
-        looked_at=sum(r.state_bytes for r in seen.requests), unit="bytes", bytes_moved=sum(r.state_bytes for r in seen.requests)
+        looked_at=sum(r.state_bytes for r in seen.requests),
+        unit="bytes",
+        bytes_moved=sum(r.state_bytes for r in seen.requests),
     )
 
 
@@ -117,7 +126,11 @@ def others_untouched(bench: Bench, scenario: Scenario) -> Evidence:
     seen = _given(bench, scenario)
     for r in seen.requests:
         if r.changed_blocks:
-            null = "; block 0 is the null block, which every window reads as empty" if 0 in r.changed_blocks else ""
+            null = (
+                "; block 0 is the null block, which every window reads as empty"
+                if 0 in r.changed_blocks
+                else ""
+            )
             raise Violation(
                 Finding(
                     rule="KV-BYTES-002",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._scenarios import situations
 from pytest_kvconform.suite.engine._settled import moved, settled
@@ -21,13 +21,23 @@ def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
         if failed.how == "refused":
             on = f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}"
             raise Blocked(on, refused=failed.declined) from None
-        raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence)) from None
+        raise Violation(
+            Finding(
+                rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence
+            )
+        ) from None
     for role, left in zip("PD", ends, strict=True):
         if left.error:
-            raise Violation(Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}"))
+            raise Violation(
+                Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}")
+            )
         said = [
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})"
-            for what, things in (("threads", left.threads), ("listening ports", left.listening), ("processes", left.children))
+            for what, things in (
+                ("threads", left.threads),
+                ("listening ports", left.listening),
+                ("processes", left.children),
+            )
             if things
         ]
         if said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window
 
 
@@ -15,7 +15,13 @@ def comes_up(bench: Bench, _: None) -> Evidence:
     try:
         p, d = bench.facts_of_engines()
     except EngineFailed as failed:
-        finding = Finding(rule="KV-START-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence, declined=failed.refusal)
+        finding = Finding(
+            rule="KV-START-001",
+            happened=failed.sentence,
+            log=failed.log,
+            diagnosis=failed.sentence,
+            declined=failed.refusal,
+        )
         raise Violation(finding) from None
     return Evidence(
         looked_at=2,
@@ -54,4 +60,6 @@ def groups_stay_apart(bench: Bench, _: None) -> Evidence:
 def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     from pytest_kvconform.result import Blocked
 
-    return Blocked(f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}", refused=failed.declined)
+    return Blocked(
+        f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}", refused=failed.declined
+    )

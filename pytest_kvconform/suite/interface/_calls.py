@@ -41,7 +41,10 @@ OF_THE_WORKER_HALF: Calls = {
     "get_handshake_metadata": (0, ()),
     "handle_preemptions": (1, ()),
     "bind_connector_metadata": (1, ()),
-    "start_load_kv": (1, ("scheduler_output", "request_state_indices", "request_ids", "num_tokens", "attn_metadata")),
+    "start_load_kv": (
+        1,
+        ("scheduler_output", "request_state_indices", "request_ids", "num_tokens", "attn_metadata"),
+    ),
     "wait_for_layer_load": (1, ()),
     "save_kv_layer": (3, ()),
     "finish_forward": (0, ()),

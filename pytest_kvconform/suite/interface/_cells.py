@@ -20,4 +20,6 @@ def once(cell: Cell) -> bool:
 
 def has_groups(cell: Cell) -> bool:
     """Whether layers need block tables of their own: windows or states."""
-    return not all(isinstance(kind, FullAttention | Mla) for kind in load_geometries()[cell.family].kinds.values())
+    return not all(
+        isinstance(kind, FullAttention | Mla) for kind in load_geometries()[cell.family].kinds.values()
+    )

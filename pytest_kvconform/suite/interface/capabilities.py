@@ -6,9 +6,9 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
-from pytest_kvconform.rigs.of_vllm import ask_class, class_named
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
-from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.classes import ask_class, class_named
 from pytest_kvconform.suite.interface._cells import once
 
 ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
@@ -18,7 +18,10 @@ ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
 def layout_asked_for_is_one(rig: Rig, _: None) -> Evidence:
     """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
-    answers = [ask_class(rig, "get_required_kvcache_layout", rig.host.config(role, "fail", 16, True, {})) for role in "PDPD"]
+    answers = [
+        ask_class(rig, "get_required_kvcache_layout", rig.host.config(role, "fail", 16, True, {}))
+        for role in "PDPD"
+    ]
     for answer in answers:
         if answer is not None and (not isinstance(answer, str) or answer not in names):
             raise rig.broken(
@@ -27,7 +30,10 @@ def layout_asked_for_is_one(rig: Rig, _: None) -> Evidence:
                 diagnosis=f"{answer!r} is no name of a layout",
             )
     if answers[:2] != answers[2:]:
-        raise rig.broken("", f"get_required_kvcache_layout answered {answers[:2]} and then {answers[2:]} to the same questions")
+        raise rig.broken(
+            "",
+            f"get_required_kvcache_layout answered {answers[:2]} and then {answers[2:]} to the same questions",
+        )
     return Evidence(looked_at=len(answers), unit="answers", notes={"layout": answers[0] or "any"})
 
 
@@ -38,7 +44,11 @@ def graphs_are_a_yes_or_no(rig: Rig, _: None) -> Evidence:
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
         if not isinstance(answer := ask_class(rig, "requires_piecewise_for_cudagraph", extra), bool):
-            raise rig.broken("", f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}", diagnosis="the answer is no bool")
+            raise rig.broken(
+                "",
+                f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}",
+                diagnosis="the answer is no bool",
+            )
     return Evidence(looked_at=len(asked), unit="answers")
 
 
@@ -51,10 +61,18 @@ def promises_are_bools(rig: Rig, which: str) -> Evidence:
         first, again = getattr(connector, name), getattr(connector, name)
         if not isinstance(first, bool):
             made = "a method and no property" if callable(first) else f"a {type(first).__name__}"
-            raise rig.broken("", f"{name} of the {which} half is {made}, and vLLM takes it for a bool", diagnosis=f"{name} is {made}")
+            raise rig.broken(
+                "",
+                f"{name} of the {which} half is {made}, and vLLM takes it for a bool",
+                diagnosis=f"{name} is {made}",
+            )
         if first != again:
-            raise rig.broken("", f"{name} of the {which} half is {first} and then {again}", diagnosis=f"{name} changes")
-    return Evidence(looked_at=len(names), unit="promises", notes={name: str(getattr(connector, name)) for name in names})
+            raise rig.broken(
+                "", f"{name} of the {which} half is {first} and then {again}", diagnosis=f"{name} changes"
+            )
+    return Evidence(
+        looked_at=len(names), unit="promises", notes={name: str(getattr(connector, name)) for name in names}
+    )
 
 
 @case("KV-CAPS-003", inside=True)
@@ -70,11 +88,16 @@ def loaded_groups_are_those_of_the_load(rig: Rig, _: None) -> Evidence:
         groups = list(found)
     except TypeError:
         groups = [found, None]
-    if any(not isinstance(group, int) or isinstance(group, bool) for group in groups) or len(set(groups)) != len(groups):
-        raise rig.broken("", f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM expects group numbers, each once")
+    if any(not isinstance(group, int) or isinstance(group, bool) for group in groups) or len(
+        set(groups)
+    ) != len(groups):
+        raise rig.broken(
+            "", f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM expects group numbers, each once"
+        )
     if extra := set(groups) - transferred:
         raise rig.broken(
-            "", f"get_loaded_kv_cache_group_ids names {sorted(extra)}, and the groups that are transferred are {sorted(transferred)}"
+            "",
+            f"get_loaded_kv_cache_group_ids names {sorted(extra)}, and the groups that are transferred are {sorted(transferred)}",
         )
     if hand_over and set(groups) != transferred:
         raise rig.broken(
@@ -102,10 +125,14 @@ def optional_hooks_answer(rig: Rig, role: str) -> Evidence:
     if side.ask("has_pending_push_work"):
         side.needs_no_other_reports()
         raise rig.broken(
-            "", "has_pending_push_work() is True with no request left, so the engine steps for ever", diagnosis="work never ends"
+            "",
+            "has_pending_push_work() is True with no request left, so the engine steps for ever",
+            diagnosis="work never ends",
         )
     if (answer := side.ask("reset_cache")) is not None and not isinstance(answer, bool):
-        raise rig.broken("", f"reset_cache() returned {answer!r}", diagnosis="reset_cache is neither None nor a bool")
+        raise rig.broken(
+            "", f"reset_cache() returned {answer!r}", diagnosis="reset_cache is neither None nor a bool"
+        )
     return Evidence(looked_at=asked + 2, unit="answers")
 
 
@@ -118,11 +145,15 @@ def _answers(rig: Rig, side: Side) -> int:
         listed = list(events)
     except TypeError:
         raise rig.broken(
-            "", f"take_events() returned {events!r}, and vLLM makes a list of it", diagnosis="take_events is no iterable"
+            "",
+            f"take_events() returned {events!r}, and vLLM makes a list of it",
+            diagnosis="take_events is no iterable",
         ) from None
     if wrong := [event for event in listed if not isinstance(event, class_named("KVCacheEvent"))]:
         raise rig.broken(
-            "", f"take_events() gave a {type(wrong[0]).__name__}, which is no KVCacheEvent", diagnosis="take_events: another class"
+            "",
+            f"take_events() gave a {type(wrong[0]).__name__}, which is no KVCacheEvent",
+            diagnosis="take_events: another class",
         )
     return 3
 
@@ -131,7 +162,11 @@ def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
     counts, kind = (1, side.block_size, 2 * side.block_size), class_named("CacheHitSource")
     for count in counts:
         found = side.ask("get_external_cache_hit_sources", request, count)
-        if not isinstance(found, dict) or not all(isinstance(key, kind) for key in found) or sum(found.values()) != count:
+        if (
+            not isinstance(found, dict)
+            or not all(isinstance(key, kind) for key in found)
+            or sum(found.values()) != count
+        ):
             raise rig.broken(
                 "",
                 f"get_external_cache_hit_sources(request, {count}) returned {found!r}",

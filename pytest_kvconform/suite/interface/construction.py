@@ -7,10 +7,15 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
-from pytest_kvconform.rigs.of_vllm import class_named, connector_class
-from pytest_kvconform.rigs.scheduler_rig import Rig
-from pytest_kvconform.rigs.worker_half import WorkerHalf
-from pytest_kvconform.suite.interface._calls import OF_THE_CLASS, OF_THE_SCHEDULER_HALF, OF_THE_WORKER_HALF, WITH_GROUPS
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.classes import class_named, connector_class
+from pytest_kvconform.suite.interface._calls import (
+    OF_THE_CLASS,
+    OF_THE_SCHEDULER_HALF,
+    OF_THE_WORKER_HALF,
+    WITH_GROUPS,
+)
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
 
@@ -24,7 +29,11 @@ def base_keeps_what_it_was_given(rig: Rig, which: str) -> Evidence:
         side = rig.side("P")
         found, config, kv_config = side.connector, side.config, side.kv_config
     if not isinstance(found, class_named("KVConnectorBase_V1")):
-        raise rig.broken("", f"{type(found).__name__} is no subclass of KVConnectorBase_V1", diagnosis="the class has another base")
+        raise rig.broken(
+            "",
+            f"{type(found).__name__} is no subclass of KVConnectorBase_V1",
+            diagnosis="the class has another base",
+        )
     given = {
         "_vllm_config": config,
         "_role": class_named("KVConnectorRole")[which.upper()],
@@ -46,15 +55,29 @@ def hooks_take_what_vllm_passes(rig: Rig, _: None) -> Evidence:
     """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
     found, signatures = connector_class(rig), 0
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise rig.broken("", f"{found.__name__} does not implement {', '.join(missing)}", diagnosis=f"{missing[0]} is missing")
-    of_objects = OF_THE_SCHEDULER_HALF | OF_THE_WORKER_HALF | (WITH_GROUPS if rig.host.spec.supports_hma else {})
+        raise rig.broken(
+            "",
+            f"{found.__name__} does not implement {', '.join(missing)}",
+            diagnosis=f"{missing[0]} is missing",
+        )
+    of_objects = (
+        OF_THE_SCHEDULER_HALF | OF_THE_WORKER_HALF | (WITH_GROUPS if rig.host.spec.supports_hma else {})
+    )
     for calls, of_class in ((OF_THE_CLASS, True), (of_objects, False)):
         for hook, (positions, names) in calls.items():
             method = getattr(found, hook, None)
             if not callable(method):
-                raise rig.broken("", f"{found.__name__}.{hook} is {_short(method)}, and vLLM calls it", diagnosis=f"{hook} is no method")
+                raise rig.broken(
+                    "",
+                    f"{found.__name__}.{hook} is {_short(method)}, and vLLM calls it",
+                    diagnosis=f"{hook} is no method",
+                )
             if inspect.iscoroutinefunction(method):
-                raise rig.broken("", f"{found.__name__}.{hook} is a coroutine, and vLLM awaits nothing", diagnosis=f"{hook} is async")
+                raise rig.broken(
+                    "",
+                    f"{found.__name__}.{hook} is a coroutine, and vLLM awaits nothing",
+                    diagnosis=f"{hook} is async",
+                )
             try:
                 inspect.signature(method).bind(*[None] * (positions + (not of_class)), **dict.fromkeys(names))
             except TypeError as error:
@@ -82,7 +105,10 @@ def allocator_is_what_the_class_says(rig: Rig, _: None) -> Evidence:
             diagnosis=f"{found.__name__} does not inherit SupportsHMA",
         )
     side = rig.side("P")
-    on, groups = not side.config.scheduler_config.disable_hybrid_kv_cache_manager, len(side.kv_config.kv_cache_groups)
+    on, groups = (
+        not side.config.scheduler_config.disable_hybrid_kv_cache_manager,
+        len(side.kv_config.kv_cache_groups),
+    )
     if on != hma or (groups > 1) != hma:
         raise rig.broken(
             "",
@@ -90,12 +116,19 @@ def allocator_is_what_the_class_says(rig: Rig, _: None) -> Evidence:
             f"{'on' if on else 'off'} with {groups} KV cache groups",
             diagnosis="the connector changed what vLLM decides about the hybrid memory allocator",
         )
-    return Evidence(looked_at=groups, unit="groups", notes={"hybrid memory allocator": "on" if on else "off", "groups": groups})
+    return Evidence(
+        looked_at=groups,
+        unit="groups",
+        notes={"hybrid memory allocator": "on" if on else "off", "groups": groups},
+    )
 
 
 def _parameters(method: Any) -> str:
     """`self, forward_context, **kwargs`: without annotations."""
-    return ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in inspect.signature(method).parameters.values())
+    return ", ".join(
+        str(p.replace(annotation=inspect.Parameter.empty))
+        for p in inspect.signature(method).parameters.values()
+    )
 
 
 def _short(value: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.leaks import integers
-from pytest_kvconform.rigs.scheduler_rig import APART, BLOCKS, Rig, Side
+from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, Side
 from pytest_kvconform.suite.interface._cells import has_groups
 
 
@@ -18,7 +18,10 @@ def other_groups_stay_out(rig: Rig, _: None) -> Evidence:
     step = rig.answered(d, second)  # to load nothing of such a model is no fault
     last, seen = len(d.group_sizes) - 1, 0
     blocks = {
-        "P hands over": (p.calls_of("request_finished", first)[0].arguments["blocks"], integers(p.params(first))),
+        "P hands over": (
+            p.calls_of("request_finished", first)[0].arguments["blocks"],
+            integers(p.params(first)),
+        ),
         "D's workers are told to load": (d.blocks(second), step.orders(second)),
     }
     for what, (groups, found) in blocks.items():
@@ -31,7 +34,9 @@ def other_groups_stay_out(rig: Rig, _: None) -> Evidence:
                 diagnosis="block ids of every group are exchanged, and not those of select_transfer_block_ids",
             )
     if not seen:
-        raise NotApplicable("neither what P hands over nor the orders for D's workers name a block in a form that can be read")
+        raise NotApplicable(
+            "neither what P hands over nor the orders for D's workers name a block in a form that can be read"
+        )
     return Evidence(looked_at=seen, unit="blocks", external_tokens=d.announced_first(second))
 
 

@@ -8,10 +8,15 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
-from pytest_kvconform.rigs.of_vllm import class_named, has_process_groups, has_worker_half, uses_accelerator
-from pytest_kvconform.rigs.recorder import HookRaised
-from pytest_kvconform.rigs.scheduler_rig import Rig
-from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.rigs.scheduler.recorder import HookRaised
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.classes import (
+    class_named,
+    has_process_groups,
+    has_worker_half,
+    uses_accelerator,
+)
 from pytest_kvconform.suite.interface._cells import each_memory, once
 
 FOREVER_S = 2.0  # a hook of the start that has nothing to wait for and takes longer waits for ever; times --kv-timeout-scale
@@ -33,7 +38,9 @@ def worker_half_starts_alone(rig: Rig, role: str) -> Evidence:
     half = WorkerHalf(rig, role)
     half.construct()
     half.register(half.allocate())
-    return Evidence(looked_at=len(half.layers), unit="layers", notes={"publishes": len(half.handshake_metadata())})
+    return Evidence(
+        looked_at=len(half.layers), unit="layers", notes={"publishes": len(half.handshake_metadata())}
+    )
 
 
 @case("KV-ROLE-002", variants=roles, inside=True)
@@ -46,9 +53,17 @@ def scheduler_half_starts_alone(rig: Rig, role: str) -> Evidence:
     id = side.add(rig.prompt(side.block_size + 3))
     side.run()
     if has_worker_half():
-        raise rig.broken("", "the scheduler half built a worker half in its own process", diagnosis="the scheduler half plays both roles")
+        raise rig.broken(
+            "",
+            "the scheduler half built a worker half in its own process",
+            diagnosis="the scheduler half plays both roles",
+        )
     if uses_accelerator() and not on_device:
-        raise rig.broken("", "the scheduler half took the accelerator into use", diagnosis="the scheduler half touches device memory")
+        raise rig.broken(
+            "",
+            "the scheduler half took the accelerator into use",
+            diagnosis="the scheduler half touches device memory",
+        )
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"finish": side.results[id].finish or ""})
 
 
@@ -59,12 +74,18 @@ def starts_in_vllms_order(rig: Rig, role: str) -> Evidence:
     side = half.start()
     count = side.connector.get_finished_count()
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise rig.broken("", f"get_finished_count() returned {count!r}", diagnosis="get_finished_count is neither None nor a count")
+        raise rig.broken(
+            "",
+            f"get_finished_count() returned {count!r}",
+            diagnosis="get_finished_count is neither None nor a count",
+        )
     for _ in range(2):
         said = half.idle_step(side)
         for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
             if found := getattr(said, name, None):
-                raise rig.broken("", f"in a step without any request the worker half reports {name} = {found}")
+                raise rig.broken(
+                    "", f"in a step without any request the worker half reports {name} = {found}"
+                )
     return Evidence(looked_at=2, unit="steps", notes={"reports that make one": count or "one a rank"})
 
 
@@ -98,7 +119,12 @@ def _engine_ids(connector: Any) -> dict[str, str]:
     return {f"{name}.engine_id": value for name, value in found.items() if isinstance(value, str)}
 
 
-@case("KV-LIFE-003", applies=once, variants=lambda cell, matrix: ("no_rank", "one_rank", "two_stages"), inside=True)
+@case(
+    "KV-LIFE-003",
+    applies=once,
+    variants=lambda cell, matrix: ("no_rank", "one_rank", "two_stages"),
+    inside=True,
+)
 def metadata_of_some_ranks(rig: Rig, which: str) -> Evidence:
     """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
     half = WorkerHalf(rig, "P")
@@ -107,12 +133,22 @@ def metadata_of_some_ranks(rig: Rig, which: str) -> Evidence:
     side, published = half.scheduler_side(), half.handshake_metadata()
     if which != "no_rank" and not published:
         raise NotApplicable(f"{rig.subject.connector} publishes no handshake metadata")
-    given = {} if which == "no_rank" else published if which == "one_rank" else {(stage, 0): published[0, 0] for stage in (0, 1)}
+    given = (
+        {}
+        if which == "no_rank"
+        else published
+        if which == "one_rank"
+        else {(stage, 0): published[0, 0] for stage in (0, 1)}
+    )
     hook = "set_xfer_handshake_metadata_pp_aware"
     try:
         side.recorder.guard(hook, side.connector.set_xfer_handshake_metadata_pp_aware, given)
     except HookRaised as raised:  # the base class refuses stages, too
-        if which != "two_stages" or not isinstance(raised.error, ValueError | NotImplementedError) or not str(raised.error):
+        if (
+            which != "two_stages"
+            or not isinstance(raised.error, ValueError | NotImplementedError)
+            or not str(raised.error)
+        ):
             raise
         return Evidence(looked_at=1, unit="calls", notes={"refused": str(raised.error).splitlines()[0][:120]})
     half.idle_step(side)
@@ -145,7 +181,9 @@ def taken_port_is_no_reason_to_wait(rig: Rig, _: None) -> Evidence:
             diagnosis="the start waits for a listener that could not bind its port, and says nothing",
         )
     return Evidence(
-        looked_at=len(taken), unit="ports", notes={"the second engine": f"{type(said[0]).__name__}: {said[0]}" if said else "started"}
+        looked_at=len(taken),
+        unit="ports",
+        notes={"the second engine": f"{type(said[0]).__name__}: {said[0]}" if said else "started"},
     )
 
 
@@ -157,15 +195,24 @@ def published_metadata_travel(rig: Rig, role: str) -> Evidence:
     step = half.idle_step(side)
     said = {
         "get_handshake_metadata": (half.ask("get_handshake_metadata"), "KVConnectorHandshakeMetadata"),
-        "build_connector_worker_meta": (getattr(step, "kv_connector_worker_meta", None), "KVConnectorWorkerMetadata"),
+        "build_connector_worker_meta": (
+            getattr(step, "kv_connector_worker_meta", None),
+            "KVConnectorWorkerMetadata",
+        ),
         "get_kv_connector_stats": (getattr(step, "kv_connector_stats", None), "KVConnectorStats"),
     }
     given = {hook: (value, kind) for hook, (value, kind) in said.items() if value is not None}
     if not given:
-        raise NotApplicable(f"{rig.subject.connector} publishes no handshake metadata, and a step without requests says nothing")
+        raise NotApplicable(
+            f"{rig.subject.connector} publishes no handshake metadata, and a step without requests says nothing"
+        )
     for hook, (value, kind) in given.items():
         if not isinstance(value, class_named(kind)):
-            raise rig.broken("", f"{hook} returned a {type(value).__name__}, which is no {kind}", diagnosis=f"{hook}: another class")
+            raise rig.broken(
+                "",
+                f"{hook} returned a {type(value).__name__}, which is no {kind}",
+                diagnosis=f"{hook}: another class",
+            )
         try:
             pickle.loads(pickle.dumps(value))
         except Exception as error:
@@ -189,7 +236,9 @@ def every_layer_is_registered(rig: Rig, which: str) -> Evidence:
     half.layers[shared] = half.config.compilation_config.static_forward_context[shared] = half.layers[source]
     half.register(caches | {shared: caches[source]})
     return Evidence(
-        looked_at=len(caches) + 1, unit="layers", notes={"memory": len({c.untyped_storage().data_ptr() for c in caches.values()})}
+        looked_at=len(caches) + 1,
+        unit="layers",
+        notes={"memory": len({c.untyped_storage().data_ptr() for c in caches.values()})},
     )
 
 
@@ -206,6 +255,8 @@ def registers_in_the_layout_that_was_resolved(rig: Rig, layout: str) -> Evidence
     half.idle_step(side)
     if (now := half.config.cache_config.kv_cache_layout) != layout:
         raise rig.broken(
-            "", f"vLLM resolved the layout {layout}, and the connector changed it to {now}", diagnosis="the layout was changed"
+            "",
+            f"vLLM resolved the layout {layout}, and the connector changed it to {now}",
+            diagnosis="the layout was changed",
         )
     return Evidence(looked_at=len(half.layers), unit="layers", notes={"layout": layout})

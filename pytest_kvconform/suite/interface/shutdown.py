@@ -11,9 +11,14 @@ from typing import Any, TypeVar
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
-from pytest_kvconform.rigs.process_facts import children_of, listening_sockets, mapped_shared_memory, threads
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
-from pytest_kvconform.rigs.worker_half import WorkerHalf
+from pytest_kvconform.rigs.processes.linux import (
+    children_of,
+    listening_sockets,
+    mapped_shared_memory,
+    threads,
+)
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import once
 
 Left = TypeVar("Left", dict[str, Any], list[int])
@@ -27,9 +32,13 @@ def leaves_nothing(rig: Rig, _: None) -> Evidence:
     before = set(threads()), set(listening_sockets(os.getpid()))
     _end(half, half.start())
     if left := _once_nothing(rig, lambda: _left(*before)):
-        said = " and ".join(f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items())
+        said = " and ".join(
+            f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items()
+        )
         raise rig.broken(
-            "", f"after shutdown of both halves there are still {said}", diagnosis=f"shutdown() leaves {' and '.join(left)} behind"
+            "",
+            f"after shutdown of both halves there are still {said}",
+            diagnosis=f"shutdown() leaves {' and '.join(left)} behind",
         )
     return Evidence(looked_at=2, unit="halves")
 
@@ -87,14 +96,22 @@ def another_one_can_follow(rig: Rig, _: None) -> Evidence:
         held = held or _held()
     if ports[0] != ports[1]:
         raise rig.broken(
-            "", f"the first engine listened on {ports[0]}, and the second one on {ports[1]}", diagnosis="the port is not given back"
+            "",
+            f"the first engine listened on {ports[0]}, and the second one on {ports[1]}",
+            diagnosis="the port is not given back",
         )
     if more := _once_nothing(rig, lambda: dict(_held() - held)):
         said = ", ".join(f"{number} more {what}" for what, number in more.items())
         raise rig.broken(
-            "", f"after the second engine's end the process has {said} than after the first one's", diagnosis=f"each engine leaves {said}"
+            "",
+            f"after the second engine's end the process has {said} than after the first one's",
+            diagnosis=f"each engine leaves {said}",
         )
-    return Evidence(looked_at=2, unit="engines", notes={"ports": ", ".join(map(str, ports[0])) or "none", "open files": sum(held.values())})
+    return Evidence(
+        looked_at=2,
+        unit="engines",
+        notes={"ports": ", ".join(map(str, ports[0])) or "none", "open files": sum(held.values())},
+    )
 
 
 def _held() -> Counter[str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from pytest_kvconform.kvspace.diagnose import count_pool, explain_pool
-from pytest_kvconform.kvspace.picture import draw_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peer_desk import NO_TRANSFER, Ended, EngineSeen, StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, Ended, EngineSeen, StorySeen
 from pytest_kvconform.suite.bytes._seen import wrong_words
 from pytest_kvconform.suite.bytes._store import is_store
 
-RIGHT, COMPUTED, REFUSED, WRONG, STUCK = "right", "computed", "refused", "wrong", "stuck"  # what became of a request
+RIGHT, COMPUTED, REFUSED, WRONG, STUCK = (
+    "right",
+    "computed",
+    "refused",
+    "wrong",
+    "stuck",
+)  # what became of a request
 
 
 def one_rank(cell: Cell) -> bool:
@@ -88,7 +94,9 @@ def seconds(ended: Ended) -> float:
     return ended.ended - ended.added
 
 
-def violation(rule: str, happened: str, seen: StorySeen, ended: Ended | None = None, diagnosis: str = "") -> Violation:
+def violation(
+    rule: str, happened: str, seen: StorySeen, ended: Ended | None = None, diagnosis: str = ""
+) -> Violation:
     """A broken rule; with the picture of what stands wrong in D's pool, if a request was given wrong bytes."""
     wrong = next((check for check in (ended.checks if ended else ()) if check.pool.wrong), None)
     return Violation(
@@ -136,5 +144,7 @@ def _last(seen: StorySeen) -> str:
 def evidence(looked_at: int, unit: str, seen: StorySeen, **notes: float | int | str) -> Evidence:
     """Proof of what was looked at, with the seconds of every request."""
     times = {f"{name}_s": round(seconds(ended), 3) for name, ended in seen.requests.items()}
-    moved = sum(check.bytes_due for ended in seen.requests.values() for check in ended.checks if not check.pool.wrong)
+    moved = sum(
+        check.bytes_due for ended in seen.requests.values() for check in ended.checks if not check.pool.wrong
+    )
     return Evidence(looked_at=looked_at, unit=unit, bytes_moved=moved, notes={**times, **notes})

@@ -7,15 +7,23 @@ from collections.abc import Callable
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell, NotApplicable
-from pytest_kvconform.rigs.leaks import integers
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
 
 PROMPT = "3b+5"  # several blocks, the last one partly filled
 
 # Who, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and plain ones carry no params.
 PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-running", "p-error-running")
-DECODES = ("d-length", "d-stop", "d-abort-new", "d-abort-waiting", "d-abort-loading", "d-error-loading", "d-abort-running")
+DECODES = (
+    "d-length",
+    "d-stop",
+    "d-abort-new",
+    "d-abort-waiting",
+    "d-abort-loading",
+    "d-error-loading",
+    "d-abort-running",
+)
 PLAIN = ("plain-length", "plain-abort-waiting", "plain-abort-running")
 ENDINGS = (*PLAIN, *PREFILLS, *DECODES)
 FEW = ("p-length", "d-abort-loading", "plain-length", "p-abort-running")
@@ -25,7 +33,9 @@ STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 def hands_over(rig: Rig) -> None:
     """Raise NotApplicable for a store: it hands nothing from one engine to another."""
     if rig.subject.profile == "store":
-        raise NotApplicable(f"{rig.subject.connector} is a store, and hands no request from one engine to another")
+        raise NotApplicable(
+            f"{rig.subject.connector} is a store, and hands no request from one engine to another"
+        )
 
 
 def names_loads_alone(rig: Rig) -> None:
@@ -33,7 +43,9 @@ def names_loads_alone(rig: Rig) -> None:
     d = rig.side("D")
     d.add(rig.prompt(several(PROMPT, d.block_size)), max_tokens=3)
     if any(map(d.owns, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))):
-        raise NotApplicable("the metadata names the blocks of a request that loads nothing, too: a load cannot be told from that")
+        raise NotApplicable(
+            "the metadata names the blocks of a request that loads nothing, too: a load cannot be told from that"
+        )
 
 
 def spread(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
@@ -48,7 +60,9 @@ def endings(cell: Cell, matrix: str) -> tuple[str, ...]:
 
 def one_group(cell: Cell) -> bool:
     """Whether every layer has the same KV cache: a model with one KV cache group."""
-    return not any(isinstance(kind, (SlidingWindow, State)) for kind in load_geometries()[cell.family].kinds.values())
+    return not any(
+        isinstance(kind, (SlidingWindow, State)) for kind in load_geometries()[cell.family].kinds.values()
+    )
 
 
 def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
@@ -65,7 +79,12 @@ def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
     else:
         side, sides = p, (p,)
         prompt = rig.prompt(several(PROMPT, p.block_size))
-        id = p.add(prompt, rig.ask_prefill() if who == "p" else None, max_tokens=1 if how == "length" else 3, stop=how == "stop")
+        id = p.add(
+            prompt,
+            rig.ask_prefill() if who == "p" else None,
+            max_tokens=1 if how == "length" else 3,
+            stop=how == "stop",
+        )
     if not state:
         side.run(lambda: id in side.results)
     elif state == "new":

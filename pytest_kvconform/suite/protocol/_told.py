@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_kvconform.rigs.leaks import mentions, walk
-from pytest_kvconform.rigs.scheduler_rig import Side, Step
+from pytest_kvconform.rigs.scheduler.leaks import mentions, walk
+from pytest_kvconform.rigs.scheduler.rig import Side, Step
 
 SHORTEST = 8  # of a word that can stand for one engine or one request
 SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared

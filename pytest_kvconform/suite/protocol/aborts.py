@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, spread
 from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
@@ -36,8 +36,15 @@ def spares_the_others_on_d(rig: Rig, state: str) -> Evidence:
             raise rig.broken("", f"the load of {id} was not reported, and its blocks are free")
         d.step(received=[id])  # late: the other request has come and gone
     computed, given = d.computed_by_itself(other), d.announced_first(other)
-    if d.results[other].finish != "length" or given != twin.announced_first(alone) or computed > max(1, len(prompts[1]) - given):
-        raise rig.broken("", f"{id} was aborted while {state}, and {other}, which was given {given} tokens, computed {computed}")
+    if (
+        d.results[other].finish != "length"
+        or given != twin.announced_first(alone)
+        or computed > max(1, len(prompts[1]) - given)
+    ):
+        raise rig.broken(
+            "",
+            f"{id} was aborted while {state}, and {other}, which was given {given} tokens, computed {computed}",
+        )
     p.step(sent=p.kept())
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=given)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.leaks import integers
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import ENDINGS, PREFILLS, PROMPT, end, endings, hands_over, settle, spread
+from pytest_kvconform.suite.protocol._scenes import (
+    ENDINGS,
+    PREFILLS,
+    PROMPT,
+    end,
+    endings,
+    hands_over,
+    settle,
+    spread,
+)
 
 ENDED = "request_finished"
 
@@ -32,7 +41,9 @@ def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
     second = d.add(p.prompts[first], params)
     d.run()
     if d.results[second].finish != "length":
-        raise rig.broken("", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}")
+        raise rig.broken(
+            "", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}"
+        )
     settle(p)
     return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced(second)[0])
 
@@ -52,7 +63,11 @@ def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):
         prompt = rig.prompt(several(PROMPT, p.block_size), seed=seed)
-        ids[p.add(prompt, rig.ask_prefill() or None, max_tokens=1 if how == "length" else 3, stop=how == "stop")] = how
+        ids[
+            p.add(
+                prompt, rig.ask_prefill() or None, max_tokens=1 if how == "length" else 3, stop=how == "stop"
+            )
+        ] = how
     p.step()
     for id, how in ids.items():
         if how == "abort":
@@ -63,7 +78,11 @@ def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
     return _ends(p)
 
 
-@case("KV-FINISH-004", variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]), inside=True)
+@case(
+    "KV-FINISH-004",
+    variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]),
+    inside=True,
+)
 def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
     """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
     hands_over(rig)
@@ -71,16 +90,27 @@ def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
     [call] = p.calls_of(ENDED, id)
     if call.result[0]:
         raise rig.broken(
-            "", f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps blocks that nobody reads"
+            "",
+            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps blocks that nobody reads",
         )
     if call.result[1] and any(map(p.owns, integers(call.result[1]))):
-        raise rig.broken("", f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name its blocks")
+        raise rig.broken(
+            "",
+            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name its blocks",
+        )
     if p.free() != p.free_at_start:
-        raise rig.broken("", f"{p.free_at_start - p.free()} blocks are not free although the prefill ended as {call.arguments['status']}")
+        raise rig.broken(
+            "",
+            f"{p.free_at_start - p.free()} blocks are not free although the prefill ended as {call.arguments['status']}",
+        )
     return Evidence(looked_at=1, unit="ends")
 
 
-@case("KV-FINISH-005", variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"), inside=True)
+@case(
+    "KV-FINISH-005",
+    variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"),
+    inside=True,
+)
 def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
     """Params name the blocks that P has at the end, whatever blocks it had before."""
     hands_over(rig)
@@ -90,7 +120,12 @@ def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
     before: set[int] = set()
     if way in ("chunked", "preempted", "preempted_at_the_end"):
         p.budget(p.block_size)
-        p.run(lambda: p.status(id) == "RUNNING" and (way != "preempted_at_the_end" or p.computed(id) > len(prompt) - p.block_size - 6))
+        p.run(
+            lambda: (
+                p.status(id) == "RUNNING"
+                and (way != "preempted_at_the_end" or p.computed(id) > len(prompt) - p.block_size - 6)
+            )
+        )
         before = {block for group in p.blocks(id) for block in group}
     if way.startswith("preempted"):
         p.preempt(id)
@@ -107,7 +142,10 @@ def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
         raise NotApplicable("the params name no block in a form that can be read")
     if wrong := sorted(named - owned):
         older = " (it had them before it was preempted)" if set(wrong) & before else ""
-        raise rig.broken("", f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}")
+        raise rig.broken(
+            "",
+            f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}",
+        )
     due = {block for group in p.full_groups() for block in call.arguments["blocks"][group]}
     if missing := sorted(due - named):
         raise rig.broken("", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt")
@@ -126,7 +164,10 @@ def keeps_the_blocks_that_it_hands_over(rig: Rig, ending: str) -> Evidence:
     p.run(lambda: p.status(other) == "RUNNING")
     theirs = {block for group in p.blocks(other) for block in group}
     if (lost := sorted(named & theirs)) or id not in p.kept():
-        raise rig.broken("", f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them")
+        raise rig.broken(
+            "",
+            f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them",
+        )
     p.abort(other)
     settle(p)
     rig.no_leaks(p)

@@ -6,13 +6,21 @@ from model_matrix import load_geometries
 from model_matrix.geometries import State
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import lengths, several
 from pytest_kvconform.suite.protocol._scenes import hands_over
 from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
 
 ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
-HITS = ("2b+5_b", "2b+5_2b", "3b_b", "3b_2b", "2b+1_b", "2b+1_2b", "b+1_b")  # length of the prompt, and what of it D has computed before
+HITS = (
+    "2b+5_b",
+    "2b+5_2b",
+    "3b_b",
+    "3b_2b",
+    "2b+1_b",
+    "2b+1_2b",
+    "b+1_b",
+)  # length of the prompt, and what of it D has computed before
 
 
 def has_states(cell: Cell) -> bool:
@@ -40,7 +48,9 @@ def lets_p_go_without_a_load(rig: Rig, why: str) -> Evidence:
     d.add(prompt, params, id=SAME, read_cache=why == "whole")
     d.run()
     if external := d.announced_first(SAME):
-        raise NotApplicable(f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens")
+        raise NotApplicable(
+            f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens"
+        )
     d.step()
     if first in p.kept() and not let_go(d, params, waiting):
         raise rig.broken(
@@ -84,21 +94,31 @@ def loads_what_a_hit_leaves(rig: Rig, hit: str) -> Evidence:
     return Evidence(looked_at=1, unit="hits", external_tokens=external, notes={"local": local})
 
 
-@case("KV-HIT-003", applies=has_states, variants=lambda cell, matrix: ("no_hit", "hit", "diverged", "one_token_left"), inside=True)
+@case(
+    "KV-HIT-003",
+    applies=has_states,
+    variants=lambda cell, matrix: ("no_hit", "hit", "diverged", "one_token_left"),
+    inside=True,
+)
 def brings_every_state(rig: Rig, situation: str) -> Evidence:
     """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     b = d.block_size
     prompt = rig.prompt(2 * b + (2 if situation == "one_token_left" else 5), shared=2 * b)
-    if situation == "diverged":  # the other prompt's state is of a later token, and of no use; its blocks of attention are
+    if (
+        situation == "diverged"
+    ):  # the other prompt's state is of a later token, and of no use; its blocks of attention are
         d.hit(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
         d.hit(prompt, 2 * b)
     _, second = rig.load(p, d, prompt)
     step, asked = d.steps[-1], d.calls_of(ASKED, second)[-1]
     [placed] = d.calls_of(PLACED, second)
-    named, names = step.orders(second), [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
+    named, names = (
+        step.orders(second),
+        [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups],
+    )
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
     for group in groups:
         if not named & set(placed.arguments["writable"][group]):
@@ -129,9 +149,14 @@ def stops_where_p_stops(rig: Rig, length: str) -> Evidence:
     end, loaded, states = _end_of(p, first), d.announced_first(second), has_states(rig.cell)
     if loaded > end or (states and loaded != end):
         why = "the state is of another token" if states else "the rest was never computed"
-        raise rig.broken("", f"of a prompt of {len(prompt)} tokens P computed {end}, and D loads {loaded}: {why}")
+        raise rig.broken(
+            "", f"of a prompt of {len(prompt)} tokens P computed {end}, and D loads {loaded}: {why}"
+        )
     if states and loaded >= len(prompt) > 1:
-        raise rig.broken("", f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that has seen it")
+        raise rig.broken(
+            "",
+            f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that has seen it",
+        )
     d.run()
     p.run(sent=True)
     rig.no_leaks(p, d)

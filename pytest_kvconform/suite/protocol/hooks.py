@@ -10,11 +10,13 @@ import itertools
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Rig
+from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, crowd, end, endings, hands_over, settle, spread
 
-SOON_S = 1.0  # a hook takes microseconds, and the whole engine stands still for as long; times --kv-timeout-scale
+SOON_S = (
+    1.0  # a hook takes microseconds, and the whole engine stands still for as long; times --kv-timeout-scale
+)
 SILENT = 20  # steps in which no worker reports anything
 
 
@@ -46,11 +48,17 @@ def every_hook_comes_back(rig: Rig, what: str) -> Evidence:
     for _ in range(SILENT):
         side.step()
     if other not in side.results:
-        raise rig.broken("", f"nobody reports what is {what}, and {SILENT} steps later another request is {side.status(other)}")
+        raise rig.broken(
+            "",
+            f"nobody reports what is {what}, and {SILENT} steps later another request is {side.status(other)}",
+        )
     late = [call for call in side.calls if call.seconds > rig.patience(SOON_S)]
     for first, again in itertools.combinations(late, 2):
         if first.hook == again.hook:  # a machine may stand still for a second, but hardly twice in one hook
-            took, where = f"{first.seconds:.1f} s and {again.seconds:.1f} s", f"steps {first.step} and {again.step} of {side.name}"
+            took, where = (
+                f"{first.seconds:.1f} s and {again.seconds:.1f} s",
+                f"steps {first.step} and {again.step} of {side.name}",
+            )
             raise rig.broken("", f"{first.hook} took {took} in {where}, and the engine with it")
     longest = max(call.seconds for call in side.calls)
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})

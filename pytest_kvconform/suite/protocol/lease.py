@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
-from pytest_kvconform.rigs.peer_desk import StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
 from pytest_kvconform.suite.protocol._peers import (
     RIGHT,
     STUCK,
@@ -88,7 +88,11 @@ def gives_back(bench: Bench, variant: None) -> Evidence:
         )
     for watched in engine(seen, "P6").watched:
         if (times := len(watched.said("sending", handed.id))) != 1:
-            raise violation("KV-LEASE-002", f"rank {watched.rank} of P reported the request {times} times in finished_sending", seen)
+            raise violation(
+                "KV-LEASE-002",
+                f"rank {watched.rank} of P reported the request {times} times in finished_sending",
+                seen,
+            )
     return evidence(1, "requests", seen, kept_s=round(kept, 3))
 
 
@@ -98,7 +102,12 @@ def late_notice_is_harmless(bench: Bench, variant: None) -> Evidence:
     looked_at = 0
     for name in COMES:
         seen = _freed(bench, name, "KV-LEASE-003", "P6")
-        looked_at += all_right("KV-LEASE-003", seen, bench.pattern.peers.lease_s, {"after": f"{COMES[name]}: the next request of D"})
+        looked_at += all_right(
+            "KV-LEASE-003",
+            seen,
+            bench.pattern.peers.lease_s,
+            {"after": f"{COMES[name]}: the next request of D"},
+        )
     return evidence(looked_at, "rows", seen)
 
 
@@ -110,7 +119,9 @@ def kept_while_wanted(bench: Bench, variant: str) -> Evidence:
         raise Blocked(seen.slow)
     ended, lease = seen.requests[variant], bench.pattern.peers.lease_s
     if (what := became(ended)) != RIGHT:
-        words = {STUCK: "did not end", WRONG: "was given what stood in the blocks by then"}.get(what, "was not given what P had computed")
+        words = {STUCK: "did not end", WRONG: "was given what stood in the blocks by then"}.get(
+            what, "was not given what P had computed"
+        )
         raise violation(
             "KV-LEASE-004",
             f"a request that waited {ended.ended - ended.added:.1f} s on D {WAITS[variant]} {words}; P's lease is {lease:.0f} s",

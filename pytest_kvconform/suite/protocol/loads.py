@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_matrix import parse_topology
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Report, Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Report, Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group, settle, spread
 
@@ -24,7 +24,10 @@ def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[st
     """P, D and requests of D, each of which loads asynchronously."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D", **more)  # type: ignore[arg-type]
-    ids = [rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size), seed=seed), max_tokens=2)[1] for seed in range(count)]
+    ids = [
+        rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size), seed=seed), max_tokens=2)[1]
+        for seed in range(count)
+    ]
     rig.begin(d, *ids)
     return p, d, ids
 
@@ -36,7 +39,10 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     for id in seconds:
         given, computed = d.announced_first(id), d.computed_by_itself(id)
         if computed > max(1, len(d.prompts[id]) - given):
-            raise rig.broken("KV-LOAD-001", f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} itself")
+            raise rig.broken(
+                "KV-LOAD-001",
+                f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} itself",
+            )
     return Evidence(
         looked_at=len(d.steps),
         unit="steps",
@@ -45,7 +51,9 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     )
 
 
-@case("KV-LOAD-001", variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True)
+@case(
+    "KV-LOAD-001", variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True
+)
 def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
     """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
     count = 2 if when in ("in_turn", "backwards") else 1
@@ -65,14 +73,21 @@ def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
     return _done(rig, p, d, seconds)
 
 
-@case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("in_turn", "backwards", "twice_in_turn"), inside=True)
+@case(
+    "KV-LOAD-002",
+    applies=_several_ranks,
+    variants=lambda cell, matrix: ("in_turn", "backwards", "twice_in_turn"),
+    inside=True,
+)
 def every_rank_is_waited_for(rig: Rig, order: str) -> Evidence:
     """The load has ended when the last rank has reported it: get_finished_count agrees with the number of reports."""
     p, d, [id] = _pair(rig)
     ranks = list(range(d.ranks))
     for rank in reversed(ranks) if order == "backwards" else ranks:
         if not d.parked(id):
-            raise rig.broken("", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load")
+            raise rig.broken(
+                "", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load"
+            )
         d.step(ranks=tuple(Report(received=[id] if rank == one else ()) for one in ranks))
         d.step() if order == "twice_in_turn" else None
     if d.parked(id):
@@ -81,7 +96,12 @@ def every_rank_is_waited_for(rig: Rig, order: str) -> Evidence:
     return _done(rig, p, d, [id])
 
 
-@case("KV-LOAD-002", applies=_several_senders, variants=lambda cell, matrix: ("in_turn", "backwards"), inside=True)
+@case(
+    "KV-LOAD-002",
+    applies=_several_senders,
+    variants=lambda cell, matrix: ("in_turn", "backwards"),
+    inside=True,
+)
 def every_rank_sends(rig: Rig, order: str) -> Evidence:
     """P's blocks are its own until the last rank has reported that they were read."""
     hands_over(rig)
@@ -93,7 +113,10 @@ def every_rank_sends(rig: Rig, order: str) -> Evidence:
     ranks = list(range(p.ranks))
     for rank in reversed(ranks) if order == "backwards" else ranks:
         if id not in p.kept():
-            raise rig.broken("", f"P gave the blocks of {id} back although rank {rank} of {p.ranks} has not reported them as sent")
+            raise rig.broken(
+                "",
+                f"P gave the blocks of {id} back although rank {rank} of {p.ranks} has not reported them as sent",
+            )
         p.step(ranks=tuple(Report(sent=[id] if rank == one else ()) for one in ranks))
     if id in p.kept():
         raise rig.broken("", f"all {p.ranks} ranks have reported {id} as sent, and P still keeps its blocks")
@@ -109,12 +132,19 @@ def a_failure_on_one_rank_is_one_of_the_load(rig: Rig, which: str) -> Evidence:
     bad = 0 if which == "first" else d.ranks - 1
     for rank in ranks:
         if not d.parked(id):
-            raise rig.broken("", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load")
+            raise rig.broken(
+                "", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load"
+            )
         failed = [id] if rank == bad else []
-        d.step(ranks=tuple(Report(received=[id], failed=failed) if rank == one else Report() for one in ranks))
+        d.step(
+            ranks=tuple(Report(received=[id], failed=failed) if rank == one else Report() for one in ranks)
+        )
     d.run()
     if (computed := d.computed_by_itself(id)) != len(d.prompts[id]):
-        raise rig.broken("", f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens")
+        raise rig.broken(
+            "",
+            f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens",
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
@@ -149,10 +179,15 @@ def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=seconds[:1])
     if (said := step.said.get(seconds[0])) is None or said.finish != "error":
-        raise rig.broken("", f"the load of {seconds[0]} failed, and its request ends with {said.finish if said else 'nothing'!r}")
+        raise rig.broken(
+            "",
+            f"the load of {seconds[0]} failed, and its request ends with {said.finish if said else 'nothing'!r}",
+        )
     d.run()
     if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
-        raise rig.broken("", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}")
+        raise rig.broken(
+            "", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}"
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(seconds), unit="requests")
@@ -171,10 +206,16 @@ def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
     d.run(lambda: not d.alive() or len(d.calls_of(ASKED, id)) > asked + 5)
     answers = [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
     if bad := [answer for answer in answers if answer != (0, False)]:
-        raise rig.broken("KV-MATCH-005", f"the load of {id} failed; asked again, {ASKED} answered {bad[0]} instead of (0, False)")
+        raise rig.broken(
+            "KV-MATCH-005",
+            f"the load of {id} failed; asked again, {ASKED} answered {bad[0]} instead of (0, False)",
+        )
     d.run()
     if (computed := d.computed_by_itself(id)) != len(d.prompts[id]) or d.results[id].finish != "length":
-        raise rig.broken("", f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}")
+        raise rig.broken(
+            "",
+            f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}",
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
@@ -191,7 +232,8 @@ def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evide
     due, end = (0, "error") if policy == "fail" else (len(d.prompts[id]) - d.block_size, "length")
     if (computed, finish) != (due, end):
         raise rig.broken(
-            "", f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}"
+            "",
+            f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}",
         )
     settle(p)
     rig.no_leaks(p, d)
@@ -208,14 +250,23 @@ def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
     if when == "reported":
         d.step(received=[id])
     if when == "one_rank":
-        d.step(ranks=tuple(Report(received=[id] if rank == 0 and d.ranks > 1 else ()) for rank in range(d.ranks)))
+        d.step(
+            ranks=tuple(Report(received=[id] if rank == 0 and d.ranks > 1 else ()) for rank in range(d.ranks))
+        )
     before = d.free()
     d.abort(id)
     d.step()
     if when != "reported":
         if d.free() > before:
-            raise rig.broken("", f"{d.free() - before} blocks of {id} are free, and its load may still write to them")
-        d.step(ranks=tuple(Report(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ()) for rank in range(d.ranks)))
+            raise rig.broken(
+                "", f"{d.free() - before} blocks of {id} are free, and its load may still write to them"
+            )
+        d.step(
+            ranks=tuple(
+                Report(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ())
+                for rank in range(d.ranks)
+            )
+        )
     d.run()
     settle(p)
     rig.no_leaks(p, d)

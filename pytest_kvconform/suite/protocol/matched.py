@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import lengths, several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, names_loads_alone, settle, spread
 
@@ -29,7 +29,9 @@ def _tour(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
 
 def _answers(*sides: Side) -> Evidence:
     answers = [call for side in sides for call in side.calls_of(ASKED)]
-    return Evidence(looked_at=len(answers), unit="answers", external_tokens=sum(call.result[0] or 0 for call in answers))
+    return Evidence(
+        looked_at=len(answers), unit="answers", external_tokens=sum(call.result[0] or 0 for call in answers)
+    )
 
 
 @case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), inside=True)
@@ -78,11 +80,16 @@ def asking_again_gives_the_same_answer(rig: Rig, variant: None) -> Evidence:
     answers = [d.ask(ASKED, d.request(second), 0) for _ in range(TIMES)]
     answers = [answer for answer in answers if answer[0] is not None] or [d.ask(ASKED, d.request(second), 0)]
     if len(set(answers)) > 1:
-        raise rig.broken("", f"asked {TIMES} times about one request, {ASKED} answered {', '.join(map(repr, answers))}")
+        raise rig.broken(
+            "", f"asked {TIMES} times about one request, {ASKED} answered {', '.join(map(repr, answers))}"
+        )
     d.run()
     told = d.calls_of("update_state_after_alloc", second)[0].arguments["num_external_tokens"]
     if told != answers[0][0]:
-        raise rig.broken("", f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked")
+        raise rig.broken(
+            "",
+            f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked",
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
@@ -97,16 +104,25 @@ def asking_in_vain_begins_nothing(rig: Rig, variant: None) -> Evidence:
     d.starve()
     waiting = [d.step() for _ in range(TIMES)]
     if ordered := [step.number for step in waiting if any(map(d.owns, step.orders(second)))]:
-        raise rig.broken("", f"step {ordered[0]} orders a load for {second}, which has no block yet: it was only asked about")
+        raise rig.broken(
+            "",
+            f"step {ordered[0]} orders a load for {second}, which has no block yet: it was only asked about",
+        )
     answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
     if len(answers) > 1:
-        raise rig.broken("", f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}")
+        raise rig.broken(
+            "",
+            f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}",
+        )
     if not answers:
         raise NotApplicable(f"{rig.subject.connector} did not know yet, as often as it was asked")
     d.starve(False)
     d.run()
     if (told := d.announced_first(second)) != (said := answers.pop())[0]:
-        raise rig.broken("", f"without a free block {ASKED} answered {said}; when there were blocks, {told} tokens were loaded")
+        raise rig.broken(
+            "",
+            f"without a free block {ASKED} answered {said}; when there were blocks, {told} tokens were loaded",
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
@@ -126,10 +142,14 @@ def a_load_waits_for_room(rig: Rig, variant: None) -> Evidence:
         d.step()
     if [d.parked(id) for id in ids] != [True, False]:
         raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.parked, ids))} began")
-    said = next((call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False))
+    said = next(
+        (call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False)
+    )
     d.run()
     if (told := d.announced_first(ids[1])) != said[0]:
-        raise rig.broken("", f"without room {ASKED} answered {said}; when there was room, {told} tokens were loaded")
+        raise rig.broken(
+            "", f"without room {ASKED} answered {said}; when there was room, {told} tokens were loaded"
+        )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
@@ -155,7 +175,10 @@ def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
         d.step()
     d.run(lambda: not d.alive() or bool(set(answers()) - {(0, False)}))
     if bad := set(answers()) - {(0, False)}:
-        raise rig.broken("", f"{ASKED} answered {bad.pop()} for a request whose KV D had loaded, and P given back, instead of (0, False)")
+        raise rig.broken(
+            "",
+            f"{ASKED} answered {bad.pop()} for a request whose KV D had loaded, and P given back, instead of (0, False)",
+        )
     if not answers():
         raise NotApplicable("vLLM's scheduler did not ask again")
     rig.no_leaks(p, d)
@@ -173,9 +196,14 @@ def answers_in_the_end(rig: Rig, who: str) -> Evidence:
     else:
         id = d.add(prompt)
     for _ in range(50):
-        if d.step(received=[one for one in d.alive() if d.parked(one)]) and d.calls_of("update_state_after_alloc", id):
+        if d.step(received=[one for one in d.alive() if d.parked(one)]) and d.calls_of(
+            "update_state_after_alloc", id
+        ):
             return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
-    raise rig.broken("", f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits")
+    raise rig.broken(
+        "",
+        f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits",
+    )
 
 
 @case("KV-MATCH-007", variants=spread("discarded", "second_call"), inside=True)
@@ -186,7 +214,9 @@ def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, d.block_size))
     if why == "discarded":
-        _, second = rig.hand_over(p, d, prompt, read_cache=False)  # the scheduler asks, and does not take the answer
+        _, second = rig.hand_over(
+            p, d, prompt, read_cache=False
+        )  # the scheduler asks, and does not take the answer
     else:
         _, second = rig.load(p, d, prompt)
         d.step(received=[second])
@@ -197,7 +227,10 @@ def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
         raise NotApplicable(f"vLLM told of {told} tokens")
     for step in d.steps[start:]:
         if blocks := sorted(filter(d.owns, step.orders(second))):
-            raise rig.broken("", f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}")
+            raise rig.broken(
+                "",
+                f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}",
+            )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
@@ -224,13 +257,25 @@ def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
         raise NotApplicable("the metadata names no block in a form that can be read")
     all_of_them = {block for group in told.arguments["blocks"] for block in group}
     if wrong := sorted(named - all_of_them):
-        raise rig.broken("", f"the metadata orders a load into blocks {wrong}, which are none of the request's {sorted(all_of_them)}")
-    due = {block for group in d.full_groups() for block in told.arguments["writable"][group][: -(-length // d.block_size)]}
+        raise rig.broken(
+            "",
+            f"the metadata orders a load into blocks {wrong}, which are none of the request's {sorted(all_of_them)}",
+        )
+    due = {
+        block
+        for group in d.full_groups()
+        for block in told.arguments["writable"][group][: -(-length // d.block_size)]
+    }
     if missing := sorted(due - named):
-        raise rig.broken("", f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}")
+        raise rig.broken(
+            "",
+            f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}",
+        )
     d.run()
     settle(p)
-    return Evidence(looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"])
+    return Evidence(
+        looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"]
+    )
 
 
 @case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), inside=True)
@@ -249,10 +294,14 @@ def a_new_request_stays_what_it_is(rig: Rig, who: str) -> Evidence:
     whole = (prompt, len(prompt), len(prompt))
     if who in ("plain", "decode") and (*found, request.max_tokens) != (*whole, 3):
         raise rig.broken(
-            "", f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} after on_new_request"
+            "",
+            f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} after on_new_request",
         )
     if found[0] != prompt[: len(found[0])] or not len(found[0]) == found[1] == found[2] > 0:
-        raise rig.broken("", f"after on_new_request a prompt of {len(prompt)} tokens is none of its own beginnings: {found[1]} tokens")
+        raise rig.broken(
+            "",
+            f"after on_new_request a prompt of {len(prompt)} tokens is none of its own beginnings: {found[1]} tokens",
+        )
     if who == "prefill_preempted":
         side.budget(side.block_size)
         side.run(lambda: side.status(id) == "RUNNING")
@@ -260,6 +309,8 @@ def a_new_request_stays_what_it_is(rig: Rig, who: str) -> Evidence:
         side.run(lambda: side.status(id) == "PREEMPTED")
         side.run(lambda: side.status(id) == "RUNNING")
         if (now := side.request(id).num_prompt_tokens) != found[1]:
-            raise rig.broken("", f"a prompt of {found[1]} tokens has {now} after a preemption: it was cut again")
+            raise rig.broken(
+                "", f"a prompt of {found[1]} tokens has {now} after a preemption: it was cut again"
+            )
     side.run()
     return Evidence(looked_at=len(found[0]), unit="tokens")

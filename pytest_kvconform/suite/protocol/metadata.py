@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
-from pytest_kvconform.rigs.leaks import walk
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.leaks import walk
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, crowd, end, endings, hands_over, names_loads_alone, settle, spread
+from pytest_kvconform.suite.protocol._scenes import (
+    PROMPT,
+    crowd,
+    end,
+    endings,
+    hands_over,
+    names_loads_alone,
+    settle,
+    spread,
+)
 
 BUILT = "build_connector_meta"
 
@@ -33,9 +42,15 @@ def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
 def leaves_the_schedulers_output_alone(rig: Rig, role: str) -> Evidence:
     """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
     side = crowd(rig, role)
-    said = [name for name in ("scheduled", "ended", "preempted") if not any(getattr(step, name) for step in side.steps)]
+    said = [
+        name
+        for name in ("scheduled", "ended", "preempted")
+        if not any(getattr(step, name) for step in side.steps)
+    ]
     if said:
-        raise HarnessError(f"no step of {side.name} had any request that was {said[0]}, so nothing could be changed there")
+        raise HarnessError(
+            f"no step of {side.name} had any request that was {said[0]}, so nothing could be changed there"
+        )
     return Evidence(looked_at=len(side.calls_of(BUILT)), unit="steps")
 
 
@@ -56,7 +71,9 @@ def orders_a_load_once(rig: Rig, situation: str) -> Evidence:
     if not steps:
         raise NotApplicable("the metadata names no block in a form that can be read")
     if len(steps) > 1:
-        raise rig.broken("", f"the load of {second} is ordered in steps {steps}: what is told once must not be told again")
+        raise rig.broken(
+            "", f"the load of {second} is ordered in steps {steps}: what is told once must not be told again"
+        )
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
@@ -68,7 +85,8 @@ def tells_of_an_end_once(rig: Rig, ending: str) -> Evidence:
     told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
     if len(told) > 1:
         raise rig.broken(
-            "", f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset"
+            "",
+            f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset",
         )
     settle(*sides)
     return Evidence(looked_at=4, unit="steps")
@@ -83,7 +101,10 @@ def forgets_what_it_has_told(rig: Rig, variant: None) -> Evidence:
     p.step()
     for side, id in ((p, first), (d, second)):
         if (again := side.step()).mentions(id):
-            raise rig.broken("", f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions {id}")
+            raise rig.broken(
+                "",
+                f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions {id}",
+            )
     return Evidence(looked_at=2, unit="steps")
 
 
@@ -104,7 +125,10 @@ def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
         now, then = _named(side, step.given), _named(side, step.metadata)
         looked += len(then)
         if now != then:
-            raise rig.broken("", f"the metadata of step {step.number} named {', '.join(then)} and names {', '.join(now) or 'nothing'} now")
+            raise rig.broken(
+                "",
+                f"the metadata of step {step.number} named {', '.join(then)} and names {', '.join(now) or 'nothing'} now",
+            )
     if not looked:
         raise NotApplicable("the metadata names neither blocks nor requests in a form that can be read")
     return Evidence(looked_at=looked, unit="names")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from model_matrix import load_geometries
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
-from pytest_kvconform.rigs.leaks import integers
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, settle
 from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
@@ -19,11 +19,13 @@ LATER = 3  # times that it does not know yet
 
 def _dense(cell: Cell) -> bool:
     """One cell, where what is asked does not depend on the model."""
-    return load_geometries()[cell.family].family == "llama" and cell.setup == "b16" and cell.topology == "P1D1"
+    return (
+        load_geometries()[cell.family].family == "llama" and cell.setup == "b16" and cell.topology == "P1D1"
+    )
 
 
 def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
-    from pytest_kvconform.rigs.neighbour import beside
+    from pytest_kvconform.rigs.scheduler.fake_connector import beside
 
     hands_over(rig)
     return rig.side("P", transfer=beside(where)), rig.side("D", transfer=beside(where))
@@ -39,7 +41,7 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, inside=True)
 def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
     """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
-    from pytest_kvconform.rigs.neighbour import beside, children
+    from pytest_kvconform.rigs.scheduler.fake_connector import beside, children
 
     p, d = _pair(rig, where)
     prompt = rig.prompt(several(PROMPT, d.block_size))
@@ -49,7 +51,9 @@ def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
     params = p.params(first)
     waiting = while_it_waits(rig.side("D", transfer=beside(where)), prompt, params)
     neighbour.connector.loads = True
-    id = d.add(prompt, params if where == "first" else None, id=SAME)  # the last is asked, too, but chosen only if the first has nothing
+    id = d.add(
+        prompt, params if where == "first" else None, id=SAME
+    )  # the last is asked, too, but chosen only if the first has nothing
     rig.answered(d, id)
     if not d.parked(id):
         raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.announced(id)}")
@@ -60,20 +64,28 @@ def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
         raise rig.broken("", f"the neighbour loads, and {rig.subject.connector} was told of {told} tokens")
     for step in d.steps:
         if ordered := sorted(filter(d.owns, integers(step.metadata.metadata[subject.index]))):
-            raise rig.broken("", f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}")
+            raise rig.broken(
+                "",
+                f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
+            )
     if where == "first" and not let_go(d, params, waiting):
         raise rig.broken(
-            "", f"another connector has loaded {SAME}, P keeps {p.free_at_start - p.free()} blocks, and no step's metadata tells P"
+            "",
+            f"another connector has loaded {SAME}, P keeps {p.free_at_start - p.free()} blocks, and no step's metadata tells P",
         )
     settle(p)
     rig.no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
-@case("KV-MULTI-001", variants=lambda cell, matrix: ("first", "last", "unsure_first", "unsure_last"), inside=True)
+@case(
+    "KV-MULTI-001",
+    variants=lambda cell, matrix: ("first", "last", "unsure_first", "unsure_last"),
+    inside=True,
+)
 def loads_as_if_it_were_alone(rig: Rig, where: str) -> Evidence:
     """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
-    from pytest_kvconform.rigs.neighbour import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import children
 
     how, _, place = where.rpartition("_")
     p, d = _pair(rig, place)
@@ -84,15 +96,29 @@ def loads_as_if_it_were_alone(rig: Rig, where: str) -> Evidence:
     for _ in range(neighbour.connector.unsure):
         step = d.step()
         if d.status(id) != "WAITING" or any(map(d.owns, integers(step.metadata))):
-            raise rig.broken("", f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect")
+            raise rig.broken(
+                "",
+                f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect",
+            )
     step = rig.answered(d, id)
     told, due = d.announced_first(id), _alone(rig, prompt)
-    if told != due or not d.parked(id) or not any(map(d.owns, integers(step.metadata.metadata[subject.index]))):
-        raise rig.broken("", f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}")
+    if (
+        told != due
+        or not d.parked(id)
+        or not any(map(d.owns, integers(step.metadata.metadata[subject.index])))
+    ):
+        raise rig.broken(
+            "",
+            f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}",
+        )
     d.run()
     p.step(sent=[first])
     rig.no_leaks(p, d)
-    return Evidence(looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)), unit="answers", external_tokens=told)
+    return Evidence(
+        looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)),
+        unit="answers",
+        external_tokens=told,
+    )
 
 
 def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
@@ -106,7 +132,7 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, inside=True)
 def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
     """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
-    from pytest_kvconform.rigs.neighbour import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import children
 
     who, _, where = who.partition("-")
     p, _ = _pair(rig, where)
@@ -117,11 +143,16 @@ def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
     p.run()
     [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
     if ended.result[0] != due:
-        raise rig.broken("", f"beside a neighbour {ended.hook} returned {str(ended.result)[:200]}, and alone {due}")
+        raise rig.broken(
+            "", f"beside a neighbour {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
+        )
     steps = [*p.steps, p.step()]
     waits_for = max(((step.metadata.extra_async_saves or {}).get(id, 0) for step in steps), default=0)
     if waits_for != (due and who == "both"):
-        raise rig.broken("", f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one")
+        raise rig.broken(
+            "",
+            f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one",
+        )
     settle(p)
     rig.no_leaks(p)
     return Evidence(looked_at=len(p.steps), unit="steps")
@@ -130,7 +161,7 @@ def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
 def shares_the_params(rig: Rig, where: str) -> Evidence:
     """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
-    from pytest_kvconform.rigs.neighbour import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import children
 
     p, d = _pair(rig, where)
     _alone(rig, rig.prompt(several(PROMPT, p.block_size)))  # if this loads, all of these do
@@ -141,11 +172,18 @@ def shares_the_params(rig: Rig, where: str) -> Evidence:
         neighbour.connector.params = {f"neighbour-{number}": [number]}
         first, second = rig.hand_over(p, d, prompt)
         ids.append(second)
-        if (keys := sorted(key for key in p.params(first) if key.startswith("neighbour"))) != [f"neighbour-{number}"]:
-            raise rig.broken("", f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned")
+        if (keys := sorted(key for key in p.params(first) if key.startswith("neighbour"))) != [
+            f"neighbour-{number}"
+        ]:
+            raise rig.broken(
+                "",
+                f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned",
+            )
     rig.answered(d, *ids)
     if late := [id for id in ids if not d.parked(id)]:
-        raise rig.broken("", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading")
+        raise rig.broken(
+            "", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading"
+        )
     d.run()
     settle(p)
     rig.no_leaks(p, d)
@@ -155,8 +193,8 @@ def shares_the_params(rig: Rig, where: str) -> Evidence:
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
 def publishes_through_another(rig: Rig, where: str) -> Evidence:
     """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
-    from pytest_kvconform.rigs.neighbour import beside
-    from pytest_kvconform.rigs.worker_half import WorkerHalf
+    from pytest_kvconform.rigs.scheduler.fake_connector import beside
+    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
     half, published = WorkerHalf(rig, "P"), []
     for config in (half.config.kv_transfer_config, beside(where)(half.config.kv_transfer_config)):
@@ -169,5 +207,8 @@ def publishes_through_another(rig: Rig, where: str) -> Evidence:
         half.shutdown()
     alone, together = published
     if alone != together:
-        raise rig.broken("", f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector {together or 'nothing'}")
+        raise rig.broken(
+            "",
+            f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector {together or 'nothing'}",
+        )
     return Evidence(looked_at=len(published), unit="starts", notes={"publishes": len(alone)})

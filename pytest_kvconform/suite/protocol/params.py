@@ -7,9 +7,9 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.leaks import integers, leaks
-from pytest_kvconform.rigs.recorder import HookRaised
-from pytest_kvconform.rigs.scheduler_rig import Rig, SchedulerStopped, Side
+from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
+from pytest_kvconform.rigs.scheduler.recorder import HookRaised
+from pytest_kvconform.rigs.scheduler.rig import Rig, SchedulerStopped, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group
 from pytest_kvconform.suite.protocol._spoiled import OF_LISTS, OF_VALUES, spoiled
@@ -19,7 +19,11 @@ STRANGE: dict[str, dict[str, Any] | None] = {
     "none": None,
     "empty": {},
     "of_a_router": {"trace": "0af7651916cd43dd", "priority": 3, "labels": ["a", None, {"b": 1.5}]},
-    "of_another": {"transfer_id": "xfer-1", "remote_bootstrap_addr": "10.0.0.7:8998", "lmcache.skip_save": True},
+    "of_another": {
+        "transfer_id": "xfer-1",
+        "remote_bootstrap_addr": "10.0.0.7:8998",
+        "lmcache.skip_save": True,
+    },
 }
 LONG = 80  # tokens: more than the few for which a connector may find a transfer not worth while
 
@@ -30,7 +34,11 @@ def _one_rank(cell: Cell) -> bool:
 
 
 def _strangers(cell: Cell, matrix: str) -> list[str]:
-    return [f"{role}-{which}" for role in "pd" for which in STRANGE] if one_group(cell) else ["p-of_a_router", "d-none"]
+    return (
+        [f"{role}-{which}" for role in "pd" for which in STRANGE]
+        if one_group(cell)
+        else ["p-of_a_router", "d-none"]
+    )
 
 
 # ---- requests that are none of its business ----------------------------------------------------------------------------------
@@ -47,7 +55,9 @@ def lets_others_pass(rig: Rig, who: str) -> Evidence:
     wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
     wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
     if wrong:
-        raise rig.broken("", f"for a request with the params {STRANGE[which]} the connector answered {wrong[0]}")
+        raise rig.broken(
+            "", f"for a request with the params {STRANGE[which]} the connector answered {wrong[0]}"
+        )
     if named := [step.number for step in side.steps if step.mentions(id)]:
         raise rig.broken("", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}")
     rig.no_leaks(side)
@@ -76,7 +86,10 @@ def asks_for_no_more_than_it_needs(rig: Rig, variant: None) -> Evidence:
         rig.no_leaks(p, d)
         answers.append((sorted(p.params(first)), d.announced_first(second)))
     if answers[0] != answers[1]:
-        raise rig.broken("", f"asked with {few}, P and D come to {answers[1]} (params, tokens loaded), asked with {whole} to {answers[0]}")
+        raise rig.broken(
+            "",
+            f"asked with {few}, P and D come to {answers[1]} (params, tokens loaded), asked with {whole} to {answers[0]}",
+        )
     return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
 
 
@@ -97,10 +110,16 @@ def reads_keys_by_name(rig: Rig, way: str) -> Evidence:
     if way == "twice":
         third = d.add(prompt, params)
         if not rig.answered(d, third).mentions(third) or not d.parked(third):
-            raise rig.broken("", f"of two requests with the same params the second one is {d.status(third)}, and no step orders its load")
+            raise rig.broken(
+                "",
+                f"of two requests with the same params the second one is {d.status(third)}, and no step orders its load",
+            )
     begun = _loads(plain, p)
     if d.announced_first(second) != plain.announced_first(next(iter(plain.prompts))) or _loads(d, p) != begun:
-        raise rig.broken("", f"with the same params, {way}, D announces {d.announced_first(second)} tokens and orders another load")
+        raise rig.broken(
+            "",
+            f"with the same params, {way}, D announces {d.announced_first(second)} tokens and orders another load",
+        )
     d.run()
     plain.run()
     p.run(sent=True)
@@ -142,7 +161,13 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     prompt = rig.prompt(several(PROMPT, p.block_size))
     first, second = rig.load(p, d, prompt)
     names = any(map(p.owns, d.steps[-1].orders(second)))
-    return _tried(rig, "D", spoiled(p.params(first), how, lists), how, lambda d, params: _received(d, prompt, params, names))
+    return _tried(
+        rig,
+        "D",
+        spoiled(p.params(first), how, lists),
+        how,
+        lambda d, params: _received(d, prompt, params, names),
+    )
 
 
 @case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, inside=True)
@@ -150,7 +175,9 @@ def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
     """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
     hands_over(rig)
     prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
-    return _tried(rig, "P", spoiled(rig.ask_prefill(), how), how, lambda p, params: _received(p, prompt, params))
+    return _tried(
+        rig, "P", spoiled(rig.ask_prefill(), how), how, lambda p, params: _received(p, prompt, params)
+    )
 
 
 @case("KV-PARAMS-005", applies=_one_rank, inside=True)
@@ -161,10 +188,18 @@ def survives_its_own_answer(rig: Rig, variant: None) -> Evidence:
     prompt = rig.prompt(max(LONG, several(PROMPT, p.block_size)))
     first, _ = rig.load(p, rig.side("D"), prompt)
     turn = p.params(first) | {key: value for key, value in rig.ask_prefill().items() if value is not None}
-    return _tried(rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _received(p, prompt, params))
+    return _tried(
+        rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _received(p, prompt, params)
+    )
 
 
-def _tried(rig: Rig, role: str, table: dict[str, dict[str, Any]], how: str, fate: Callable[[Side, dict[str, Any]], str]) -> Evidence:
+def _tried(
+    rig: Rig,
+    role: str,
+    table: dict[str, dict[str, Any]],
+    how: str,
+    fate: Callable[[Side, dict[str, Any]], str],
+) -> Evidence:
     """Let one side after the other receive each of these params; a side that stays whole gets the next ones, too."""
     if not table:
         raise NotApplicable(f"the params have no field that could be {how}")
@@ -184,7 +219,9 @@ def _tried(rig: Rig, role: str, table: dict[str, dict[str, Any]], how: str, fate
     if wrong:
         said, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
-        raise rig.broken("", f"with {' '.join([', '.join(fields), how]).strip()}: {said}", differs=more, diagnosis=said)
+        raise rig.broken(
+            "", f"with {' '.join([', '.join(fields), how]).strip()}: {said}", differs=more, diagnosis=said
+        )
     return Evidence(looked_at=len(table), unit="params")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
 from pytest_kvconform.rigs.bench import REQUEST_S, Bench
-from pytest_kvconform.rigs.peer_stories import STALL_S
+from pytest_kvconform.rigs.peers.scenarios import STALL_S
 from pytest_kvconform.suite.protocol._peers import (
     RIGHT,
     STUCK,
@@ -43,8 +43,15 @@ def unreachable_fails_alone(bench: Bench, variant: str) -> Evidence:
             diagnosis=f"the connector waits for an answer without a deadline; the request is {bad.trace.status or 'not scheduled'}",
         )
     if what in (WRONG, RIGHT):
-        raise violation("KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", seen, bad)
-    all_right("KV-PEER-001", seen, bench.pattern.peers.lease_s, {"after": f"after this: {PLACES[variant]}: the next request of D"})
+        raise violation(
+            "KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", seen, bad
+        )
+    all_right(
+        "KV-PEER-001",
+        seen,
+        bench.pattern.peers.lease_s,
+        {"after": f"after this: {PLACES[variant]}: the next request of D"},
+    )
     return evidence(len(seen.requests), "requests", seen)
 
 
@@ -58,7 +65,9 @@ def others_go_on(bench: Bench, variant: str) -> Evidence:
 @case("KV-PEER-004", applies=one_rank)
 def strangers_go_on(bench: Bench, variant: None) -> Evidence:
     """Nor does a request that comes from a peer that D has not met yet."""
-    return _not_held_up("KV-PEER-004", bench, "mute", {"good": "a request whose P answers, and which D has not met before,"})
+    return _not_held_up(
+        "KV-PEER-004", bench, "mute", {"good": "a request whose P answers, and which D has not met before,"}
+    )
 
 
 def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) -> Evidence:
@@ -83,11 +92,17 @@ def restarted(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
     seen = look(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
-    who = {"met": "a D that has met the engine before", "stranger": "a D that has met neither engine"}[variant]
+    who = {"met": "a D that has met the engine before", "stranger": "a D that has met neither engine"}[
+        variant
+    ]
     what = became(seen.requests[old])
     if what in (STUCK, WRONG, RIGHT):
         words = "did not end" if what == STUCK else "was given what nobody can have"
-        raise violation("KV-PEER-002", f"P was started anew on the same port: a request of {who} for what the old engine had {words}", seen)
+        raise violation(
+            "KV-PEER-002",
+            f"P was started anew on the same port: a request of {who} for what the old engine had {words}",
+            seen,
+        )
     all_right(
         "KV-PEER-002",
         seen,
@@ -103,12 +118,17 @@ def does_not_wait(bench: Bench, variant: str) -> Evidence:
     seen = look(bench, "stalled", "KV-PEER-005", "D2 P2")
     (watched,) = engine(seen, "D2").watched
     first, end = (seen.numbers[f"{variant}_{word}"] for word in ("from", "to"))
-    longest, noise = watched.longest_load(first, end), watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"])
+    longest, noise = (
+        watched.longest_load(first, end),
+        watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"]),
+    )
     what = {"meeting": "D met it", "reading": "D read from it"}[variant]
     stall = bench.pattern.peers.patience(STALL_S)
     if longest >= stall / 2:
         if noise >= stall / 4:
-            raise Blocked(f"start_load_kv takes {noise:.2f} s on this machine even if P does not stand still, so nothing can be said")
+            raise Blocked(
+                f"start_load_kv takes {noise:.2f} s on this machine even if P does not stand still, so nothing can be said"
+            )
         raise violation(
             "KV-PEER-005",
             f"P stood still for {end - first:.1f} s while {what}, and start_load_kv of D took {longest:.2f} s; otherwise it "
@@ -117,6 +137,9 @@ def does_not_wait(bench: Bench, variant: str) -> Evidence:
             diagnosis="the worker half waits for the network on the thread that runs the model",
         )
     all_right(
-        "KV-PEER-005", seen, bench.pattern.peers.lease_s, {variant: f"P stood still for {end - first:.1f} s while {what}: the request"}
+        "KV-PEER-005",
+        seen,
+        bench.pattern.peers.lease_s,
+        {variant: f"P stood still for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))

@@ -7,10 +7,20 @@ from collections import Counter
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, Violation
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
-from pytest_kvconform.rigs.peer_desk import StorySeen
-from pytest_kvconform.rigs.peer_messages import Watched
-from pytest_kvconform.rigs.peer_rank_stories import RANKS
-from pytest_kvconform.suite.protocol._peers import RIGHT, all_right, any_ranks, became, engine, evidence, look, observe, violation
+from pytest_kvconform.rigs.peers.messages import Watched
+from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
+from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
+from pytest_kvconform.suite.protocol._peers import (
+    RIGHT,
+    all_right,
+    any_ranks,
+    became,
+    engine,
+    evidence,
+    look,
+    observe,
+    violation,
+)
 
 SENDING, RECVING = "sending", "recving"
 ENGINES = dict(zip("PD", RANKS, strict=True))
@@ -29,8 +39,17 @@ def reports_once(bench: Bench, variant: None) -> Evidence:
             for watched in engine(seen, ENGINES[role]).watched:
                 looked_at += 1
                 if not watched.said(where, request):
-                    raise violation("KV-RANK-001", f"rank {watched.rank} of {role} never named request {request} in finished_{where}", seen)
-    all_right("KV-RANK-001", seen, bench.pattern.peers.lease_s, {name: f"request {ended.id} of D" for name, ended in seen.requests.items()})
+                    raise violation(
+                        "KV-RANK-001",
+                        f"rank {watched.rank} of {role} never named request {request} in finished_{where}",
+                        seen,
+                    )
+    all_right(
+        "KV-RANK-001",
+        seen,
+        bench.pattern.peers.lease_s,
+        {name: f"request {ended.id} of D" for name, ended in seen.requests.items()},
+    )
     return evidence(looked_at, "reports", seen)
 
 
@@ -69,8 +88,14 @@ def reports_what_waits(bench: Bench, role: str) -> Evidence:
     story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
     seen = observe(bench, story)
     for rank, request in _not_waiting(seen, role):
-        reason = "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
-        raise violation("KV-RANK-002", f"rank {rank} of {role} named request {request} in finished_{where}: {reason}", seen)
+        reason = (
+            "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
+        )
+        raise violation(
+            "KV-RANK-002",
+            f"rank {rank} of {role} named request {request} in finished_{where}: {reason}",
+            seen,
+        )
     seen = look(bench, story, "KV-RANK-002", OWNS)
     all_right("KV-RANK-002", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
     named = sum(len(_counts(watched, where)) for watched in engine(seen, ENGINES[role]).watched)
@@ -82,8 +107,17 @@ def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
     if ENGINES[role] not in seen.engines:
         return []
     found, where = seen.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
-    waited = {name for name, trace in found.traces.items() if (trace.delayed_free if role == "P" else trace.external_tokens)}
-    return [(watched.rank, request) for watched in found.watched for request in _counts(watched, where) if request not in waited]
+    waited = {
+        name
+        for name, trace in found.traces.items()
+        if (trace.delayed_free if role == "P" else trace.external_tokens)
+    }
+    return [
+        (watched.rank, request)
+        for watched in found.watched
+        for request in _counts(watched, where)
+        if request not in waited
+    ]
 
 
 @case("KV-RANK-003", applies=any_ranks)
@@ -97,7 +131,11 @@ def tells_a_failure_once(bench: Bench, variant: None) -> Evidence:
         blocks = Counter(block for report in failed for block in report.blocks)
         again = [block for block, times in blocks.items() if times > 1]
         if again or len(watched.said("failed", request.id)) > 1:
-            what = f"block {again[0]} {blocks[again[0]]} times" if again else f"request {request.id} more than once in failed_recving"
+            what = (
+                f"block {again[0]} {blocks[again[0]]} times"
+                if again
+                else f"request {request.id} more than once in failed_recving"
+            )
             raise violation(
                 "KV-RANK-003",
                 f"one load failed on the last rank of D, and rank {watched.rank} reported {what}",
@@ -111,7 +149,12 @@ def tells_a_failure_once(bench: Bench, variant: None) -> Evidence:
         if request.id in report.failed or report.blocks
     ]
     if not told and became(request) != RIGHT:
-        raise violation("KV-RANK-003", "a load failed on the last rank of D, and no rank reported it as failed", seen, request)
+        raise violation(
+            "KV-RANK-003",
+            "a load failed on the last rank of D, and no rank reported it as failed",
+            seen,
+            request,
+        )
     all_right("KV-RANK-003", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
     return evidence(looked_at, "calls", seen, reports=len(told))
 
@@ -129,7 +172,12 @@ def needs_no_forward(bench: Bench, variant: None) -> Evidence:
             seen,
             diagnosis="loads are begun or asked for in hooks that a step without tokens does not call: wait_for_layer_load, save_kv_layer",
         )
-    all_right("KV-RANK-004", seen, bench.pattern.peers.lease_s, {"quiet": "a request of a D that had nothing to compute"})
+    all_right(
+        "KV-RANK-004",
+        seen,
+        bench.pattern.peers.lease_s,
+        {"quiet": "a request of a D that had nothing to compute"},
+    )
     return evidence(sum(watched.idle for watched in engine(seen, ENGINES["D"]).watched), "steps", seen)
 
 
@@ -147,7 +195,11 @@ def reports_what_was_aborted(bench: Bench, variant: None) -> Evidence:
             diagnosis="the blocks are free, and the transfer writes into them",
         )
     if request in seen.usage["after"].requests:
-        silent = [watched.rank for watched in engine(seen, ENGINES["D"]).watched if not watched.said(RECVING, request)]
+        silent = [
+            watched.rank
+            for watched in engine(seen, ENGINES["D"]).watched
+            if not watched.said(RECVING, request)
+        ]
         raise violation(
             "KV-RANK-005",
             f"a request was aborted while it was loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s after its transfers "
@@ -164,7 +216,11 @@ def _audited(seen: StorySeen) -> None:
     """Raise Violation if an aborted load has changed what is not its own any more."""
     for check in seen.audits:
         if check.pool.wrong:
-            raise violation("KV-RANK-005", f"rank {check.rank} of D: {check.pool.wrong} words changed that were nobody's to change", seen)
+            raise violation(
+                "KV-RANK-005",
+                f"rank {check.rank} of D: {check.pool.wrong} words changed that were nobody's to change",
+                seen,
+            )
 
 
 def _ranks(ranks: list[int]) -> str:

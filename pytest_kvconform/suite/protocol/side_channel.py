@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peer_stories import QUESTIONS
+from pytest_kvconform.rigs.peers.scenarios import QUESTIONS
 from pytest_kvconform.suite.protocol._peers import all_right, evidence, look, one_rank
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler_rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._prompts import several
 from pytest_kvconform.suite.protocol.multi import _dense
 
@@ -19,7 +19,7 @@ def is_store(rig: Rig) -> None:
 
 
 def _store(rig: Rig) -> Side:
-    from pytest_kvconform.rigs.saving import engine
+    from pytest_kvconform.rigs.scheduler.store_engine import engine
 
     is_store(rig)
     return engine(rig)
@@ -33,10 +33,14 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
     local, external = asked, side.announced_first(id)
     if external and local + external > known:
         raise rig.broken(
-            "", f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}"
+            "",
+            f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}",
         )
     if (said := side.results.get(id)) is None or said.finish != "length":
-        raise rig.broken("", f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {said}")
+        raise rig.broken(
+            "",
+            f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {said}",
+        )
     return local, external
 
 
@@ -54,11 +58,18 @@ def serves_a_conversation(rig: Rig, cache: str) -> Evidence:
             known = len(prompt)
     external = sum(external for _, external in turns)
     if cache == "forgotten" and not external:
-        raise NotApplicable(f"of {len(turns)} prompts that {rig.subject.connector} was given to save it announced nothing")
+        raise NotApplicable(
+            f"of {len(turns)} prompts that {rig.subject.connector} was given to save it announced nothing"
+        )
     return Evidence(looked_at=len(turns), unit="turns", external_tokens=external)
 
 
-@case("KV-STORE-002", applies=_dense, variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"), inside=True)
+@case(
+    "KV-STORE-002",
+    applies=_dense,
+    variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"),
+    inside=True,
+)
 def announces_nothing_that_nobody_saved(rig: Rig, saved: str) -> Evidence:
     """Of a prompt that shares less than a block with what was saved, nothing is announced, as often as it is asked."""
     side = _store(rig)
@@ -66,7 +77,9 @@ def announces_nothing_that_nobody_saved(rig: Rig, saved: str) -> Evidence:
     prompt = rig.prompt(3 * b + 5, shared=b // 2)
     if saved != "nothing":
         other = rig.prompt(3 * b + 5, seed=1, shared=b // 2 if saved == "beginning" else 0)
-        _turn(rig, side, (*prompt[b : 2 * b], *prompt[:b], *prompt[2 * b :]) if saved == "swapped" else other, 0)
+        _turn(
+            rig, side, (*prompt[b : 2 * b], *prompt[:b], *prompt[2 * b :]) if saved == "swapped" else other, 0
+        )
     known = b // 2 if saved == "beginning" else 0
     id = side.add(prompt)
     answers = [side.ask(ASKED, side.request(id), 0) for _ in range(3)]
@@ -89,9 +102,12 @@ def answers_the_same_again(rig: Rig, variant: None) -> Evidence:
     side.run()
     told = side.announced_first(id)
     if not told and {answer[0] for answer in answers} <= {0, None}:
-        raise NotApplicable(f"{rig.subject.connector} announced nothing of a prompt that it was given to save")
+        raise NotApplicable(
+            f"{rig.subject.connector} announced nothing of a prompt that it was given to save"
+        )
     if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
         raise rig.broken(
-            "", f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}"
+            "",
+            f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}",
         )
     return Evidence(looked_at=len(answers), unit="answers", external_tokens=told)

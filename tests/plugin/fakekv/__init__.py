@@ -13,7 +13,11 @@ def act(bench, rule, name, variant, moved):
     bench.did.append(name)
     word = f"{name}[{bench.cell}" + ("" if variant is None else f"-{variant}") + "]"
     print(f"body of {word}")
-    deeds = [deed for glob, deed in json.loads(os.environ.get("FAKEKV", "{}")).items() if fnmatch.fnmatchcase(word.replace("[", "("), glob)]
+    deeds = [
+        deed
+        for glob, deed in json.loads(os.environ.get("FAKEKV", "{}")).items()
+        if fnmatch.fnmatchcase(word.replace("[", "("), glob)
+    ]
     deed = deeds[0] if deeds else "pass"
     if deed == "violate":
         raise Violation(
@@ -29,7 +33,9 @@ def act(bench, rule, name, variant, moved):
     if deed == "violate otherwise":
         raise Violation(Finding(rule=rule, happened=f"{word} hung"))
     if deed == "refuse":
-        raise Violation(Finding(rule=rule, happened=f"P did not start for {word}: no such size", declined="no such size"))
+        raise Violation(
+            Finding(rule=rule, happened=f"P did not start for {word}: no such size", declined="no such size")
+        )
     if deed == "stands on a refusal":
         raise Blocked("stands on kv::engine/start::comes_up: P did not start", refused=True)
     if deed == "blocked":

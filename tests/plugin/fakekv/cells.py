@@ -23,5 +23,9 @@ def expand(matrix, families=(), topologies=()):
     for family in families:
         if family not in dict(cells):
             raise ValueError(f"there is no family called {family!r} (did you mean gemma3?)")
-    chosen = [cell for cell in cells if (not families or cell[0] in families) and (not topologies or cell[1] in topologies)]
+    chosen = [
+        cell
+        for cell in cells
+        if (not families or cell[0] in families) and (not topologies or cell[1] in topologies)
+    ]
     return [Place(*cell, rig=rig) for rig in ("engine", "scheduler") for cell in chosen]

@@ -3,7 +3,10 @@ from fakekv import act
 from pytest_kvconform.case import case
 
 
-@case("KV-BYTES-001", variants=lambda cell, matrix: ("n16", "n63") if cell.family == "llama" else ("n16", "n63", "n95"))
+@case(
+    "KV-BYTES-001",
+    variants=lambda cell, matrix: ("n16", "n63") if cell.family == "llama" else ("n16", "n63", "n95"),
+)
 def arrive(bench, variant):
     return act(bench, "KV-BYTES-001", "arrive", variant, moved=1000)
 

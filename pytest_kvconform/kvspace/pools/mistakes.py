@@ -1,0 +1,321 @@
+"""Layout mistakes that have names. Each predicts, for every place of a block, which address stands there if it was made.
+
+A name is given only if the prediction is right for every word of all blocks that differ, those words included that the mistake leaves
+where they belong. So a shuffle that looks like one of these here and there stays unnamed.
+
+Within a block an attention layer has n tokens (slots), H heads and 2 planes. A mistake maps (slot, head, plane) of a place to those of
+what stands there; all start from the index of the place in the order of one layout, read as an index in the order of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pytest_kvconform.kvspace.pools.compare import PoolComparison
+from pytest_kvconform.kvspace.pools.regions import ATTENTION, POISON, STATE, Array, Region
+from pytest_kvconform.kvspace.rows.compare import MOVED, SAME, UNWRITTEN, ZEROED
+
+Place = tuple[Array, Array, Array]  # slot, head as the rank counts, plane
+
+
+@dataclass(frozen=True)
+class Source:
+    """The other engine's rank, as far as a diagnosis needs it: where its rows lie."""
+
+    regions: tuple[Region, ...]
+    tables: Mapping[tuple[str, int], Sequence[int]]  # (layer, owner) -> block id of each logical block
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A name and what it does within a block: (slot, head, plane, n, H) -> (slot, head, plane)."""
+
+    name: str
+    planes: int  # that it needs
+    within: Callable[[Array, Array, Array, int, int], Place]
+
+
+def _packed_as_split(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = p * n + s
+    return index // 2, h, index % 2
+
+
+def _packed_as_split_all_heads(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = (p * n + s) * heads + h
+    return index // (2 * heads), index // 2 % heads, index % 2
+
+
+def _split_as_packed(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = 2 * s + p
+    return index % n, h, index // n
+
+
+def _split_as_packed_all_heads(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = (s * heads + h) * 2 + p
+    return index // heads % n, index % heads, index // (n * heads)
+
+
+def _nhd_in_hnd(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = h * n + s
+    return index // heads, index % heads, p
+
+
+def _hnd_in_nhd(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    index = s * heads + h
+    return index % n, index // n, p
+
+
+def _reversed(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
+    return s, heads - 1 - h if heads > 2 else h, p  # of two heads it is an exchange
+
+
+PACKED_AS_SPLIT = "a packed K|V per token was read as split (K of all tokens, then V of all tokens)"
+SPLIT_AS_PACKED = "split K and V (K of all tokens, then V of all tokens) were read as packed K|V per token"
+CONV_CUT = "the convolution state was cut in one piece across its segments"
+TOKEN_AXIS = "heads were split along the token axis: one piece of each block was taken instead of some heads of each token"
+ONE_GROUP = "the block ids of one group were used for the layers of another"
+LOCAL_STRIDE = "the local block stride was used to find the remote blocks"
+TOO_LATE = "the right remote blocks were read, but after they had been given back and overwritten"
+
+CATALOGUE = (
+    Mistake("K and V are exchanged", 2, lambda s, h, p, n, heads: (s, h, 1 - p)),
+    Mistake("the heads are in reverse order", 1, _reversed),
+    Mistake(PACKED_AS_SPLIT, 2, _packed_as_split),
+    Mistake(PACKED_AS_SPLIT, 2, _packed_as_split_all_heads),
+    Mistake(SPLIT_AS_PACKED, 2, _split_as_packed),
+    Mistake(SPLIT_AS_PACKED, 2, _split_as_packed_all_heads),
+    Mistake("NHD bytes were put into an HND cache", 1, _nhd_in_hnd),
+    Mistake("HND bytes were put into an NHD cache", 1, _hnd_in_nhd),
+)
+_RATIOS = (2, 4, 8, 16)
+
+
+def name_mistakes(comparison: PoolComparison, source: Source | None = None) -> tuple[str, ...]:
+    """Names of the mistakes that explain every wrong word, each once; several where they do the same to this geometry."""
+    runs = comparison.runs
+    wrong = runs["kind"] != SAME
+    if (
+        not wrong.any()
+        or not np.isin(runs["kind"], (SAME, MOVED, UNWRITTEN, ZEROED)).all()
+        or len(comparison.raw)
+    ):
+        return ()
+    moved = bool((runs["kind"] == MOVED).any())
+    tests: list[tuple[str, Callable[[], bool]]] = [
+        *((mistake.name, lambda m=mistake: _within(comparison, m.planes, m.within)) for mistake in CATALOGUE),
+        (TOKEN_AXIS, lambda: _token_axis(comparison)),
+        (CONV_CUT, lambda: _conv_cut(comparison)),
+        (ONE_GROUP, lambda: bool(wrong.all()) and _one_group(comparison, runs)),
+    ]
+    if source is not None:
+        tests.append((LOCAL_STRIDE, lambda: _local_stride(comparison, runs[wrong], source)))
+        tests.append((TOO_LATE, lambda: _too_late(comparison, runs[wrong], source)))
+    return tuple(
+        dict.fromkeys(name for name, test in tests if (moved or name in (LOCAL_STRIDE, TOO_LATE)) and test())
+    )
+
+
+def _by_region(comparison: PoolComparison) -> Iterator[tuple[Region, Array]]:
+    for index in np.unique(comparison.runs["region"]).tolist():
+        yield comparison.regions[index], comparison.runs[comparison.runs["region"] == index]
+
+
+def _fits(runs: Array, kind: int, token: Array, head: Array, plane: Array) -> bool:
+    """Whether all runs hold what is predicted: these coordinates, the layer and lane of the place, that token's owner and engine.
+
+    A place that should hold a token beyond those that were due may hold anything that nobody wrote, or that token if it was computed all
+    the same: P computes the last token of a prompt, and D computes it again.
+    """
+    stands, belongs = runs["stands"], runs["belongs"]
+    right = (
+        (belongs["kind"] == kind)
+        & (belongs["token"] == token)
+        & (belongs["head"] == head)
+        & (belongs["plane"] == plane)
+    )
+    for name in ("layer", "lane"):
+        right &= belongs[name] == stands[name]
+    undue = (token > stands["token"].max()) | (token < stands["token"].min())
+    due, held = (at["owner"].astype(np.int64) * 2 + at["engine"] for at in (stands, belongs))
+    of_somebody = undue & np.isin(held, due)
+    due, held = ((at["token"].astype(np.int64) << 17) + who for at, who in ((stands, due), (belongs, held)))
+    right &= of_somebody | np.isin(
+        held, due
+    )  # within a block the owner or the engine may change from one token to the next
+    return bool((right | (undue & np.isin(runs["kind"], (UNWRITTEN, ZEROED)))).all())
+
+
+def _within(
+    comparison: PoolComparison, planes: int, within: Callable[[Array, Array, Array, int, int], Place]
+) -> bool:
+    for region, runs in _by_region(comparison):
+        if region.kind != "attention" or region.shape[3] < planes:
+            return False
+        s, h, p = (runs[name].astype(np.int64) for name in ("slot", "row", "plane"))
+        slot, head, plane = within(s, h, p, region.block_size, region.shape[2])
+        if not _fits(
+            runs, ATTENTION, runs["stands"]["token"] - runs["slot"] + slot, region.first + head, plane
+        ):
+            return False
+    return True
+
+
+def _token_axis(comparison: PoolComparison) -> bool:
+    """A rank took a contiguous part of each block of a rank with more heads, or put blocks of ranks with fewer heads one behind the other.
+
+    The block that was read has its tokens outermost (NHD); the block that was written either way.
+    """
+
+    def wider(ratio: int, region: Region, s: Array, h: Array, nhd: bool) -> tuple[Array, Array]:
+        n, heads = region.block_size, region.shape[2]
+        index = (s * heads + h if nhd else h * n + s) + region.first // heads % ratio * n * heads
+        return index // (heads * ratio), region.first // (heads * ratio) * heads * ratio + index % (
+            heads * ratio
+        )
+
+    def narrower(ratio: int, region: Region, s: Array, h: Array, nhd: bool) -> tuple[Array, Array]:
+        n, heads = region.block_size, region.shape[2]
+        few = heads // ratio
+        index = s * heads + h if nhd else h * n + s
+        rank, index = index // (n * max(few, 1)), index % (n * max(few, 1))
+        return index // max(few, 1), region.first + rank * few + index % max(few, 1)
+
+    def explains(move: Callable[..., tuple[Array, Array]], ratio: int, nhd: bool) -> bool:
+        for region, runs in _by_region(comparison):
+            if region.kind != "attention" or (move is narrower and region.shape[2] % ratio):
+                return False
+            slot, head = move(ratio, region, runs["slot"].astype(np.int64), runs["row"].astype(np.int64), nhd)
+            if not _fits(runs, ATTENTION, runs["stands"]["token"] - runs["slot"] + slot, head, runs["plane"]):
+                return False
+        return True
+
+    return any(
+        explains(move, ratio, nhd) for move in (wider, narrower) for ratio in _RATIOS for nhd in (True, False)
+    )
+
+
+def _conv_cut(comparison: PoolComparison) -> bool:
+    """Q, K and V of a convolution state are each cut over the ranks; here all their rows were cut once, as if they were one."""
+
+    def explains(ratio: int, wider: bool) -> bool:
+        for region, runs in _by_region(comparison):
+            parts = sorted(
+                (r for r in comparison.regions if r.layer == region.layer and r.segment < 3),
+                key=lambda r: r.segment,
+            )
+            if (
+                region.kind != "state"
+                or region.segment > 2
+                or len(parts) != 3
+                or any(p.shape[1] % ratio for p in parts if not wider)
+            ):
+                return False
+            sizes = np.array([part.shape[1] for part in parts])
+            index = runs["row"].astype(np.int64) + sizes[: region.segment].sum()
+            if wider:  # cut out of a rank with `ratio` times the channels
+                rank = region.first // region.shape[1] % ratio
+                theirs, index = sizes * ratio, index + rank * sizes.sum()
+                firsts = np.array(
+                    [part.first // (ratio * part.shape[1]) * ratio * part.shape[1] for part in parts]
+                )
+            else:  # put together from `ratio` ranks
+                theirs = sizes // ratio
+                rank, index = np.divmod(index, theirs.sum())
+                firsts = np.array([part.first for part in parts])
+            segment = np.searchsorted(np.cumsum(theirs), index, side="right")
+            channel = firsts[segment] + index - (np.cumsum(theirs) - theirs)[segment]
+            if not wider:
+                channel = channel + rank * theirs[segment]
+            if not _fits(runs, STATE, runs["stands"]["token"], channel, segment):
+                return False
+        return True
+
+    return any(explains(ratio, wider) for wider in (True, False) for ratio in _RATIOS)
+
+
+def _one_group(comparison: PoolComparison, wrong: Array) -> bool:
+    """Every wrong place holds the row at the same place of a layer that shares its memory, and those layers share none with each other."""
+    place = {
+        region.number: (region.offset, region.strides)
+        for region in comparison.regions
+        if region.kind == "attention"
+    }
+    stands, belongs = wrong["stands"], wrong["belongs"]
+    if (
+        not (wrong["kind"] == MOVED).all()
+        or not (belongs["kind"] == ATTENTION).all()
+        or not (stands["kind"] == ATTENTION).all()
+    ):
+        return False
+    layers = {(a, b) for a, b in zip(stands["layer"].tolist(), belongs["layer"].tolist(), strict=True)}
+    sources = {b for _, b in layers}
+    if any(a == b or b not in place or place[a] != place[b] for a, b in layers) or len(
+        {place[b] for b in sources}
+    ) < len(sources):
+        return False
+    sizes = np.array([region.block_size for region in comparison.regions])[wrong["region"]]
+    same = (stands["token"] - belongs["token"]) % sizes == 0
+    for name in ("head", "plane", "lane"):
+        same &= stands[name] == belongs[name]
+    return bool(same.all())
+
+
+def _local_stride(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
+    """Block b of the source was looked for at b times the stride of this pool: compared as places in the source's storage."""
+    for run in _sample(wrong):
+        here, stands = comparison.regions[run["region"]], run["stands"]
+        there = _region_in(source, int(here.number))
+        right, found = _place_in(source, stands), _place_in(source, run["belongs"])
+        if there is None or here.strides[0] == there.strides[0] or right is None or found is None:
+            return False
+        block = source.tables[there.layer, int(stands["owner"])][stands["token"] // there.block_size]
+        if found - right != block * (here.strides[0] - there.strides[0]):
+            return False
+    return len(wrong) > 0
+
+
+def _too_late(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
+    """What stands here is the source's own poison of the very places where the rows were: they were read, but not in time."""
+    held = wrong["belongs"]
+    if (
+        comparison.engine is None
+        or not (held["kind"] == POISON).all()
+        or (held["engine"] == comparison.engine).any()
+    ):
+        return False
+    places = ((_place_in(source, run["stands"]), run["belongs"]["offset"]) for run in _sample(wrong))
+    return len(wrong) > 0 and all(right is not None and right == found for right, found in places)
+
+
+def _sample(runs: Array) -> Array:
+    return runs[:: max(1, len(runs) // 4096)]
+
+
+def _region_in(source: Source, layer: int) -> Region | None:
+    return next(
+        (region for region in source.regions if region.number == layer and region.kind == "attention"), None
+    )
+
+
+def _place_in(source: Source, at: np.void) -> int | None:
+    """Where in the source's storage an address lies or says that it lay, bytes; None: not known."""
+    if at["kind"] == POISON:
+        return int(at["offset"]) if at["offset"] >= 0 else None
+    region = _region_in(source, int(at["layer"])) if at["kind"] == ATTENTION else None
+    table = source.tables.get((region.layer, int(at["owner"]))) if region is not None else None
+    if region is None or table is None or at["token"] // region.block_size >= len(table):
+        return None
+    index = (
+        table[at["token"] // region.block_size],
+        at["token"] % region.block_size,
+        at["head"] - region.first,
+        at["plane"],
+    )
+    return (
+        region.offset
+        + sum(int(i) * s for i, s in zip(index, region.strides, strict=False))
+        + 8 * int(at["lane"])
+    )

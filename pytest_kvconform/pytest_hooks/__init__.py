@@ -1,0 +1,1 @@
+"""pytest_kvconform/pytest_hooks."""

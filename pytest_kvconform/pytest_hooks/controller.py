@@ -1,0 +1,285 @@
+"""The hooks of the process that a person started: it owns the zygote, gathers results from wherever they were made, decides and reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_kvconform import loading as parts
+from pytest_kvconform.declaration import block_to_paste
+from pytest_kvconform.plan import cell_word
+from pytest_kvconform.pytest_hooks.items import CaseItem
+from pytest_kvconform.pytest_hooks.runner import CHANNEL, Link, Runner, WorkerInput, write_line
+from pytest_kvconform.report import document, failure, markdown, terminal
+from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
+from pytest_kvconform.settings import non_default
+from pytest_kvconform.subject import cannot_run
+from pytest_kvconform.verdict import signature
+
+_PROBE_SECONDS = 120.0  # importing vLLM on a slow, busy machine, with room
+_MOST_LINES = 20  # of ids with one cause
+_LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
+    Outcome.BLOCKED: ("blocked", "B", ("BLOCKED", {"yellow": True})),
+    Outcome.NOT_APPLICABLE: ("not applicable", "n", ("NOT-APPLICABLE", {})),
+    Outcome.KNOWN: ("known", "k", ("KNOWN", {"yellow": True})),
+}
+
+
+class Judge:
+    """One run, from its first process to its exit code."""
+
+    def __init__(self, config: pytest.Config, runner: Runner):
+        self.config, self.runner, self.settings = config, runner, runner.settings
+        self._zygote: Any = None
+        self._results: list[CaseResult] = []
+        self._selected: list[str] = []  # ids that are to run
+        self._troubles: list[str] = []
+        self._report: document.Report | None = None
+        self._stats: list[
+            tuple[list[Any], list[Any]]
+        ] = []  # of pytest's terminal: the list that it shows, and all that was in it
+        self._hit_limit = False
+
+    # ---- before the first case ------------------------------------------------------------------------------------------------
+
+    def pytest_report_header(self) -> str:
+        settings = self.settings
+        words = [
+            settings.connector,
+            f"matrix {settings.matrix}",
+            f"seed {settings.seed}",
+            f"device {settings.device}",
+        ]
+        shown = [f"{option.key}={_text(value)} ({origin})" for option, value, origin in non_default(settings)]
+        return f"kv: {', '.join(words)}; set: {', '.join(shown)}"
+
+    def pytest_sessionstart(self) -> None:
+        if self.config.getoption("collectonly"):
+            return
+        if (cache := getattr(self.config, "cache", None)) is not None:
+            cache.set("kvconform/seed", self.settings.seed)
+        try:
+            if reason := cannot_run(self.runner.subject):  # said at once, not after vLLM is loaded
+                self.runner.link = Link(refusal="BLOCKED", reason=reason)
+            else:
+                self._zygote = parts.bench().start_zygote(self.settings, self.runner.subject)
+        except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
+            self.runner.link = Link(
+                refusal="HARNESS",
+                reason=f"the background process did not start: {type(error).__name__}: {error}",
+            )
+        if self._distributed():
+            self._selected = [planned.id for planned in self.runner.plan().asked]
+            if self._zygote is not None:  # workers start while vLLM is being loaded
+                self.runner.link = Link(later=str(Path(self._zygote.address).with_name("link.json")))
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if not self._distributed():
+            self._selected = [item.nodeid for item in session.items if isinstance(item, CaseItem)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> None:
+        if self.config.getoption("collectonly"):
+            return
+        later = self.runner.link.later
+        self._probe()
+        if later:
+            Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended took its folder along
+            Path(later).write_bytes(msgspec.json.encode(self.runner.link))
+
+    def _distributed(self) -> bool:
+        return self.config.pluginmanager.has_plugin("dsession")
+
+    def _probe(self) -> None:
+        """Look at the subject once, if a case needs it. Raises UsageError when there is nothing to test under that name."""
+        if self._zygote is None or not self._selected:
+            return
+        write_line(self.config, f"kv: loading vLLM and looking at {self.settings.connector}")
+        bench, deadline = parts.bench(), _PROBE_SECONDS * self.settings.timeout_scale
+        try:
+            facts = bench.probe_subject(self._zygote.address, self.runner.subject, deadline)
+            self.runner.link = Link(
+                address=self._zygote.address, facts=msgspec.Raw(msgspec.json.encode(facts))
+            )
+        except bench.BadSubject as error:
+            raise pytest.UsageError(f"--kv-connector={self.settings.connector}: {error}") from None
+        except Blocked as error:
+            self.runner.link = Link(refusal="BLOCKED", reason=str(error))
+        except HarnessError as error:
+            self.runner.link = Link(refusal="HARNESS", reason=str(error))
+        except Exception as error:  # our defect, and every case will say so
+            self.runner.link = Link(
+                refusal="HARNESS", reason=f"looking at the connector failed: {type(error).__name__}: {error}"
+            )
+
+    # ---- xdist ----------------------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        told = WorkerInput(settings=self.settings, subject=self.runner.subject, link=self.runner.link)
+        node.workerinput[CHANNEL] = msgspec.json.encode(told).decode()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._selected = [name for name in ids if cell_word(name)]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """One cell, one worker: its engines are started once. Another --dist than the default is respected."""
+        if config.getoption("dist") != "load":
+            return None
+        from pytest_kvconform.pytest_hooks.xdist_scheduling import ByCell
+
+        return ByCell(config, log)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._troubles += getattr(node, "workeroutput", {}).get(CHANNEL, [])
+
+    # ---- results --------------------------------------------------------------------------------------------------------------
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if hasattr(report, "kv_progress"):
+            write_line(self.config, f"kv: {report.kv_progress}")
+        if hasattr(report, "kv_result"):
+            self._results.append(_result(report))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: Any) -> Any:
+        if hasattr(report, "kv_progress"):
+            return "", "", ""
+        if report.outcome == "skipped" and hasattr(report, "kv_result"):
+            return _LETTERS[_result(report).outcome]
+        return None
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        # xdist ends -x and --maxfail as if somebody had interrupted it, with an exception of its own.
+        self._hit_limit = str(excinfo.value).startswith("stopping after")
+
+    # ---- the end --------------------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.config.getoption("collectonly") or exitstatus in (
+            3,
+            4,
+            11,
+        ):  # broken before there was anything to judge
+            return
+        self._troubles += self.runner.close() + self._close()
+        verdict = self._conclude().verdict
+        if (
+            exitstatus in (0, 5)
+            or (exitstatus == 1 and verdict.exit_code)
+            or (exitstatus == 2 and self._hit_limit)
+        ):
+            session.exitstatus = (
+                verdict.exit_code
+            )  # else a test of the user's failed, or somebody pressed Ctrl-C
+
+    def _conclude(self) -> document.Report:
+        """Judge and write. A report that cannot be written is a trouble, and changes the verdict that is shown."""
+        folder = Path(self.settings.report)
+        self._report = self._document()
+        try:
+            document.write(self._report, folder)
+        except OSError as error:
+            self._troubles.append(f"{folder / document.FILE} cannot be written: {error.strerror}")
+            self._report = self._document()
+        if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(markdown.markdown(self._report))
+            except OSError as error:  # a page of the CI service: a pity, and no part of the result
+                write_line(self.config, f"kv: no summary was appended to {path}: {error.strerror}")
+        return self._report
+
+    def _document(self) -> document.Report:
+        return document.make(
+            self.settings,
+            self.runner.subject,
+            msgspec.json.decode(self.runner.link.facts),
+            self._results,
+            self._selected,
+            self.runner.plan().manifest,
+            sorted(self._troubles),
+        )
+
+    def _close(self) -> list[str]:
+        """End the zygote and all it started. Once; later calls do nothing."""
+        zygote, self._zygote = self._zygote, None
+        try:
+            return list(zygote.close()) if zygote is not None else []
+        except Exception as error:  # the verdict says it
+            return [f"the background process would not end: {type(error).__name__}: {error}"]
+
+    def pytest_unconfigure(self) -> None:
+        self._close()  # where the session broke before its end
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
+        """Show failures of one cause once. pytest prints its sections inside the yield, and its short summary after our verdict."""
+        for category in ("failed", "error"):
+            reports = terminalreporter.stats.get(category, [])
+            self._stats.append((reports, list(reports)))
+            reports[:] = _one_per_cause(reports)
+        return (yield)
+
+    @pytest.hookimpl(specname="pytest_terminal_summary", tryfirst=True)
+    def pytest_terminal_summary_verdict(self, terminalreporter: Any) -> None:
+        for reports, all_of_them in self._stats:
+            reports[:] = all_of_them
+        if self._report is None:
+            return
+        unicode = _knows(sys.__stdout__, "✓✗·×")
+        if self._results and (block := block_to_paste(self.runner.subject.features)):
+            terminalreporter.write_sep("=", "to declare in pyproject.toml")
+            terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
+        title = terminal.title(self._report)
+        terminalreporter.write_sep("=", title if unicode else terminal.to_ascii(title))
+        width = self.config.get_terminal_writer().fullwidth
+        for text, markup in terminal.summary(
+            self._report, str(Path(self.settings.report) / document.FILE), width, unicode
+        ):
+            terminalreporter.write_line(text, **markup)
+
+
+def _result(report: Any) -> CaseResult:
+    return msgspec.json.decode(report.kv_result, type=CaseResult)
+
+
+def _one_per_cause(reports: list[Any]) -> list[Any]:
+    """The first report of each cause, with the ids of the others in a section of its own. Reports of other tests stay."""
+    groups: dict[object, list[Any]] = {}
+    for report in reports:
+        cause: object = id(report)
+        if hasattr(report, "kv_result"):
+            result = _result(report)
+            cause = (result.outcome, signature(result)) if result.outcome is not Outcome.PASS else cause
+        groups.setdefault(cause, []).append(report)
+    for first, *others in groups.values():
+        if others:
+            lines = failure.compress(other.nodeid for other in others)
+            more = [f"and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+            first.longrepr.addsection(
+                f"the same cause in {len(others)} more", "\n".join([*lines[:_MOST_LINES], *more]), "-"
+            )
+    return [group[0] for group in groups.values()]
+
+
+def _knows(stream: Any, text: str) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _text(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,187 @@
+"""The suite as pytest sees it: nodes of our own, so that no setting, fixture or file pattern of the user has a say in it.
+
+The tree hangs on the session itself and not on a path: an installed suite lies in a virtual environment, where pytest would look for
+conftest files and could refuse to go, and ids would depend on the current directory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from pytest_kvconform.apply_declaration import shown_finding
+from pytest_kvconform.plan import PREFIX, Planned, load_module
+from pytest_kvconform.report.failure import failure_text
+from pytest_kvconform.result import (
+    Blocked,
+    CaseResult,
+    Evidence,
+    HarnessError,
+    NotApplicable,
+    Outcome,
+    Violation,
+)
+
+if TYPE_CHECKING:
+    from pytest_kvconform.pytest_hooks.runner import Runner
+
+# pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit likewise.
+_DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
+
+_ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
+
+
+class Suite(pytest.Collector):
+    """`kv`: everything that was asked for."""
+
+    runner: Runner
+    planned: tuple[Planned, ...]
+
+    def collect(self) -> Iterator[pytest.Collector]:
+        for tier in dict.fromkeys(one.module.split("/")[0] for one in self.planned):
+            node = Tier.from_parent(self, name=tier, nodeid=f"{PREFIX}{tier}")
+            node.runner, node.planned = (
+                self.runner,
+                [one for one in self.planned if one.module.split("/")[0] == tier],
+            )
+            yield node
+
+
+class Tier(pytest.Collector):
+    """`kv::engine`."""
+
+    runner: Runner
+    planned: list[Planned]
+
+    def collect(self) -> Iterator[pytest.Collector]:
+        for name in dict.fromkeys(one.module for one in self.planned):
+            path = Path(inspect.getfile(load_module(name)[0]))
+            node = CaseModule.from_parent(self, name=name.split("/")[1], nodeid=f"{PREFIX}{name}", path=path)
+            node.runner, node.planned = self.runner, [one for one in self.planned if one.module == name]
+            yield node
+
+
+class CaseModule(pytest.Collector):
+    """`kv::engine/bytes`."""
+
+    runner: Runner
+    planned: list[Planned]
+
+    def collect(self) -> Iterator[pytest.Item]:
+        for one in self.planned:
+            item = CaseItem.from_parent(
+                self, name=one.name, nodeid=one.id
+            )  # whole, so that pytest knows its parameters: --lf compares them
+            item.runner, item.planned = self.runner, one
+            item.user_properties += self.runner.properties_of(one)
+            yield item
+
+
+class CaseFailed(Exception):
+    """The connector broke a rule; the message is the whole text of the failure."""
+
+
+class CaseItem(pytest.Item):
+    """One case at one cell with one variant. No pytest.Function: it has no fixtures, so nobody can put theirs in their place."""
+
+    runner: Runner
+    planned: Planned
+    result: CaseResult | None = None
+
+    def setup(self) -> None:
+        """Run the case and keep its result.
+
+        It is done here because pytest, its JUnit file included, calls an exception of the setup an error and one of the test a failure:
+        what is our fault is raised here, what is the connector's fault in `runtest`.
+        """
+        one, started = self.planned, time.perf_counter()
+        unfinished = "the case did not reach its end"
+        result = CaseResult(
+            id=self.nodeid, rule=one.case.rule, outcome=Outcome.FAIL, cell=one.cell, reason=unfinished
+        )
+        defect = ""
+        try:
+            bench = self.runner.bench(self)
+            bench.use(one.cell)
+            evidence = one.case.body(bench, one.variant)
+            if not isinstance(evidence, Evidence) or evidence.looked_at <= 0:
+                what = "looked at nothing" if isinstance(evidence, Evidence) else f"returned {evidence!r}"
+                raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
+            result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
+        except Violation as error:
+            result = msgspec.structs.replace(
+                result, finding=error.finding, refused=bool(error.finding.declined), reason=""
+            )
+        except Blocked as error:
+            reason = str(error) or "no reason was given"
+            result = msgspec.structs.replace(
+                result, outcome=Outcome.BLOCKED, refused=error.refused, reason=reason
+            )
+        except NotApplicable as error:
+            result = msgspec.structs.replace(
+                result, outcome=Outcome.NOT_APPLICABLE, refused=error.refused, reason=str(error)
+            )
+        except _DEFECTS as error:
+            result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
+            defect = "".join(traceback.format_exception(error))
+        result = msgspec.structs.replace(result, seconds=round(time.perf_counter() - started, 3))
+        self.result = self.runner.settle(one, result)
+        self.user_properties.append(("outcome", self.result.outcome.value))
+        if self.result.evidence:
+            self.user_properties += [
+                ("looked_at", self.result.evidence.looked_at),
+                ("bytes_moved", self.result.evidence.bytes_moved),
+            ]
+        if defect:  # pytest's own traceback would be one of pytest
+            pytest.fail(f"harness: {self.result.reason}\n\n{defect}", pytrace=False)
+
+    def runtest(self) -> None:
+        assert self.result is not None
+        if self.result.outcome is Outcome.FAIL:
+            raise CaseFailed(failure_text(self.result, self.runner.rules, self.runner.settings))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """A finding is shown without a traceback: it would be one of ours. Anything else keeps its own."""
+        if not isinstance(excinfo.value, CaseFailed) or self.result is None:
+            return super().repr_failure(excinfo, style)
+        shown = excinfo.getrepr(style="value")
+        finding = shown_finding(self.result)
+        if shown.reprcrash and finding:  # one line for pytest's short summary and the message of JUnit
+            shown.reprcrash.message = f"{finding.rule}: {finding.diagnosis or finding.happened}"
+        return shown
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        # Not inspect.getsourcelines, which reads the whole function: 2000 cases spend seconds on it.
+        return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
+
+    def annotate(self, report: pytest.TestReport) -> None:
+        """Let the report say what the case said: no mark that a user put on the item turns a failure into something milder."""
+        if (
+            self.result is None
+            or report.when == "teardown"
+            or (report.when == "setup" and self.result.outcome is not Outcome.HARNESS)
+        ):
+            return
+        outcome = self.result.outcome
+        report.outcome = "passed" if outcome is Outcome.PASS else "skipped" if outcome in _ASIDE else "failed"
+        if outcome in _ASIDE:
+            path, line, _ = self.reportinfo()
+            report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+        report.kv_result = msgspec.json.encode(self.result).decode()  # type: ignore[attr-defined] # travels to the controller of xdist
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of an exception; with its class unless it is ours and written to be read."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if isinstance(error, HarnessError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,202 @@
+"""What every process that runs cases does: collect them, order them, run them. The process that a person started also has a `Judge`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_kvconform import features, rules
+from pytest_kvconform import loading as parts
+from pytest_kvconform.apply_declaration import Terms, settle
+from pytest_kvconform.declaration import check_known
+from pytest_kvconform.plan import BadSuite, Plan, Planned, cell_word, make_plan, ordered
+from pytest_kvconform.pytest_hooks.items import CaseItem, Suite
+from pytest_kvconform.result import Blocked, CaseResult, HarnessError
+from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.subject import Subject
+from pytest_kvconform.verdict import MOVING_TIERS
+
+CHANNEL = "kvconform"  # key of xdist's workerinput and workeroutput
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process reaches the zygote, or why it cannot."""
+
+    address: str = ""
+    facts: msgspec.Raw = msgspec.Raw(b"null")  # SubjectFacts as JSON
+    refusal: str = ""  # "", "BLOCKED" or "HARNESS"
+    reason: str = ""
+    later: str = ""  # a file in which all this stands before the first case begins
+
+
+class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker of xdist is told. It reads neither settings nor subject itself: one reading, one truth."""
+
+    settings: Settings
+    subject: Subject
+    link: Link
+
+
+class Runner:
+    """The hooks of every process of an active run."""
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        arguments: list[str] | None,
+        settings: Settings,
+        subject: Subject,
+        link: Link,
+    ):
+        self.config, self.settings, self.subject, self.link = config, settings, subject, link
+        self._arguments = arguments  # those with kv::, none for the whole suite; None: the user named only paths of their own
+        self._item: pytest.Item | None = None
+        self._bench: Any = None
+        self._plan: Plan | None = None
+
+    @property
+    def rules(self) -> dict[str, rules.Rule]:
+        return rules.load()
+
+    def plan(self) -> Plan:
+        """The cases of this run. Raises UsageError, or pytest.exit with code 11 for a defect of the suite."""
+        if self._plan is None:
+            try:
+                plan = make_plan(self.settings, self._arguments or ())
+                if strangers := [
+                    entry for entry in self.subject.known if not any(map(entry.matches, plan.manifest))
+                ]:
+                    other = make_plan(
+                        Settings(matrix="full" if self.settings.matrix == "quick" else "quick"), ()
+                    )
+                    check_known(strangers, [*plan.manifest, *other.manifest])
+            except BadSetting as error:
+                raise pytest.UsageError(str(error)) from None
+            except (BadSuite, rules.BadRules) as error:
+                pytest.exit(f"harness: {error}", returncode=11)
+            self._plan = plan if self._arguments is not None else Plan((), plan.manifest)
+        return self._plan
+
+    def settle(self, planned: Planned, result: CaseResult) -> CaseResult:
+        """What the declaration makes of what a case said."""
+        return settle(msgspec.structs.replace(result, needs=features.needed(planned)), self.terms)
+
+    @property
+    def terms(self) -> Terms:
+        """What was declared, as every case is judged by it."""
+        return Terms(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
+
+    def properties_of(self, planned: Planned) -> list[tuple[str, object]]:
+        """What pytest writes into JUnit beside the outcome."""
+        rule = self.rules.get(planned.case.rule)
+        return [
+            ("rule", planned.case.rule),
+            ("strength", rule.strength if rule else "unknown"),
+            ("cell", str(planned.cell)),
+        ]
+
+    def bench(self, item: CaseItem) -> Any:
+        """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject could not be looked at."""
+        self._item = item
+        if self.link.later:
+            self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=Link)
+        if self.link.refusal:
+            raise (Blocked if self.link.refusal == "BLOCKED" else HarnessError)(self.link.reason)
+        if self._bench is None:
+            module = parts.bench()
+            facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
+            self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
+        needs, device = (
+            self.subject.needs,
+            getattr(self._bench.facts, "device", "") if self.subject.needs else "",
+        )
+        if needs != device and item.planned.case.tier in MOVING_TIERS:
+            raise Blocked(
+                f"{self.subject.connector} moves bytes on {needs} alone, and the installed vLLM runs on {device}"
+            )
+        return self._bench
+
+    def close(self) -> list[str]:
+        """End what the bench of this process holds; sentences about what would not end."""
+        bench, self._bench = self._bench, None
+        try:
+            if bench is not None:
+                bench.close()
+        except Exception as error:  # whatever it is, the run goes on to its verdict, which says it
+            return [f"closing the engines failed: {type(error).__name__}: {error}"]
+        return []
+
+    def progress(self, sentence: str) -> None:
+        """Say at once what happens now: here, or on the controller, where it arrives as a report of a phase that pytest does not know."""
+        if self._item is None:
+            return
+        cell = cell_word(self._item.nodeid)
+        sentence = sentence if sentence.startswith(cell) else f"{cell}: {sentence}"
+        if not hasattr(self.config, "workerinput"):
+            write_line(self.config, f"kv: {sentence}", self._item.nodeid)
+            return
+        report = pytest.TestReport(
+            nodeid=self._item.nodeid,
+            location=self._item.location,
+            keywords={},
+            outcome="passed",
+            longrepr=None,
+            when="progress",  # type: ignore[arg-type]
+            kv_progress=sentence,
+        )
+        self.config.hook.pytest_runtest_logreport(report=report)
+
+    # ---- hooks ----------------------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
+        report: Any = yield
+        if isinstance(collector, pytest.Session):
+            suite = Suite.from_parent(collector, name="kv", nodeid="kv")
+            suite.runner, suite.planned = self, self.plan().asked
+            report.result = [*report.result, suite]
+        return report
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        ours = {item.planned.id: item for item in items if isinstance(item, CaseItem)}
+        others = [item for item in items if not isinstance(item, CaseItem)]
+        order = ordered([item.planned for item in ours.values()], self.settings.seed)
+        items[:] = [*others, *(ours[planned.id] for planned in order)]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        report: Any = yield
+        if isinstance(item, CaseItem):
+            item.annotate(report)
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        output = getattr(self.config, "workeroutput", None)
+        if (
+            output is not None
+        ):  # a worker of xdist; elsewhere the judge closes, and puts what it hears into the verdict
+            output[CHANNEL] = self.close()
+
+
+def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
+    """Write a line past pytest's capture and between its dots. `nodeid`: the item that runs, whose dot is still to come."""
+    reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is None:
+        return
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        reporter.ensure_newline()
+        if getattr(config.get_terminal_writer(), "width_of_current_line", 0):  # dots under -q and xdist
+            reporter.write_line("")
+        if nodeid and reporter.showfspath and not reporter.showlongtestinfo:
+            reporter.write(text)  # what follows begins with a newline, and lets the dots go on
+            reporter.write_fspath_result(nodeid, "")
+        else:
+            reporter.write_line(text)
+        reporter.flush()

@@ -1,0 +1,39 @@
+"""How xdist hands out our cases. Imported only where xdist runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler import LoadScopeScheduling
+
+from pytest_kvconform.features import of_cell
+from pytest_kvconform.plan import PREFIX, cell_word, load_module, module_names
+from pytest_kvconform.result import Cell
+
+
+class ByCell(LoadScopeScheduling):
+    """One cell, one worker: its engines are started once. Cases that need none of them may go to another worker."""
+
+    def __init__(self, config: Any, log: Any):
+        super().__init__(config, log)
+        self._inside = {
+            f"{PREFIX}{module}::{case.name}"
+            for module in module_names()
+            for case in load_module(module)[1]
+            if case.inside
+        }
+
+    def _split_scope(self, nodeid: str) -> str:
+        if not (cell := cell_word(nodeid)):
+            return str(super()._split_scope(nodeid))
+        return f"{PREFIX}{'inside' if nodeid.partition('[')[0] in self._inside else ''}[{cell}]"
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """Cells with states come first: they have few cases, which take long, and xdist would leave them for the end, for one worker."""
+        self.workqueue.move_to_end(max(self.workqueue, key=_has_state), last=False)
+        super()._assign_work_unit(node)
+
+
+def _has_state(scope: str) -> bool:
+    family, _, place = cell_word(scope).partition("-")
+    return bool(family) and "state" in of_cell(Cell(family, *place.split(".")))

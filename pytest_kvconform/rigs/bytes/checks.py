@@ -1,0 +1,284 @@
+"""One rank's judgement: what a load owes, and what stands in the whole pool instead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pytest_kvconform.kvspace.pools.compare import compare_pool
+from pytest_kvconform.kvspace.pools.regions import ATTENTION, Array, Region, decode, shares_of
+from pytest_kvconform.kvspace.rows.compare import UNWRITTEN
+from pytest_kvconform.rigs.bytes.memory import Memory
+from pytest_kvconform.rigs.bytes.messages import Check, Judge, Missing, Work
+
+LOOKS = 5  # at a pool that another process writes to; each takes milliseconds
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The KV cache groups of an engine, and where in the block tables a token is found."""
+
+    layers: tuple[tuple[str, ...], ...]  # per group
+    block_sizes: tuple[int, ...]  # tokens, per group
+    states: frozenset[str]  # layers that keep a state
+    windows: dict[str, int]  # layer -> tokens of its sliding window; 0: all
+    of: dict[str, int]  # layer -> group, in the order of the model
+
+    def is_state(self, group: int) -> bool:
+        return self.layers[group][0] in self.states
+
+    def state_slot(self, table: Array, tokens: int, group: int) -> int:
+        """The block that holds the state after `tokens` tokens; 0: none.
+
+        Without prefix caching a request has one. Otherwise (mamba_cache_mode "align", v1/worker/mamba_utils.py) a state stays in the block
+        in which its last token lies, and the next step goes on from there, in the next block if that one is full.
+        """
+        return (
+            int(table[min((max(tokens, 1) - 1) // self.block_sizes[group], len(table) - 1)])
+            if len(table)
+            else 0
+        )
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Bytes that were due at the check of a request and had not been written."""
+
+    where: Array  # bool [byte] of the storage, eight to a byte; words as a whole, although a byte of them may have been right by accident
+    want: Array  # uint8, what was due there
+    held: dict[str, Array]  # as `compare_pool` had them
+    due: dict[str, Array]
+
+
+class Inspector:
+    """Keeps the checks of one rank."""
+
+    def __init__(self, memory: Memory, groups: Groups, store: bool = False):
+        self.memory, self.groups, self.store = memory, groups, store
+        self.regions = [region for of_layer in memory.regions.values() for region in of_layer]
+        self.checks: list[Check] = []
+        self.lacks: dict[str, Lack] = {}  # request -> what a second look is to find
+        self.failed: set[int] = (
+            set()
+        )  # blocks whose load the connector reported as failed, until a check has said so
+
+    def judge(self, work: Work) -> None:
+        """Compare everything with what should be there, now that the loads of some requests are said to be complete."""
+        self.memory.fetch()
+        for judge in work.judge:
+            started = time.perf_counter()
+            self.memory.forgive(work.loading)
+            rows, size, due, missing = self._expect(judge)
+            first = {group: table[table != 0] for group, table in enumerate(judge.tables)}
+            check = self._compare(
+                work.groups, first, due, np.setdiff1d(work.loading, judge.loaded), judge.request
+            )
+            seconds = time.perf_counter() - started
+            loaded = replace(
+                check, request=judge.request, local=judge.local, computed=judge.computed, seconds=seconds
+            )
+            self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
+
+    def audit(self, groups: Array, loading: Array) -> Check:
+        """Compare everything now. `groups`: per block the group whose content it has; `loading`: blocks that loads may write."""
+        started = time.perf_counter()
+        self.memory.fetch()
+        self.memory.forgive(loading)
+        late = self._second_look()
+        return replace(
+            self._compare(groups, {}, None, loading), late=late, seconds=time.perf_counter() - started
+        )
+
+    def taken(self, request: str) -> list[Check]:
+        """The checks of a request's loads, once."""
+        mine = [check for check in self.checks if check.request == request]
+        self.checks = [check for check in self.checks if check.request != request]
+        return mine
+
+    def _compare(
+        self,
+        groups: Array,
+        first: dict[int, Array],
+        due: dict[str, Array] | None,
+        loading: Array,
+        request: str = "",
+    ) -> Check:
+        """Compare the whole storage. What is found is reported once: from here on it is what should be there.
+
+        `loading`: blocks that other loads may be writing at this very moment, from another process if P pushes.
+        """
+        memory = self.memory
+        held = memory.held(self.groups.of, groups, first)
+        for _ in range(LOOKS):
+            pool = compare_pool(
+                memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine
+            )
+            if not pool.wrong:
+                break
+            memory.fetch(loading)
+            if memory.as_forgiven(loading):  # so nobody was writing, and what was found is so
+                break
+            memory.forgive(loading)
+        if due is not None and pool.words.keys() == {UNWRITTEN}:
+            where = _whole_words(memory.storage != memory.shadow)
+            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)
+        if pool.wrong or pool.rows:
+            memory.adopt()
+        return Check(rank=memory.rank, pool=pool)
+
+    def _second_look(self) -> tuple[str, ...]:
+        """Requests that lacked words at their check and now have them all; from here on these are what should be there."""
+        memory, late = self.memory, []
+        for request, lack in self.lacks.items():
+            where = np.unpackbits(lack.where, count=len(memory.storage)).view(bool)
+            if np.array_equal(memory.storage[where], memory.shadow[where]):
+                continue  # nothing has come since
+            should = memory.shadow.copy()
+            should[where] = lack.want
+            if not compare_pool(
+                memory.storage, should, self.regions, lack.held, due=lack.due, ignore=~where
+            ).wrong:
+                memory.shadow[where] = memory.storage[where]
+                late.append(request)
+        self.lacks.clear()
+        return tuple(late)
+
+    def _expect(self, judge: Judge) -> tuple[int, int, dict[str, Array], list[Missing]]:
+        """Put what is due into the shadow. Returns rows and bytes of it, its blocks as the layers' regions count them, what is missing."""
+        memory, groups, rows, size = self.memory, self.groups, 0, 0
+        due: dict[str, Array] = {}
+        missing: dict[int, tuple[int, tuple[int, ...]]] = {}  # group -> window, tokens
+        spans: dict[tuple[int, int], _Span] = {}  # (group, window): the same for all layers
+        blocks: dict[tuple[int, int], Array] = {}  # likewise
+        attention: list[tuple[str, _Span]] = []
+        for name, group in groups.of.items() if judge.computed > judge.local else ():
+            if name in groups.states:
+                slot = groups.state_slot(judge.tables[group], judge.computed, group)
+                if not slot:
+                    missing[group] = 0, (judge.computed,)
+                    continue
+                for region in memory.regions[name]:
+                    engine = self._writer_of_state(region, slot)
+                    memory.write_state(
+                        (memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, engine
+                    )
+                    rows, size = rows + region.shape[1], size + region.shape[1] * region.width
+                due[name] = np.array([slot])
+                continue
+            key = group, groups.windows[name]
+            if key not in spans:
+                spans[key] = _span(judge, *key, groups.block_sizes[group])
+            if spans[key].gone:
+                missing[group] = key[1], spans[key].gone
+            if len(spans[key].tokens):
+                attention.append((name, spans[key]))
+        for (name, span), ranks in zip(attention, self._ranks(attention), strict=True):
+            (region,) = memory.regions[name]
+            self._expect_tokens(region, span, ranks)
+            due[name] = blocks.setdefault((id(span), memory.ratio(name)), memory.expand(name, span.due))
+            rows, size = (
+                rows + len(span.tokens) * math.prod(region.shape[2:4]),
+                size + len(span.tokens) * math.prod(region.shape[2:]),
+            )
+        said = [
+            Missing(group, groups.layers[group], window, groups.block_sizes[group], tokens)
+            for group, (window, tokens) in sorted(missing.items())
+        ]
+        return rows, size, due, said
+
+    def _expect_tokens(self, region: Region, span: _Span, ranks: Array) -> None:
+        """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
+        if self.store:
+            found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])["engine"]
+            parts = [
+                (engine, (found == 1) == bool(engine)) for engine in (0, 1)
+            ]  # a store may give D back what D itself has saved
+        else:
+            parts = [(0, np.ones(len(span.tokens), dtype=bool))]
+        starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
+        for start, end in itertools.pairwise(starts):
+            piece = region
+            if len(starts) > 2:
+                shape, offset = (
+                    (*region.shape[:2], end - start, *region.shape[3:]),
+                    region.offset + start * region.strides[2],
+                )
+                piece = replace(region, offset=offset, shape=shape, first=region.first + start)
+            for engine, some in parts:
+                if some.any():
+                    shares = span.shares[some]
+                    self.memory.write_tokens(
+                        (self.memory.shadow,),
+                        piece,
+                        span.blocks[some],
+                        span.tokens[some],
+                        shares,
+                        engine,
+                        int(ranks[start]),
+                    )
+
+    def _writer_of_state(self, region: Region, slot: int) -> int:
+        """Which engine has to have computed a state: P, but a store may give D back what D itself has saved."""
+        if not self.store:
+            return 0
+        word = np.zeros((1, 8), dtype=np.uint8)
+        word[0, : min(8, region.width)] = region.of(self.memory.storage)[slot, 0, :8]
+        return int(decode(word.view(np.uint64)[0], min(8, region.width))["engine"][0] == 1)
+
+    def _first_words(self, region: Region, blocks: Array, tokens: Array) -> Array:
+        """The first word of every head's first plane: uint64 [token, head]."""
+        ratio = region.shape[0] // self.memory.num_blocks
+        at = blocks * ratio + tokens % (region.block_size * ratio) // region.block_size
+        rows = region.of(self.memory.storage)[at, tokens % region.block_size, :, 0, :8]
+        return np.ascontiguousarray(rows).view(np.uint64)[..., 0]
+
+    def _ranks(self, layers: list[tuple[str, _Span]]) -> list[Array]:
+        """For each layer which rank of P every head came from, as the row of one token says: int [head].
+
+        Which of the ranks that have a row it came from does not matter; guessing it right is what makes the comparison fast.
+        """
+        words = [
+            self._first_words(self.memory.regions[name][0], span.blocks[:1], span.tokens[:1])[0]
+            for name, span in layers
+        ]
+        found = decode(np.concatenate([np.zeros(0, dtype=np.uint64), *words]))
+        ranks = np.where((found["kind"] == ATTENTION) & (found["rank"] >= 0), found["rank"], 0)
+        return np.split(ranks, np.cumsum([len(some) for some in words])[:-1]) if words else []
+
+
+def _whole_words(mask: Array) -> Array:
+    """A mask of bytes, bool [byte], grown to all bytes of the words that it touches."""
+    padded = np.append(mask, np.zeros(-len(mask) % 8, dtype=bool))
+    return np.repeat(padded.reshape(-1, 8).any(axis=1), 8)[: len(mask)]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What layers of one group and window are owed."""
+
+    tokens: Array  # positions
+    blocks: Array  # of each token
+    shares: Array  # of each token, see `shares_of`
+    due: Array  # blocks, each once, in the order of the block table
+    gone: tuple[int, ...]  # positions of which the block is the null block
+
+
+def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
+    first = max(judge.local, judge.computed - window + 1 if window else 0)
+    # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and the window of a later request
+    # that hits it may begin earlier.
+    tokens = np.arange(max(judge.local, first // size * size if judge.cached else first), judge.computed)
+    blocks = judge.tables[group][tokens // size]
+    gone = tuple(tokens[(blocks == 0) & (tokens >= first)].tolist())
+    tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]
+    return _Span(
+        tokens,
+        blocks,
+        shares_of(tokens, judge.owners[tokens]),
+        np.array(list(dict.fromkeys(blocks.tolist()))),
+        gone,
+    )

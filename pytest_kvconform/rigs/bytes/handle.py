@@ -1,0 +1,59 @@
+"""A handle on a pattern engine in a process of its own. Every call has a deadline, see `engine.Engine`."""
+
+from __future__ import annotations
+
+from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.rigs.bytes.messages import Check, PatternSpec
+from pytest_kvconform.rigs.engine.handle import Engine
+from pytest_kvconform.rigs.engine.messages import Leftovers
+from pytest_kvconform.rigs.peers.faulty_nixl import Faults, Struck
+
+
+class PatternEngine(Engine):
+    """One pattern engine. Methods mirror `pattern_engine.PatternEngine`; every one raises EngineFailed when the process cannot answer."""
+
+    target = "pytest_kvconform.rigs.bytes.process:serve"
+
+    def __init__(self, address: str, name: str, spec: PatternSpec, deadline_s: float, start_s: float):
+        super().__init__(address, name, spec, deadline_s, start_s)
+        self.ranks = spec.tensor_parallel
+
+    def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
+        """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
+        return self.call("taken", request_id)
+
+    def audit(self) -> tuple[Check, ...]:
+        """The whole pool of every rank against what should be there. What differs is reported once."""
+        return self.call("audit")
+
+    def source(self) -> Source:
+        """Where the rows of rank 0 lie, for the diagnosis of what D received."""
+        return self.call("source")
+
+    def budget(self, tokens: int) -> None:
+        """Let a step compute at most this many tokens; 0: as configured."""
+        self.call("budget", tokens)
+
+    def preempt(self, request_id: str) -> None:
+        """Preempt a running request in the next step."""
+        self.call("preempt", request_id)
+
+    def reuse(self, on: bool) -> None:
+        """From now on overwrite blocks the moment they become free, or no longer."""
+        self.call("reuse", on)
+
+    def arm(self, faults: tuple[Faults, ...]) -> None:
+        """Give the NIXL agents of an engine that was built with `faulty` their instructions."""
+        self.call("arm", faults)
+
+    def struck(self) -> tuple[Struck, ...]:
+        """What became of them, one record a rank."""
+        return self.call("struck")
+
+    def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
+        """Spoil a byte of one rank's pool: for tests of the rig."""
+        self.call("flip", rank, layer, block, byte)
+
+    def shutdown(self) -> Leftovers:
+        """Shut the engine down and say what its process still has. The process itself ends with `end`."""
+        return self.call("shutdown")

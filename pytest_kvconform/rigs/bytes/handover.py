@@ -1,0 +1,260 @@
+"""One transfer on two pattern engines, from prompts to what every rank of D found in its pool."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.bytes.handle import PatternEngine
+from pytest_kvconform.rigs.bytes.messages import Check, PatternRequest
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL, Deadlines
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
+
+IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
+
+
+@dataclass(frozen=True)
+class Received:
+    """One request: what was done with it, and what stood in D's pools before the first forward that read loaded KV."""
+
+    name: str
+    length: int  # tokens of the prompt
+    prefill: Trace
+    decode: Trace
+    finish: str  # vLLM's finish reason on D
+    checks: tuple[Check, ...] = ()  # of every rank and load
+
+
+@dataclass(frozen=True)
+class TransferSeen:
+    """All that one transfer showed. Cases judge it; nothing is judged here."""
+
+    transfer: Transfer
+    prefiller: EngineFacts
+    decoder: EngineFacts
+    requests: tuple[Received, ...] = ()
+    audits: tuple[tuple[Check, ...], tuple[Check, ...]] = (
+        (),
+        (),
+    )  # the whole pool of every rank of P and of D, after the end
+    usage: tuple[Usage, Usage] | None = None
+    failed: EngineFailed | None = None
+    stuck: tuple[str, ...] = ()
+    logged: tuple[str, ...] = ()
+    source: Source | None = None  # where P's rows lay, for the diagnosis
+    seconds: float = 0.0
+
+    @property
+    def refused(self) -> str:
+        """Why the connector gave up the requests, if it ended them with an error; "" otherwise."""
+        if all(r.finish != "error" for r in self.requests):
+            return ""
+        return self.logged[-1] if self.logged else "no engine logged a reason"
+
+    @property
+    def declined(self) -> bool:
+        """Whether the connector gave requests up, and did nothing worse: no engine failed, nothing is stuck, no word of D's is wrong."""
+        clean = not (self.failed or self.stuck) and not any(
+            check.pool.wrong for r in self.requests for check in r.checks
+        )
+        return clean and any(r.finish == "error" for r in self.requests)
+
+
+def observe_transfer(
+    transfer: Transfer,
+    p: PatternEngine,
+    d: PatternEngine,
+    limits: Deadlines,
+    ids: Callable[[], str],
+    store: bool = False,
+) -> TransferSeen:
+    """Run one transfer. A failure of an engine is part of what is seen.
+
+    `store`: nobody hands anything over. P computes and saves, and D, which has nothing, looks for it.
+    """
+    transfer = replace(transfer, prompts=unheard_of(transfer.prompts)) if store else transfer
+    started = time.monotonic()
+    logs = [(engine, engine.process.position()) for engine in (p, d)]
+    seen = TransferSeen(transfer, p.facts, d.facts)
+    try:
+        seen = _run(seen, p, d, limits, ids(), store)
+    except EngineFailed as failed:
+        seen = replace(seen, failed=failed)
+    logged = tuple(
+        f"{engine.role}: {line}" for engine, since in logs for line in engine.process.exceptions(since)
+    )
+    return replace(seen, logged=logged, seconds=time.monotonic() - started)
+
+
+def _run(
+    seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlines, salt: str, store: bool
+) -> TransferSeen:
+    transfer = seen.transfer
+    deadline = time.monotonic() + limits.request
+    _both(p, d, "poison")
+    owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
+    make = _Requests(transfer, owners, salt, None if store else PREFILL)
+    sources = [make(i, "p") for i in range(len(transfer.prompts))]
+    ends: dict[str, Output] = {}
+    p.budget(transfer.budget)
+    p.reuse(transfer.reuse)
+    for request in sources:
+        p.add(request)
+    if transfer.preempt == "P":
+        p.step()
+        p.preempt(sources[0].id)
+    stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
+    if stuck:
+        return replace(seen, stuck=stuck)
+    source = p.source()
+    if store:
+        _release(p, d, limits.release)  # what is saved in the background keeps its blocks until then
+    for i, prompt in enumerate(transfer.prompts):  # only now, so that P finds nothing that D has saved
+        if prompt.warm:
+            warm = make(i, "w", tokens=prompt.warm)
+            d.add(warm)
+            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
+                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
+    if any(prompt.warm for prompt in transfer.prompts):
+        d.call("poison", True)
+    targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
+    for request in targets:
+        d.add(request)
+    if transfer.preempt == "D":
+        while not d.step().outputs and time.monotonic() < deadline:
+            p.step()
+        d.preempt(targets[0].id)
+    stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
+    p.budget(0)
+    p.reuse(False)
+    received = tuple(
+        Received(
+            name=f"request {i}",
+            length=len(prompt.tokens),
+            prefill=p.trace(sources[i].id),
+            decode=d.trace(targets[i].id),
+            finish=(ends[targets[i].id].finish or "") if targets[i].id in ends else "",
+            checks=d.taken(targets[i].id),
+        )
+        for i, prompt in enumerate(transfer.prompts)
+    )
+    seen = replace(seen, requests=received, stuck=stuck, source=source)
+    if stuck:
+        return seen
+    usage = _release(p, d, limits.release if not any(r.finish == "error" for r in received) else 0.0)
+    return replace(seen, usage=usage, audits=_both(p, d, "audit"))
+
+
+def unheard_of(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """The same lengths and shared prefixes, in tokens that no store can have seen: one keeps what runs before this one have saved."""
+    shift = random.SystemRandom().choices(
+        range(len(VOCABULARY)), k=max(len(prompt.tokens) for prompt in prompts)
+    )
+    first, size = VOCABULARY.start, len(VOCABULARY)
+    return tuple(
+        replace(
+            prompt,
+            tokens=tuple(
+                first + (token - first + by) % size for token, by in zip(prompt.tokens, shift, strict=False)
+            ),
+        )
+        for prompt in prompts
+    )
+
+
+class _Requests:
+    """Makes the requests of a transfer: on P and on D, with the owners of their tokens."""
+
+    def __init__(
+        self, transfer: Transfer, owners: list[np.ndarray], salt: str, prefill: dict[str, Any] | None
+    ):
+        self.transfer, self.owners, self.salt, self.prefill = transfer, owners, salt, prefill
+
+    def __call__(
+        self, index: int, side: str, handed: Output | None = None, tokens: int = 0
+    ) -> PatternRequest:
+        prompt = self.transfer.prompts[index].tokens
+        length = tokens or len(prompt)
+        return PatternRequest(
+            id=f"{self.salt}-{index}-{IDS[side]}",
+            tokens=prompt[:length],
+            # One that still runs when it is preempted says two.
+            max_tokens={"p": self.transfer.says, "d": 2 if self.transfer.preempt == "D" else 1}.get(side, 1),
+            kv_transfer_params={"p": self.prefill, "d": handed.kv_transfer_params if handed else None}.get(
+                side
+            ),
+            salt=self.salt,
+            watch=side == "d",
+            owners=self.owners[index][:length],
+            number=index,
+        )
+
+
+def _both(p: PatternEngine, d: PatternEngine, name: str) -> tuple[Any, Any]:
+    """One call on both engines at once: each looks at its whole pool."""
+    p.send(name)
+    d.send(name)
+    return p.answer(name), d.answer(name)
+
+
+def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """For each prompt and token the number of the first prompt with the same tokens up to and including this one; int [token] each."""
+    owners = []
+    for number, prompt in enumerate(prompts):
+        mine = np.full(len(prompt), number)
+        for other in reversed(range(number)):
+            same = 0
+            for a, b in zip(prompt, prompts[other], strict=False):
+                if a != b:
+                    break
+                same += 1
+            mine[:same] = other
+        owners.append(mine)
+    return owners
+
+
+def _until_finished(
+    engine: PatternEngine, peer: PatternEngine, names: list[str], ends: dict[str, Output], deadline: float
+) -> tuple[str, ...]:
+    """Step both engines until requests of the first have ended. Returns what is known of those that have not by the deadline."""
+    waiting = set(names)
+    while waiting:
+        for output in engine.step().outputs:
+            if output.id in waiting and (output.finish or output.kv_transfer_params):
+                ends[output.id] = output
+                waiting.discard(output.id)
+        if waiting:
+            peer.step()
+        if waiting and time.monotonic() > deadline:
+            stuck = tuple(
+                f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
+                for name in sorted(waiting)
+            )
+            for name in waiting:
+                engine.abort(name)
+            return stuck
+    return ()
+
+
+def _release(p: PatternEngine, d: PatternEngine, seconds: float) -> tuple[Usage, Usage]:
+    """Step both engines until neither holds anything, or until time is up. Returns what they hold then."""
+    deadline = time.monotonic() + seconds
+    while True:
+        d.step()
+        p.step()
+        usage = p.usage(), d.usage()
+        if (
+            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
+            or time.monotonic() > deadline
+        ):
+            return usage
+        time.sleep(0.001)

@@ -1,0 +1,119 @@
+"""Stand-ins for a model's layers: no weights, but vLLM and connectors that ask are told the truth about the KV cache.
+
+vLLM keeps its layers in `compilation_config.static_forward_context`; connectors take backends, specs and cache tensors from there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from model_matrix.geometries import Geometry, Mla, State, expand_layers
+from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+
+
+class PackedBackend(AttentionBackend):
+    """A backend as on GPUs: [K | V] per token, any layout, small kernel blocks."""
+
+    kernel_blocks: tuple[Any, ...] = (MultipleOf(16),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVCONFORM_PACKED"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("there is no model")
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        raise NotImplementedError("there is no model")
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        return list(cls.kernel_blocks)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return tuple(KVCacheLayout)
+
+
+class PackedMlaBackend(PackedBackend):
+    """The same for latent attention: one row a token."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVCONFORM_PACKED_MLA"
+
+
+class Layer(AttentionLayerBase):
+    """A layer without weights."""
+
+    def __init__(self, backend: type[AttentionBackend], draft: bool):
+        self.backend, self.is_draft_layer = backend, draft
+        self.spec: Any = None
+        self.impl = SimpleNamespace()
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return self.spec
+
+    def get_state_shape(self) -> Any:
+        return self.spec.shapes
+
+    def get_state_dtype(self) -> Any:
+        return self.spec.dtypes
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        (MambaBase if isinstance(self.spec, MambaSpec) else AttentionLayerBase).bind_kv_cache(self, kv_cache)
+
+
+def make_layers(geometry: Geometry, spec: PatternSpec, config: Any) -> dict[str, Layer]:
+    """Layer name -> stand-in, in the order of the model. Needs the current vLLM config to be set, since backends are chosen by it."""
+    if spec.kernel_block:
+        PackedBackend.kernel_blocks = (spec.kernel_block,)
+    backends = {word: _backend(kind, spec, config) for word, kind in geometry.kinds.items()}
+    return {layer.name: Layer(backends[layer.word], layer.draft) for layer in expand_layers(geometry)}
+
+
+def _backend(kind: Any, spec: PatternSpec, config: Any) -> type[AttentionBackend]:
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    if isinstance(kind, State):
+        return get_mamba_attn_backend(MambaAttentionBackendEnum.GDN_ATTN)
+    if spec.content == PACKED:
+        return PackedMlaBackend if isinstance(kind, Mla) else PackedBackend
+    return get_attn_backend(
+        head_size=kind.head_size,
+        dtype=config.model_config.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        use_mla=isinstance(kind, Mla),
+    )
+
+
+def smallest_kernel_block(backends: Any) -> int:
+    """Tokens of the smallest block that the kernels of every one of these backends can run."""
+    sizes = [
+        min(s.base if isinstance(s, MultipleOf) else s for s in b.get_supported_kernel_block_sizes())
+        for b in backends
+    ]
+    return max(sizes)
+
+
+def metadata(spec: Any, slots: np.ndarray) -> Any:
+    """What a connector may look at in the attention metadata of a layer: `slot_mapping`, one slot per scheduled token."""
+    made = object.__new__(MLACommonMetadata) if isinstance(spec, MLAAttentionSpec) else SimpleNamespace()
+    made.slot_mapping, made.num_actual_tokens = torch.from_numpy(slots), len(slots)
+    return made

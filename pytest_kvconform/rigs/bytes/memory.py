@@ -1,0 +1,288 @@
+"""One rank's KV memory: what vLLM allocated (`storage`), what it should hold (`shadow`), and where in it every row lies.
+
+Blocks are vLLM's logical blocks. `pages` are all bytes that belong to a block id, padding and the slots of layers that its group does not
+have included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from model_matrix.geometries import Geometry, Mla, State, expand_layers
+from pytest_kvconform.kvspace.pools.regions import Array, Region, poison, poison_bytes, state_rows, token_rows
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import kv_heads, state_segments
+
+SPLIT = frozenset(
+    {"CPU_ATTN"}
+)  # backends that keep [K of all tokens; V of all tokens] per (block, head); the rest: [K | V] per token
+_WORDS = 1 << 15  # worked on at a time: fits the second level cache
+
+
+def regions_of(
+    geometry: Geometry,
+    caches: dict[str, Any],
+    backends: dict[str, str],
+    num_blocks: int,
+    tp: int,
+    rank: int,
+    conv: str,
+) -> Any:
+    """The rows of every layer, from the tensors that vLLM allocated: layer name -> tuple of Region.
+
+    `caches` are vLLM's views [block, head, token, content] of one allocation, `backends` the names of the attention backends, `conv` is the
+    layout of convolution states. Raises ValueError for a backend that cannot work in a layout.
+    """
+    found: dict[str, tuple[Region, ...]] = {}
+    for layer in expand_layers(geometry):
+        cache, size = caches[layer.name], caches[layer.name].element_size()
+        offset = cache.data_ptr() - cache.untyped_storage().data_ptr()
+        block, head, token, _ = (stride * size for stride in cache.stride())
+        if isinstance(layer.kind, State):
+            found[layer.name] = tuple(
+                _state_regions(geometry, layer, offset, block, num_blocks, tp, rank, conv)
+            )
+            continue
+        blocks, heads, tokens, content = tuple(cache.shape)
+        content *= size
+        planes = 1 if isinstance(layer.kind, Mla) else 2
+        width = content // planes
+        if backends[layer.name] in SPLIT:
+            if token != content:
+                raise ValueError(
+                    f"{backends[layer.name]} keeps all K of a block before all V, and this layout has heads between tokens"
+                )
+            strides = (block, width, head, tokens * width, 1)
+        else:
+            strides = (block, token, head, width, 1)
+            if (
+                blocks > num_blocks and block == tokens * token
+            ):  # kernel blocks that follow one another: one logical block
+                ratio = blocks // num_blocks
+                blocks, tokens, strides = num_blocks, tokens * ratio, (block * ratio, *strides[1:])
+        shape, first = (blocks, tokens, heads, planes, width), kv_heads(layer.kind, tp, rank)[0]
+        found[layer.name] = (
+            Region(layer.name, layer.number, "attention", 0, offset, shape, strides, first, tokens),
+        )
+    return found
+
+
+def _state_regions(
+    geometry: Geometry, layer: Any, offset: int, page: int, slots: int, tp: int, rank: int, conv: str
+) -> list[Region]:
+    """DS: a row is a channel. SD: the channels of a head lie side by side for each token, so a row is a head and token * heads + head its
+    number.
+    """
+    regions = []
+    for segment in state_segments(geometry, layer.kind, tp, "SD" if conv == "SD" else "DS"):
+        common = (layer.name, layer.number, "state", segment.number)
+        if segment.element_stride == segment.element_size:
+            shape = (slots, segment.rows, segment.elements * segment.element_size)
+            regions.append(
+                Region(
+                    *common,
+                    offset + segment.offset,
+                    shape,
+                    (page, segment.row_stride, 1),
+                    segment.first(rank),
+                    0,
+                ),
+            )
+            continue
+        channels = layer.kind.head_v if segment.number == 2 else layer.kind.head_k
+        heads, width = segment.rows // channels, channels * segment.element_size
+        for token in range(segment.elements):
+            at = offset + segment.offset + token * segment.element_stride
+            regions.append(
+                Region(
+                    *common, at, (slots, heads, width), (page, width, 1), token * heads * tp + rank * heads, 0
+                )
+            )
+    return regions
+
+
+class Memory:
+    """Storage and shadow. Everything that the pattern model writes goes to both."""
+
+    def __init__(
+        self,
+        caches: dict[str, Any],
+        num_blocks: int,
+        regions: dict[str, tuple[Region, ...]],
+        engine: int,
+        rank: int,
+    ):
+        import torch
+
+        self.num_blocks, self.regions, self.engine, self.rank = num_blocks, regions, engine, rank
+        whole = next(iter(caches.values())).untyped_storage()
+        self.device = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(
+            whole, 0, (whole.nbytes(),), (1,)
+        )
+        self.storage: Array = np.empty(0, dtype=np.uint8) if self.device.is_cuda else self.device.numpy()
+        self.pages = _pages(caches, num_blocks)
+        self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
+        self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
+        poison(self.shadow, engine, rank)
+        if self.device.is_cuda:
+            self.storage = self.shadow.copy()
+            self.device.copy_(torch.from_numpy(self.storage))
+        else:
+            poison(self.storage, engine, rank)
+
+    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the memory itself.
+
+    def fetch(self, blocks: Array | None = None) -> None:
+        """Make `storage` say what these blocks (default: all) hold now."""
+        if self.device.is_cuda:
+            if blocks is None:
+                self.storage[:] = self.device.cpu().numpy()
+            for start, end in self._spans(blocks):
+                self.storage[start:end] = self.device[start:end].cpu().numpy()
+
+    def flush(self, blocks: Array) -> None:
+        """Bring what was written to `storage` to the device: whole blocks, which nobody else may be writing now."""
+        if self.device.is_cuda:
+            import torch
+
+            for start, end in self._spans(blocks):
+                self.device[start:end].copy_(torch.from_numpy(self.storage[start:end]))
+
+    def _spans(self, blocks: Array | None) -> list[tuple[int, int]]:
+        if blocks is None:
+            return []
+        ids = np.unique(blocks).tolist()
+        return [
+            (base + b * stride, base + b * stride + size) for base, size, stride in self.pages for b in ids
+        ]
+
+    def page_views(self, of: Array) -> list[Array]:
+        """All bytes of every block: views [block, byte]."""
+        return [
+            np.ndarray((self.num_blocks, size), np.uint8, of.data, base, (stride, 1))
+            for base, size, stride in self.pages
+        ]
+
+    def forgive(self, blocks: Array) -> None:
+        """Whatever these blocks hold is right."""
+        if len(blocks):
+            self.dirty[blocks] = True
+            for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True):
+                should[blocks] = mine[blocks]
+
+    def as_forgiven(self, blocks: Array) -> bool:
+        """Whether these blocks still hold what was forgiven them."""
+        return all(
+            np.array_equal(mine[blocks], should[blocks])
+            for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True)
+        )
+
+    def adopt(self) -> None:
+        """Whatever stands anywhere is right."""
+        self.dirty[:] = True
+        self.shadow[:] = self.storage
+
+    def poison(self, blocks: Array) -> None:
+        """Make these blocks look as if nobody had ever written to them."""
+        blocks = blocks[self.dirty[blocks]]
+        self.dirty[blocks] = False
+        for start, end in self._spans(blocks):
+            for at in range(start, end, 8 * _WORDS):
+                some = slice(at, min(at + 8 * _WORDS, end))
+                self.storage[some] = self.shadow[some] = poison_bytes(
+                    some.start, some.stop, self.engine, self.rank
+                )
+        self.flush(blocks)
+
+    def zero(self, blocks: Array) -> None:
+        self.dirty[blocks] = True
+        for of in (self.storage, self.shadow):
+            for page in self.page_views(of):
+                page[blocks] = 0
+        self.flush(blocks)
+
+    def copy(self, source: Array, target: Array) -> None:
+        """Copy whole blocks, as a prefix cache hit that ends within a block makes vLLM do."""
+        self.fetch(source)
+        self.dirty[target] = True
+        for of in (self.storage, self.shadow):
+            for page in self.page_views(of):
+                page[target] = page[source]
+        self.flush(target)
+
+    def write_tokens(
+        self,
+        to: tuple[Array, ...],
+        region: Region,
+        blocks: Array,
+        tokens: Array,
+        shares: Array,
+        engine: int,
+        rank: int,
+    ) -> None:
+        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`. `shares`: `shares_of` tokens and owners."""
+        size = region.block_size
+        self.dirty[blocks] = True
+        if region.shape[0] > self.num_blocks:  # the region counts kernel blocks
+            ratio = region.shape[0] // self.num_blocks
+            blocks = blocks * ratio + tokens % (size * ratio) // size
+        views = [region.wide(of) for of in to]
+        width = views[0].dtype
+        step = max(1, _WORDS // (region.lanes * region.shape[2] * region.shape[3]))
+        for at in range(0, len(tokens), step):
+            some = slice(at, at + step)
+            rows = np.ascontiguousarray(token_rows(region, shares[some], engine, rank)).view(width)
+            for view in views:
+                view[blocks[some], tokens[some] % size] = rows
+
+    def write_state(
+        self, to: tuple[Array, ...], region: Region, slot: int, owner: int, tokens: int, engine: int
+    ) -> None:
+        """Write the rows of the state after `tokens` tokens into a slot of each array of `to`."""
+        self.dirty[slot] = True
+        views = [region.wide(of) for of in to]
+        rows = np.ascontiguousarray(state_rows(region, owner, tokens, engine)).view(views[0].dtype)
+        for view in views:
+            view[slot] = rows
+
+    def held(self, layers: dict[str, int], groups: Array, first: dict[int, Array]) -> dict[str, Array]:
+        """Layer -> the blocks of its regions whose content is its group's. `layers`: name -> group; `first`: blocks to name first."""
+        found: dict[tuple[int, int], Array] = {}  # group, kernel blocks to a block
+        for name, group in layers.items():
+            if (group, self.ratio(name)) not in found:
+                ordered = first.get(group, np.zeros(0, dtype=np.int64))
+                rest = np.flatnonzero(groups == group)
+                found[group, self.ratio(name)] = self.expand(
+                    name, np.concatenate([ordered, rest[~np.isin(rest, ordered)]])
+                )
+        return {name: found[group, self.ratio(name)] for name, group in layers.items()}
+
+    def ratio(self, layer: str) -> int:
+        """Blocks of the layer's regions to one logical block."""
+        return self.regions[layer][0].shape[0] // self.num_blocks
+
+    def expand(self, layer: str, blocks: Array) -> Array:
+        """Logical blocks as the layer's regions count them."""
+        ratio = self.ratio(layer)
+        return (np.asarray(blocks, dtype=np.int64)[:, None] * ratio + np.arange(ratio)).ravel()
+
+
+def _pages(caches: dict[str, Any], num_blocks: int) -> list[tuple[int, int, int]]:
+    """Where the bytes of a block lie: (offset of block 0, bytes, stride). Layers of different groups share memory, so each counts once.
+
+    Block-outermost layouts have one row a block with all layers in it; others one region a layer, or one a layer and head (LHBNC).
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for cache in caches.values():
+        size = cache.element_size()
+        stride = cache.stride(0) * size * (cache.shape[0] // num_blocks)
+        offset = cache.data_ptr() - cache.untyped_storage().data_ptr()
+        if cache.shape[0] * cache.stride(0) * size == cache.untyped_storage().nbytes():
+            found[0] = (stride, stride)
+            continue
+        outside = cache.shape[1] > 1 and cache.stride(1) * size >= stride
+        for head in range(cache.shape[1] if outside else 1):
+            at = offset + head * cache.stride(1) * size
+            found[at] = max((stride, stride), found.get(at, (0, 0)))
+    return [(base, size, stride) for base, (size, stride) in sorted(found.items())]

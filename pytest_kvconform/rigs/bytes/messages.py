@@ -1,0 +1,121 @@
+"""What travels between the harness, a pattern engine and its ranks. Frozen records, pickled; arrays are NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pytest_kvconform.kvspace.pools.compare import PoolComparison
+from pytest_kvconform.rigs.engine.messages import Request
+
+BACKEND, PACKED = "backend", "packed"
+
+
+class PatternSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to build one pattern engine."""
+
+    role: str  # "P" prefills, "D" decodes; also what the bytes it computes say of who computed them
+    geometry: str  # id in model_matrix.geometries
+    tensor_parallel: int
+    block_size: int  # tokens; models with states: raised to what vLLM would choose
+    num_blocks: int  # size of the pool, the null block included
+    kv_transfer_config: dict[str, Any]  # the fields of vLLM's KVTransferConfig
+    environment: dict[str, str]  # set before the engine is built: ports
+    max_model_len: int = 1024  # tokens; vLLM wants a pool that holds one request of this length
+    max_batched_tokens: int = 4096  # tokens a step
+    layout: str = ""  # "LBHNC", "LBNHC", "BLHNC", ...; empty: what vLLM resolves
+    cache_dtype: str = "auto"  # vLLM's kv_cache_dtype
+    conv_layout: str = "DS"  # of convolution states: "DS" = (channel, token), "SD" = (token, channel)
+    prefix_caching: bool = True
+    content: str = BACKEND  # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
+    kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
+    device: str = "cpu"  # "cpu" or "cuda"
+    store: bool = False  # loads may bring what either engine has computed and saved
+    faulty: bool = False  # NIXL agents obey `faulty_nixl.arm`
+    engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
+
+
+class PatternRequest(Request, frozen=True, kw_only=True):
+    """One request to a pattern engine."""
+
+    owners: np.ndarray  # int per prompt token: number of the first request of the run with the same tokens up to and including this one
+    number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a request's next forward reads and its block table does not have: the entry is the null block."""
+
+    group: int
+    layers: tuple[str, ...]
+    window: int  # tokens; 0: all
+    block_size: int  # tokens
+    tokens: tuple[int, ...]  # positions; of a state the number of tokens that it stands for
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rank's storage against what it should hold."""
+
+    rank: int
+    pool: PoolComparison
+    request: str = ""  # whose loaded KV was due; empty: an audit
+    local: int = 0  # tokens [local, computed) were due, of window layers those that the next forward reads
+    computed: int = 0
+    rows_due: int = 0  # of attention, and channels of states; those that are missing not included
+    bytes_due: int = 0
+    missing: tuple[Missing, ...] = ()
+    failed: tuple[
+        int, ...
+    ] = ()  # blocks of the request whose load the connector reported as failed on this rank
+    late: tuple[
+        str, ...
+    ] = ()  # of an audit: requests that lacked words at their check, all of which have come since
+    seconds: float = 0.0  # that the check took
+
+    @property
+    def clean(self) -> bool:
+        """Whether every byte is what it should be and nothing is missing."""
+        return not self.pool.wrong and not self.missing
+
+
+# ---- between an engine and its ranks ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one step computes of one request."""
+
+    request: str
+    first: int  # tokens [first, end)
+    end: int
+    owners: np.ndarray  # int per token of [first, end)
+    tables: tuple[np.ndarray, ...]  # block ids per group; 0 is the null block
+    token: int | None  # what it says; None: its prompt is not complete
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A request whose loaded KV the step reads for the first time."""
+
+    request: str
+    local: int  # tokens [local, computed) were loaded
+    computed: int
+    owners: np.ndarray  # int per token of [0, computed)
+    tables: tuple[np.ndarray, ...]
+    loaded: np.ndarray  # blocks that the load was allowed to write
+    cached: bool = True  # whether D has a prefix cache
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does in one step, beside vLLM's scheduler output."""
+
+    parts: tuple[Part, ...]
+    judge: tuple[Judge, ...]
+    after_load: bool  # the loads happen within the step
+    groups: np.ndarray  # int8 per block: the KV cache group whose content it has, -1: none
+    loading: np.ndarray  # blocks that loads may write right now, those of `judge` included

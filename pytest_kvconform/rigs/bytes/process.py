@@ -1,0 +1,365 @@
+"""The inside of a pattern engine's process: vLLM's real engine core, scheduler and KV cache manager, with ranks that have no model.
+
+It is an `engine_process.Engine` whose workers are `pattern_rank.PatternWorker`: at tensor parallel size 1 in this process, as vLLM does,
+else one forked process a rank. This half knows which request has which blocks and says so to the ranks, step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model_matrix.geometries import Geometry, load_geometries
+from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.rigs.bytes.messages import PACKED, Check, Judge, Part, PatternSpec, Work
+from pytest_kvconform.rigs.engine import process as engine_process
+from pytest_kvconform.rigs.engine.messages import Group, Request, Step
+from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.peers import faulty_nixl
+
+
+def preload() -> None:
+    """Import in the zygote what every pattern engine needs."""
+    import contextlib
+
+    import numpy.ma  # noqa: F401 - np.unique loads it when it is first called
+
+    import pytest_kvconform.rigs.bytes.worker  # noqa: F401
+
+    load_geometries()
+    with contextlib.suppress(ImportError):
+        import vllm.distributed.kv_transfer.kv_connector.v1.nixl  # noqa: F401
+    _share_gloo_devices()
+
+
+def _share_gloo_devices() -> None:
+    """Let the process groups of a process share one gloo device.
+
+    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank: with a dozen ranks on two cores
+    that is a tenth of the time.
+    """
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    devices: dict[int, Any] = {}  # by process: a thread does not survive a fork
+
+    class SharedDevice(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+            options = ProcessGroupGloo._Options()
+            if os.getpid() not in devices:
+                devices[os.getpid()] = ProcessGroupGloo.create_default_device()
+            options._devices, options._threads, options._timeout = [devices[os.getpid()]], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDevice
+
+
+def serve(connection: Any, spec: PatternSpec) -> None:
+    """What the zygote calls in a child: see `engine_process.serve`."""
+    engine_process.serve(connection, spec, PatternEngine)
+
+
+def said(position: int) -> int:
+    """The token that the pattern model says after `position` tokens: a fixed function, so that requests with one prompt agree."""
+    return 5 + position * 2654435761 % 2**32 % 491
+
+
+class PatternEngine(engine_process.Engine):
+    """One engine without a model."""
+
+    def __init__(self, spec: PatternSpec):
+        self.requests: dict[str, Any] = {}  # id -> PatternRequest
+        self.loading: dict[
+            str, tuple[int, set[int]]
+        ] = {}  # id -> tokens hit locally, blocks that the connector may write
+        self.tables: dict[
+            tuple[str, int], tuple[int, ...]
+        ] = {}  # (layer, number of the request) -> block ids
+        self.preempting = ""
+        self.reusing = False
+        super().__init__(spec)
+        self.owner_of_block = np.full(
+            self.kv_config.num_blocks, -1, dtype=np.int8
+        )  # group whose content a block has
+        self._watch_blocks()
+
+    def _configure(self, spec: PatternSpec) -> Any:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+
+        from pytest_kvconform.rigs.bytes import worker as pattern_rank
+        from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
+        from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
+
+        pattern_rank.spec_of_process = spec
+        if spec.faulty:
+            faulty_nixl.install()  # before the connector is built, and before ranks are forked
+        os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
+        if spec.layout:
+            os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
+        _without_limits_of_kernels()
+        geometry = load_geometries()[spec.geometry]
+        config = EngineArgs(
+            model=str(_folder_of(geometry)),
+            skip_tokenizer_init=True,
+            dtype=geometry.dtype,
+            kv_cache_dtype=spec.cache_dtype,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=16,
+            max_num_batched_tokens=spec.max_batched_tokens,
+            enforce_eager=True,
+            tensor_parallel_size=spec.tensor_parallel,
+            distributed_executor_backend="uni" if spec.tensor_parallel == 1 else ForkedExecutor,
+            num_gpu_blocks_override=spec.num_blocks,
+            enable_prefix_caching=spec.prefix_caching,
+            async_scheduling=False,
+            disable_log_stats=True,
+            block_size=spec.block_size,
+            seed=0,
+            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config),
+            **spec.engine_arguments,
+        ).create_engine_config()
+        kernel_block = 32 if spec.content != PACKED else spec.kernel_block or 16
+        config.cache_config.block_size = block_size_of(
+            geometry, spec.tensor_parallel, spec.block_size, spec.cache_dtype, kernel_block=kernel_block
+        )
+        config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.PatternWorker"
+        return config
+
+    # ---- calls ----------------------------------------------------------------------------------------------------------------
+
+    def _backend(self) -> str:
+        name: str = self._workers("pattern_facts")[0]["backend"]
+        return name
+
+    def add(self, request: Request) -> None:
+        """Hand a request (PatternRequest) to the scheduler."""
+        self.requests[request.id] = request
+        super().add(request)
+
+    def step(self, seconds: float) -> Step:
+        """Run steps, see `engine_process.Engine.step`; an engine without requests serves its peers all the same."""
+        if self.spec.faulty and not self.scheduler.has_requests():
+            self._workers("pattern_progress")
+        return super().step(seconds)
+
+    def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
+        """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
+        return tuple(check for checks in self._workers("pattern_taken", request_id) for check in checks)
+
+    def audit(self) -> tuple[Check, ...]:
+        """Compare the whole pool of every rank with what should be there. What differs is reported once."""
+        return tuple(self._workers("pattern_audit", self.owner_of_block, self._loading()))
+
+    def source(self) -> Source:
+        """Where rank 0 has the rows of every request since the last call."""
+        tables, self.tables = self.tables, {}
+        return Source(self._workers("pattern_regions")[0], tables)
+
+    def preempt(self, request_id: str) -> None:
+        """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
+        self.preempting = request_id
+
+    def reuse(self, on: bool) -> None:
+        """Overwrite blocks the moment they return to the free pool, and take them out of the prefix cache: the worst that may happen."""
+        self.reusing = on
+
+    def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
+        """Spoil a byte of one rank's pool: for tests of the rig."""
+        self._workers(_flip, rank, layer, block, byte)
+
+    def arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
+        """Give the NIXL agents of every rank their instructions, if the engine was built with `faulty`."""
+        self._workers("pattern_arm", faults)
+
+    def struck(self) -> tuple[faulty_nixl.Struck, ...]:
+        """What became of them, one record a rank."""
+        return tuple(self._workers("pattern_struck"))
+
+    # ---- watching -------------------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> tuple[Group, ...]:
+        states = self._workers("pattern_facts")[0]["states"]
+        return tuple(
+            Group(
+                kind="state" if group.layer_names[0] in states else "attention",
+                block_size=manager.block_size,
+                layers=tuple(group.layer_names),
+                window=getattr(group.kv_cache_spec, "sliding_window", None) or 0,
+            )
+            for group, manager in zip(
+                self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True
+            )
+        )
+
+    def _digest(self) -> np.ndarray:
+        return np.empty(0)  # the ranks compare everything with their shadows
+
+    def _poison_blocks(self, blocks: list[int]) -> None:
+        ids = np.array(blocks, dtype=np.int64)
+        self.owner_of_block[ids] = -1
+        self._workers("pattern_poison", ids)
+
+    def _watch_connector(self) -> None:
+        super()._watch_connector()
+        connector = self.scheduler.connector
+        allocated = connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens and request.request_id in self.requests:
+                local = request.prefill_stats.num_local_cached_tokens
+                self.loading[request.request_id] = local, self._note_blocks(request.request_id, local)
+            allocated(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = update_state_after_alloc
+
+    def _note_blocks(self, request_id: str, local: int = 0) -> set[int]:
+        """Note which groups a request's blocks belong to. Returns the blocks behind its first `local` tokens."""
+        behind = set()
+        for index, table in enumerate(self._tables(request_id)):
+            real = table[table != 0]
+            self.owner_of_block[real] = index
+            behind |= {int(b) for b in table[local // self.groups[index].block_size :] if b}
+        return behind
+
+    def _tables(self, request_id: str) -> tuple[np.ndarray, ...]:
+        return tuple(np.array(ids, dtype=np.int64) for ids in self.manager.get_block_ids(request_id))
+
+    def _watch_steps(self) -> None:
+        execute = self.core.model_executor.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            scheduler_output.pattern = self._work(scheduler_output)
+            return execute(scheduler_output, *args, **kwargs)
+
+        self.core.model_executor.execute_model = execute_model
+
+    def _work(self, scheduler_output: Any) -> Work:
+        """What the ranks are to write and to look at in this step."""
+        parts, judges = [], []
+        loading = self._loading()
+        for request_id, position in positions_of(scheduler_output).items():
+            scheduled = scheduler_output.num_scheduled_tokens[request_id]
+            request, end = self.scheduler.requests[request_id], position + scheduled
+            trace = self.traces[request_id]
+            first = position < request.num_prompt_tokens and self._count(
+                trace, request.num_prompt_tokens, position, scheduled
+            )
+            self._note_blocks(request_id)
+            tables, owners = self._tables(request_id), self._owners(request_id, end)
+            for index, table in enumerate(tables):
+                for name in self.groups[index].layers:
+                    self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
+            token = said(end) if end >= request.num_tokens else None
+            parts.append(Part(request_id, position, end, owners[position:], tables, token))
+            if request_id in self.loading or (first and self.requests[request_id].watch):
+                local, blocks = self.loading.pop(request_id, (position, set()))
+                loaded = np.array(sorted(blocks), dtype=np.int64)
+                judges.append(
+                    Judge(
+                        request_id,
+                        local,
+                        position,
+                        owners[:position],
+                        tables,
+                        loaded,
+                        self.spec.prefix_caching,
+                    )
+                )
+        return Work(
+            tuple(parts), tuple(judges), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading
+        )
+
+    def _owners(self, request_id: str, end: int) -> np.ndarray:
+        """Owner of each of the first `end` tokens."""
+        known = self.requests[request_id]
+        return np.concatenate([known.owners, np.full(max(0, end - len(known.owners)), known.number)])[
+            :end
+        ].astype(np.int64)
+
+    def _loading(self) -> np.ndarray:
+        """Blocks that connectors may write right now."""
+        return np.array(sorted({b for _, blocks in self.loading.values() for b in blocks}), dtype=np.int64)
+
+    def _watch_blocks(self) -> None:
+        """See blocks return to the free pool, and make an allocation fail for `preempt`."""
+        pool, manager = self.manager.block_pool, self.manager
+        free, allocate = pool.free_blocks, manager.allocate_slots
+
+        def free_blocks(ordered_blocks: Any) -> None:
+            blocks = list(ordered_blocks)
+            free(blocks)
+            self._returned([block for block in blocks if not block.ref_cnt and not block.is_null])
+
+        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                self.preempting
+                and (victim := self.scheduler.requests.get(self.preempting)) in self.scheduler.running
+            ):
+                self.preempting = ""
+                self.scheduler.running.remove(victim)
+                self.scheduler.running.append(victim)  # the last one is the one to go
+                return None
+            return allocate(request, *args, **kwargs)
+
+        pool.free_blocks, manager.allocate_slots = free_blocks, allocate_slots
+
+    def _returned(self, blocks: list[Any]) -> None:
+        """Blocks have become free: what loads left in them is nobody's any more."""
+        ids = {block.block_id for block in blocks}
+        if late := ids & {b for _, loading in self.loading.values() for b in loading}:
+            self._workers("pattern_forgive", np.array(sorted(late), dtype=np.int64))
+            self.loading = {
+                r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
+            }
+        if self.reusing and ids:
+            self.manager.block_pool.evict_blocks(ids)
+            self._poison_blocks(sorted(ids))
+
+
+def _without_limits_of_kernels() -> None:
+    """Keep the block size, prefix caching and chunked prefill as configured.
+
+    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better. Here no kernel runs.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    update = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        before = (
+            cache.block_size,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        )
+        update(vllm_config)
+        (
+            cache.block_size,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        ) = before
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def _folder_of(geometry: Geometry) -> Path:
+    """A folder with the model's config.json within the run's folder: the same for P and D, since connectors compare names of models."""
+    folder = Path(tempfile.gettempdir()) / f"geometry-{geometry.id}"
+    folder.mkdir(exist_ok=True)
+    written = folder / f"{os.getpid()}.json"
+    written.write_text(json.dumps(geometry.config))
+    written.replace(folder / "config.json")  # another engine may be reading it
+    return folder
+
+
+def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:
+    if worker.rank == rank:
+        worker.pattern_flip(layer, block, byte)

@@ -1,0 +1,306 @@
+"""One rank of a pattern engine: vLLM's worker with a real connector and no model.
+
+The pattern model writes, for every scheduled token, words that say which token they belong to where vLLM's own kernels would put that
+token's KV. The connector's worker half is made, registered and called by vLLM's own code (v1/worker/gpu/kv_connector.py), in the order of
+v1/worker/gpu/model_runner.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    ensure_kv_transfer_initialized,
+    ensure_kv_transfer_shutdown,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from model_matrix.geometries import load_geometries
+from pytest_kvconform.kvspace.pools.regions import Region, shares_of
+from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
+from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
+from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
+from pytest_kvconform.rigs.bytes.messages import Check, PatternSpec, Work
+from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
+
+PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
+spec_of_process: PatternSpec | None = None  # set by the engine before ranks are forked
+
+
+class PatternWorker(WorkerBase):
+    """vLLM makes it by its name (`worker_cls`) and drives it as it drives its own workers."""
+
+    def init_device(self) -> None:
+        assert spec_of_process is not None
+        self.spec, self.geometry = spec_of_process, load_geometries()[spec_of_process.geometry]
+        self.device = torch.device(self.spec.device)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+        )
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.layers: dict[str, Layer] = make_layers(self.geometry, self.spec, self.vllm_config)
+        self.compilation_config.static_forward_context.update(self.layers)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        with set_current_vllm_config(self.vllm_config):
+            specs = layer_specs(
+                self.geometry,
+                self.spec.tensor_parallel,
+                self.cache_config.block_size,
+                self.spec.cache_dtype,
+                prefix_caching=self.spec.prefix_caching,
+                max_model_len=self.spec.max_model_len,
+                kernel_block=smallest_kernel_block({layer.backend for layer in self.layers.values()}),
+            )
+        for name, layer in self.layers.items():
+            layer.spec = specs[name]
+        return specs
+
+    def determine_available_memory(self) -> int:
+        return PLENTY
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Make the connector, then the KV cache, then register it, as vLLM's workers do."""
+        if kv_cache_config.kv_cache_layout is not None:
+            record_kv_cache_layout(self.cache_config, kv_cache_config.kv_cache_layout)
+        self.cache_config.hash_block_size = kv_cache_config.hash_block_size
+        self.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens
+        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
+        layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
+        caches = allocate_kv_cache(kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config))
+        self.config, self.caches = kv_cache_config, {name: caches[name] for name in self.layers}
+        for name, layer in self.layers.items():
+            layer.bind_kv_cache(caches[name])
+        regions = regions_of(
+            self.geometry,
+            self.caches,
+            {name: layer.backend.get_name() for name, layer in self.layers.items()},
+            kv_cache_config.num_blocks,
+            self.spec.tensor_parallel,
+            self.rank,
+            self.spec.conv_layout,
+        )
+        memory = Memory(
+            self.caches, kv_cache_config.num_blocks, regions, int(self.spec.role != "P"), self.rank
+        )
+        groups = kv_cache_config.kv_cache_groups
+        of = {
+            name: index
+            for index, group in enumerate(groups)
+            for name in group.layer_names
+            if name in self.layers
+        }
+        self.groups = Groups(
+            layers=tuple(tuple(group.layer_names) for group in groups),
+            block_sizes=tuple(group.kv_cache_spec.block_size for group in groups),
+            states=frozenset(
+                name for name, layer in self.layers.items() if isinstance(layer.spec, MambaSpec)
+            ),
+            windows={
+                name: getattr(layer.spec, "sliding_window", None) or 0 for name, layer in self.layers.items()
+            },
+            of={name: of[name] for name in self.layers},
+        )
+        self.memory, self.inspector = memory, Inspector(memory, self.groups, self.spec.store)
+        self.connector = ActiveKVConnector(self.vllm_config, caches)
+
+    def kernel_blocks(self, config: Any) -> list[int]:
+        """Tokens of a kernel block per group, chosen as `prepare_kernel_block_sizes` of v1/worker/utils.py does."""
+        packed = any(tensor.block_stride > tensor.layer_stride for tensor in config.kv_cache_tensors)
+        sizes = []
+        for group in config.kv_cache_groups:
+            size, mine = group.kv_cache_spec.block_size, [self.layers[name] for name in group.layer_names]
+            if packed or isinstance(mine[0].spec, MambaSpec):
+                sizes.append(size)
+            else:
+                sizes.append(
+                    select_common_block_size(
+                        size, [layer.backend for layer in mine], [layer.spec for layer in mine]
+                    )
+                )
+        return sizes
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        found = get_kv_transfer_group().get_handshake_metadata()
+        return (
+            None if found is None else {(get_pp_group().rank_in_group, get_tp_group().rank_in_group): found}
+        )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def shutdown(self) -> None:
+        ensure_kv_transfer_shutdown()
+        del self.connector  # what the connector ends when it is collected ends now, as in vLLM's workers
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One step: vLLM's order of hooks around the pattern model."""
+        work: Work = scheduler_output.pattern
+        if scheduler_output.new_block_ids_to_zero:
+            self.memory.zero(np.array(scheduler_output.new_block_ids_to_zero))
+        if scheduler_output.kv_cache_block_copies:
+            self.memory.copy(*np.array(scheduler_output.kv_cache_block_copies).T)
+        if not scheduler_output.total_num_scheduled_tokens:
+            output = self.connector.no_forward(scheduler_output)
+            self._note_failures(output.kv_connector_output)
+            return output
+        inspector, before, states = self.inspector, len(self.inspector.checks), self.groups.states
+        with set_forward_context(self._metadata(work), self.vllm_config):
+            self.connector.pre_forward(scheduler_output)
+            group = get_kv_transfer_group()
+            if work.after_load:
+                for name in (name for name in self.layers if name not in states):
+                    group.wait_for_layer_load(name)
+            if work.judge:
+                inspector.judge(work)
+            slots = [self._slots(work, index) for index in range(len(self.groups.layers))]
+            for name in self.layers:
+                if name in states:
+                    self._write_states(work, name)
+                    continue
+                if not work.after_load:
+                    group.wait_for_layer_load(name)
+                self._write_tokens(name, *slots[self.groups.of[name]])
+                group.save_kv_layer(name, self.caches[name], self._context[name])
+            self.connector.finish_forward()
+        output = self.connector.post_forward(scheduler_output.finished_req_ids)
+        self._note_failures(output)
+        for index, judge in enumerate(
+            work.judge, before
+        ):  # loads within the step have said only now whether they failed
+            failed = inspector.failed & set(judge.loaded.tolist())
+            inspector.checks[index] = replace(inspector.checks[index], failed=tuple(sorted(failed)))
+            inspector.failed -= failed
+        said = {part.request: part.token for part in work.parts}
+        ids = list(scheduler_output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[[] if said[name] is None else [said[name]] for name in ids],
+            prompt_logprobs_dict={},
+            kv_connector_output=output,
+        )
+
+    def _note_failures(self, output: Any) -> None:
+        if output is not None:
+            self.inspector.failed |= set(output.invalid_block_ids or ())
+
+    def _slots(self, work: Work, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(block, position, share) of each scheduled token whose block is not the null block; see `shares_of`."""
+        if self.groups.is_state(group):
+            nothing = np.zeros(0, dtype=np.int64)
+            return nothing, nothing, nothing
+        size = self.groups.block_sizes[group]
+        tokens = [np.arange(part.first, part.end) for part in work.parts]
+        blocks = np.concatenate(
+            [part.tables[group][some // size] for part, some in zip(work.parts, tokens, strict=True)]
+        )
+        positions, owners = np.concatenate(tokens), np.concatenate([part.owners for part in work.parts])
+        real = blocks != 0
+        return blocks[real], positions[real], shares_of(positions[real], owners[real])
+
+    def _metadata(self, work: Work) -> dict[str, Any]:
+        """Layer name -> attention metadata of this step."""
+        made: dict[Any, Any] = {}
+        for name, group in self.groups.of.items():
+            key = group, type(self.layers[name].spec)
+            if key not in made:
+                size = self.groups.block_sizes[group]
+                slots = [np.zeros(0, dtype=np.int64)]
+                for part in work.parts if not self.groups.is_state(group) else ():
+                    tokens = np.arange(part.first, part.end)
+                    slots.append(part.tables[group][tokens // size] * size + tokens % size)
+                made[key] = metadata(self.layers[name].spec, np.concatenate(slots))
+        self._context = {
+            name: made[group, type(self.layers[name].spec)] for name, group in self.groups.of.items()
+        }
+        return self._context
+
+    # ---- the pattern model ----------------------------------------------------------------------------------------------------
+
+    def _write_tokens(self, name: str, blocks: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> None:
+        memory, (region,) = self.memory, self.memory.regions[name]
+        memory.fetch(blocks)
+        memory.write_tokens(
+            (memory.storage, memory.shadow), region, blocks, tokens, shares, memory.engine, self.rank
+        )
+        memory.flush(blocks)
+
+    def _write_states(self, work: Work, name: str) -> None:
+        memory, group = self.memory, self.groups.of[name]
+        for part in work.parts:
+            if slot := self.groups.state_slot(part.tables[group], part.end, group):
+                self.memory.fetch(np.array([slot]))
+                for region in memory.regions[name]:
+                    memory.write_state(
+                        (memory.storage, memory.shadow),
+                        region,
+                        slot,
+                        int(part.owners[-1]),
+                        part.end,
+                        memory.engine,
+                    )
+                memory.flush(np.array([slot]))
+
+    # ---- calls of the engine --------------------------------------------------------------------------------------------------
+
+    def pattern_taken(self, request: str) -> list[Check]:
+        return self.inspector.taken(request)
+
+    def pattern_audit(self, groups: np.ndarray, loading: np.ndarray) -> Check:
+        return self.inspector.audit(groups, loading)
+
+    def pattern_poison(self, blocks: np.ndarray) -> None:
+        self.memory.poison(blocks)
+
+    def pattern_forgive(self, blocks: np.ndarray) -> None:
+        self.memory.fetch(blocks)
+        self.memory.forgive(blocks)
+
+    def pattern_flip(self, layer: str, block: int, byte: int) -> None:
+        """Spoil one byte of the storage, `byte` counted within the block's rows of a layer: what tests of this rig do."""
+        view = self.memory.regions[layer][0].of(self.memory.storage)
+        block = int(self.memory.expand(layer, np.array([block]))[0])
+        at = tuple(int(index) for index in np.unravel_index(byte, view.shape[1:]))
+        view[(block, *at)] ^= 0xFF
+
+    def pattern_arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
+        self.inspector.failed.clear()  # blocks of loads that failed before, and that no check has looked at
+        faulty_nixl.arm(faults, self.rank)
+
+    def pattern_progress(self) -> None:
+        faulty_nixl.progress()
+
+    def pattern_struck(self) -> faulty_nixl.Struck:
+        return faulty_nixl.struck()
+
+    def pattern_regions(self) -> tuple[Region, ...]:
+        return tuple(self.inspector.regions)
+
+    def pattern_facts(self) -> dict[str, Any]:
+        attention = [layer for name, layer in self.layers.items() if name not in self.groups.states]
+        return {
+            "states": self.groups.states,
+            "backend": attention[0].backend.get_name(),
+            "bytes": len(self.memory.storage),
+            "connector": type(get_kv_transfer_group()).__name__,
+        }

@@ -1,0 +1,418 @@
+"""Two engines and a hand-over: run a scenario through the subject, run it again through an oracle, and note everything that cases judge.
+
+The oracle uses the same two engines, in the same order of steps, without the subject: the harness reads P's KV in logical coordinates and
+writes it where D's block tables say it belongs. So a difference between the two is the subject's, whatever the kernels do: a one-shot
+prefill would be the wrong control, because D computes the last prompt token alone, with another kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pytest_kvconform.kvspace.rows.compare import Comparison, Due, compare_rows, compare_state
+from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.engine.handle import Engine, EngineFailed
+from pytest_kvconform.rigs.engine.kv_access import POISON
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.scenario import Prompt, Scenario
+
+SUBJECT, ORACLE = "subject", "oracle"
+POLL_S = 0.02  # how long D polls before P gets a step
+# Requests are named as vLLM's servers do it: what the router called the request on both sides, and 8 hexadecimal digits of the server's.
+# A connector that pushes pairs P's request with D's by the first part (`get_base_request_id` in vLLM's nixl/utils.py).
+ON_P, ON_D = "0000000a", "0000000d"
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}  # what vLLM's own proxy sends to P
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What D said for one request."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[np.ndarray, ...]  # one array per token, over the whole vocabulary
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request of a scenario on its way from P to D."""
+
+    name: str
+    length: int  # prompt tokens
+    prefill: Trace
+    decode: Trace
+    rows: (
+        Comparison | None
+    )  # D's cache against P's, before D's first forward; None: D never had a first forward
+    state_bytes: int = 0  # bytes of recurrent state that were compared
+    state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.compare.compare_state
+    state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
+    changed_blocks: tuple[int, ...] = ()  # blocks of nobody that changed on D
+    got: Generated | None = None
+    want: Generated | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that one scenario showed. Cases judge it; nothing is judged here."""
+
+    scenario: Scenario
+    prefiller: EngineFacts
+    decoder: EngineFacts
+    requests: tuple[Seen, ...] = ()
+    failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
+    stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
+    logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs while the subject was at work
+    usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
+    released_s: float = 0.0  # how long that took
+    noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
+    tolerance: float = 0.0
+    tolerance_source: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+FLOAT32_TOLERANCE = 1e-4  # DESIGN.md: float32 agrees to 1e-4
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. Every wait of this rig has one of these."""
+
+    request: float  # a hand-over, from the first step on P to the last token of D
+    release: float  # from the last token to the return of every block; far below any lease
+    call: float  # one call of an engine
+    start: float  # until an engine is up
+
+
+def observe(
+    scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Deadlines, ids: Callable[[], str]
+) -> Observation:
+    """Run one scenario: subject, then oracle. A failure of an engine while the subject is at work is part of what is seen."""
+    started = time.monotonic()
+    base = Observation(scenario, p.facts, d.facts)
+    logs = [(engine, engine.process.position()) for engine in (p, d)]
+    try:
+        subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+        base = replace(
+            base,
+            logged=tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since)),
+        )
+        if subject.stuck:
+            return replace(base, stuck=tuple(subject.stuck))
+        usage, released = _release(p, d, deadlines.release)
+    except EngineFailed as failed:
+        return replace(base, failed=failed)
+    base = replace(base, usage=usage, released_s=released, seconds={"subject": time.monotonic() - started})
+    if scenario.abort:
+        return base
+    wants = _oracle(scenario, p, d, deadlines, ids())
+    seen = tuple(_seen(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded()))
+    base = replace(
+        base,
+        requests=seen,
+        seconds=base.seconds | {"oracle": time.monotonic() - started - base.seconds["subject"]},
+    )
+    if dtype == "float32":
+        return replace(base, tolerance=FLOAT32_TOLERANCE, tolerance_source="float32")
+    differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in seen)
+    if not (differs or scenario.measure_noise):
+        return replace(base, tolerance_source="equal to the last bit")
+    again = _oracle(scenario, p, d, deadlines, ids())
+    noise = max(logprob_distance(a, b) for a, b in zip(wants, again, strict=True))
+    return replace(
+        base, noise=noise, tolerance=noise, tolerance_source=f"two oracle runs differ by {noise:.3g}"
+    )
+
+
+def _oracle(scenario: Scenario, p: Engine, d: Engine, deadlines: Deadlines, salt: str) -> list[Generated]:
+    """What D says after a perfect hand-over of each request."""
+    run = _run(scenario, p, d, ORACLE, deadlines, salt)
+    if run.stuck:
+        raise HarnessError(
+            f"the oracle's own run of {scenario} did not end within {deadlines.request:.0f} s: {'; '.join(run.stuck)}"
+        )
+    _release(p, d, deadlines.release)
+    return [_generated(run.outputs[name]) for name in run.names]
+
+
+@dataclass
+class _Run:
+    """State of one pass through a scenario."""
+
+    names: list[str]
+    outputs: dict[str, list[Output]]
+    prefill: dict[str, Trace] = field(default_factory=dict)
+    decode: dict[str, Trace] = field(default_factory=dict)
+    source: dict[str, Snapshot] = field(default_factory=dict)  # P's KV after the prompt
+    target: dict[str, Snapshot | None] = field(default_factory=dict)  # D's KV before its first forward
+    stuck: list[str] = field(default_factory=list)
+
+
+def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlines, salt: str) -> _Run:
+    """One pass. Prefix caches are emptied first and salted, so that passes share nothing; blocks of nobody are poisoned."""
+    p.poison()
+    d.poison()
+    prompts = scenario.expanded()
+    run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
+    deadline = time.monotonic() + deadlines.request
+    for i, prompt in enumerate(prompts):
+        if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
+            _until_finished(
+                d, [_add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)], run, deadline
+            )
+    if run.stuck:
+        raise HarnessError(
+            f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: {'; '.join(run.stuck)}"
+        )
+    if prompts[0].warm:
+        d.call("poison", True)
+    _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
+    if run.stuck or scenario.abort == "prefill":
+        return run
+    handed = {name: _params(run.outputs[name]) for name in run.names}
+    run.outputs = {name: [] for name in run.names}
+    for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
+        params = handed[name if scenario.n == 1 else run.names[0]]
+        d.add(
+            Request(
+                id=f"{name}-{ON_D}",
+                tokens=prompt.tokens,
+                max_tokens=scenario.max_tokens,
+                salt=salt,
+                watch=True,
+                kv_transfer_params=params if mode == SUBJECT else None,
+                seed=i if scenario.n > 1 else None,
+                oracle=run.source[name] if mode == ORACLE else None,
+            )
+        )
+    if scenario.abort:
+        _abort_decode(scenario, d, run)
+        return run
+    _until_finished(d, [f"{name}-{ON_D}" for name in run.names], run, deadline, peer=p)
+    for name, prompt in zip(run.names, prompts, strict=True):
+        run.decode[name] = d.trace(f"{name}-{ON_D}")
+        if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
+            raise HarnessError(
+                f"{scenario}: D computed a prefix by itself and found nothing of it in its own prefix cache"
+            )
+        run.target[name] = d.taken(f"{name}-{ON_D}")
+        run.outputs[name] = run.outputs.pop(f"{name}-{ON_D}", [])
+    return run
+
+
+def _prefill(
+    scenario: Scenario,
+    p: Engine,
+    d: Engine,
+    mode: str,
+    run: _Run,
+    prompts: tuple[Prompt, ...],
+    salt: str,
+    deadline: float,
+) -> None:
+    """Let P compute the prompts, all at once; note its KV. n children of one request have one prefill."""
+    names = run.names if scenario.n == 1 else run.names[:1]
+    has_state = any(group.kind == "state" for group in p.facts.groups)
+    p.call("budget", scenario.budget)
+    for name, prompt in zip(names, prompts, strict=False):
+        # The state after the whole prompt is of no use to D, which computes the last token itself.
+        tokens = (
+            prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
+        )
+        p.add(
+            Request(
+                id=f"{name}-{ON_P}",
+                tokens=tokens,
+                max_tokens=1,
+                salt=salt,
+                watch=True,
+                kv_transfer_params=PREFILL if mode == SUBJECT else None,
+            )
+        )
+        run.outputs[f"{name}-{ON_P}"] = []
+    if scenario.abort == "prefill":
+        p.step(0)
+        for name in names:
+            p.abort(f"{name}-{ON_P}")
+        p.call("budget", 0)
+        return
+    _until_finished(p, [f"{name}-{ON_P}" for name in names], run, deadline, peer=d)
+    p.call("budget", 0)
+    for name in names:
+        run.prefill[name] = p.trace(f"{name}-{ON_P}")
+        run.outputs[name] = run.outputs.pop(f"{name}-{ON_P}")
+        snapshot = p.taken(f"{name}-{ON_P}")
+        if snapshot is not None:
+            run.source[name] = snapshot
+    for name in run.names[len(names) :]:
+        run.prefill[name], run.source[name], run.outputs[name] = (
+            run.prefill[names[0]],
+            run.source[names[0]],
+            [],
+        )
+
+
+def _add(engine: Engine, name: str, tokens: tuple[int, ...], salt: str) -> str:
+    engine.add(Request(id=name, tokens=tokens, max_tokens=1, salt=salt))
+    return name
+
+
+def _until_finished(
+    engine: Engine, names: list[str], run: _Run, deadline: float, peer: Engine | None = None
+) -> None:
+    """Step an engine, and its peer in between, until all requests have ended; note those that have not by the deadline."""
+    waiting = set(names)
+    for name in names:
+        run.outputs.setdefault(name, [])
+    while waiting:
+        for output in engine.step(POLL_S).outputs:
+            if output.id in waiting:
+                run.outputs[output.id].append(output)
+                if output.finish is not None:
+                    waiting.discard(output.id)
+        if waiting and peer is not None:
+            peer.step(0)
+        if waiting and time.monotonic() > deadline:
+            run.stuck = [
+                f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
+                for name in sorted(waiting)
+            ]
+            for name in waiting:
+                engine.abort(name)
+            return
+
+
+def _abort_decode(scenario: Scenario, d: Engine, run: _Run) -> None:
+    """Abort D's requests: while they wait, or once their load is under way."""
+    if scenario.abort == "loading":
+        d.step(0)
+    for name in run.names:
+        d.abort(f"{name}-{ON_D}")
+
+
+def _release(p: Engine, d: Engine, seconds: float) -> tuple[tuple[Usage, Usage], float]:
+    """Step both engines until neither holds anything, or until time is up. Returns what they hold then, and the seconds it took."""
+    started = time.monotonic()
+    while True:
+        d.step(0)
+        p.step(0)
+        usage = p.usage(), d.usage()
+        spent = time.monotonic() - started
+        if (
+            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
+            or spent > seconds
+        ):
+            return usage, spent
+        time.sleep(0.002)
+
+
+def _params(outputs: list[Output]) -> dict[str, Any] | None:
+    return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
+
+
+def _generated(outputs: list[Output]) -> Generated:
+    said = [o for o in outputs if o.token is not None]
+    return Generated(
+        tokens=tuple(o.token for o in said if o.token is not None),
+        finish=next((o.finish for o in outputs if o.finish), None),
+        logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None),
+    )
+
+
+def logprob_distance(a: Generated, b: Generated) -> float:
+    """Largest difference of log-probabilities at any position up to the first at which the tokens differ."""
+    worst = 0.0
+    for x, y, s, t in zip(a.logprobs, b.logprobs, a.tokens, b.tokens, strict=False):
+        worst = max(worst, float(np.abs(x - y).max()))
+        if s != t:
+            break
+    return worst
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """How far one answer is from another."""
+
+    largest: float  # difference of log-probabilities, up to `position`
+    position: int | None  # first generated token that is wrong; None: the answers agree
+    sentence: str = ""
+
+
+def first_difference(got: Generated, want: Generated, tolerance: float) -> OutputDifference:
+    """Where `got` leaves `want` by more than the tolerance. A token may differ only where both choices are equally good within it."""
+    largest = 0.0
+    if len(got.tokens) != len(want.tokens):
+        return OutputDifference(
+            largest,
+            min(len(got.tokens), len(want.tokens)),
+            f"{len(got.tokens)} tokens instead of {len(want.tokens)}",
+        )
+    for i, (x, y, s, t) in enumerate(zip(got.logprobs, want.logprobs, got.tokens, want.tokens, strict=True)):
+        distance = float(np.abs(x - y).max())
+        largest = max(largest, distance)
+        if distance > tolerance:
+            worst = int(np.abs(x - y).argmax())
+            return OutputDifference(
+                largest,
+                i,
+                f"generated token {i}: log-probabilities differ by up to {distance:.3g} (token id {worst}: "
+                f"{x[worst]:.4f}, with the oracle {y[worst]:.4f})",
+            )
+        if s != t:
+            if abs(float(y[s] - y[t])) > 2 * tolerance:
+                return OutputDifference(
+                    largest, i, f"generated token {i} is {s}, with the oracle {t}, at equal log-probabilities"
+                )
+            break  # a tie: both are right, and what follows cannot be compared
+    return OutputDifference(largest, None)
+
+
+def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
+    name = run.names[index]
+    source, target = run.source.get(name), run.target.get(name)
+    seen = Seen(
+        name=f"request {index}",
+        length=len(prompt.tokens),
+        prefill=run.prefill[name],
+        decode=run.decode[name],
+        rows=None,
+        got=_generated(run.outputs[name]),
+        want=want,
+    )
+    if source is None or target is None:
+        return seen
+    return _compared(seen, source, target)
+
+
+def _compared(seen: Seen, source: Snapshot, target: Snapshot) -> Seen:
+    """Compare D's cache with P's, on what D's next forward reads and D did not compute: the window where there is one, behind D's own hit.
+
+    What D hit in its own prefix cache it has computed itself, with its own tensor parallel size, and so not bit for bit as P has.
+    """
+    position, due = target.tokens, []
+    for group in target.groups:
+        first = max(seen.decode.local_tokens, position - group.window + 1 if group.window else 0)
+        if group.kind == "attention":
+            due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
+    given = seen.decode.external_tokens > 0 and position > 0
+    compared, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
+    return replace(
+        seen,
+        rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON),
+        state_bytes=compared,
+        state_wrong=tuple(wrong),
+        state_tokens=(source.tokens, position),
+        changed_blocks=target.changed,
+    )

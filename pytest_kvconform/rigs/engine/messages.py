@@ -1,0 +1,133 @@
+"""What travels between the harness and an engine's process. Frozen records, pickled over a Unix socket; arrays are NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to build one engine."""
+
+    role: str  # "P" prefills, "D" decodes
+    checkpoint: str  # folder of a model
+    tensor_parallel: int
+    dtype: str
+    block_size: int  # tokens
+    num_blocks: int  # size of the pool, the null block included
+    max_model_len: int  # tokens
+    max_batched_tokens: int  # tokens a step; smaller than a prompt: chunked prefill
+    kv_transfer_config: dict[str, Any]  # the fields of vLLM's KVTransferConfig
+    environment: dict[str, str]  # set before the engine is built: ports
+    engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache group, as vLLM formed it."""
+
+    kind: str  # "attention" or "state"
+    block_size: int  # tokens
+    window: int  # tokens of the sliding window; 0: all
+    layers: tuple[str, ...]
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM made of a specification."""
+
+    groups: tuple[Group, ...]
+    num_blocks: int
+    block_size: int  # tokens: the scheduler's
+    connector: str  # class of the connector that was really built
+    backend: str  # attention backend
+    layout: str  # KV cache layout
+    hma: bool  # hybrid memory allocator on
+    prefix_caching: bool
+    pid: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV of one request in logical coordinates, with all tensor parallel ranks put together."""
+
+    request: str
+    tokens: int  # the KV of tokens [0, tokens) was to be there
+    groups: tuple[Group, ...]
+    tables: tuple[tuple[int, ...], ...]  # block ids per group; 0 is the null block
+    rows: dict[str, np.ndarray]  # attention layer -> [token, head, plane (K, V), word]
+    present: dict[
+        str, np.ndarray
+    ]  # attention layer -> [token], whether the token lies on a block that is not the null block
+    state: dict[
+        str, tuple[np.ndarray, ...]
+    ]  # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]
+    changed: tuple[int, ...] = ()  # blocks of nobody that changed since the request was added
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine."""
+
+    id: str
+    tokens: tuple[int, ...]
+    max_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    salt: str = ""  # separates the prefix caches of requests that must not share
+    oracle: Snapshot | None = (
+        None  # the harness puts this KV in place, and the connector never hears of the request
+    )
+    watch: bool = False  # take a snapshot before the first forward that reads loaded KV
+    seed: int | None = None  # sample with this seed instead of greedily
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step said about one request."""
+
+    id: str
+    token: int | None
+    logprobs: (
+        tuple[np.ndarray, np.ndarray] | None
+    )  # token ids and log-probabilities, the whole vocabulary, sorted by token id
+    finish: str | None  # vLLM's finish reason
+    kv_transfer_params: dict[str, Any] | None
+
+
+class Trace(msgspec.Struct, kw_only=True):
+    """What an engine did with the prompt of one request, as counted in the scheduler's own output."""
+
+    id: str
+    prompt_tokens: int
+    local_tokens: int = 0  # hit in the engine's own prefix cache
+    external_tokens: int = 0  # announced by the connector and accepted
+    asynchronous: bool = False  # the load parked the request
+    computed_tokens: int = 0  # prompt tokens that went through the model
+    first_computed: int = -1  # position of the first of them
+    steps: int = 0
+    status: str = ""  # vLLM's request status, last seen
+    delayed_free: bool = False  # the connector kept the blocks at the end
+    handed_over: bool = False  # the connector returned kv_transfer_params at the end
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call to step did."""
+
+    outputs: tuple[Output, ...]
+    computed: int  # tokens that went through the model
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds. Idle, everything but `free_blocks` is empty."""
+
+    free_blocks: int
+    total_blocks: int  # without the null block
+    requests: tuple[str, ...]  # known to the scheduler
+    group_requests: tuple[tuple[str, ...], ...]  # per group: requests with blocks
+    unfinished: bool  # the scheduler says it has work
+
+
+class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process still has after the engine was shut down, and did not have before it was built."""
+
+    threads: tuple[str, ...]
+    listening: tuple[str, ...]  # "127.0.0.1:5600"
+    children: tuple[int, ...]  # processes
+    error: str = ""  # exception that shutdown raised

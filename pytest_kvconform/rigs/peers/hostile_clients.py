@@ -1,0 +1,179 @@
+"""The ports on which engines find each other: who listens, a listener that never answers, and questions that make no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pytest_kvconform.rigs.processes.linux import descendants_of, listening_sockets
+
+SIGNATURE = b"\xff"  # what a peer that speaks ZeroMQ's protocol says first (ZMTP 3.1, rfc.zeromq.org/spec/37)
+GREETING_S = 0.2
+KNOWN = [
+    b"",
+    msgspec.msgpack.encode((b"get_meta_msg", 0, 0)),
+]  # what vLLM's NIXL connector asks (nixl/base_scheduler.py)
+NUMBERS = (-1, 1, 7, 255, 2**31, 2**63 - 1)
+
+
+def ports_of(pid: int) -> set[int]:
+    """TCP ports on which a process and its descendants listen."""
+    return {
+        int(address.rpartition(":")[2])
+        for process in [pid, *descendants_of(pid)]
+        for address in listening_sockets(process)
+    }
+
+
+def named_in(params: Any, ports: set[int]) -> set[int]:
+    """Those of the ports that kv_transfer_params name, at whatever depth."""
+    if isinstance(params, dict):
+        return {port for value in params.values() for port in named_in(value, ports)}
+    return {params} & ports if isinstance(params, int) and not isinstance(params, bool) else set()
+
+
+def elsewhere(params: Any, ports: set[int], other: int) -> Any:
+    """The same params with another port in the place of these."""
+    if isinstance(params, dict):
+        return {key: elsewhere(value, ports, other) for key, value in params.items()}
+    return other if named_in(params, ports) else params
+
+
+class Deaf:
+    """A listener that takes what peers say and never answers; as a ZeroMQ socket, so that they come to speak at all, if P is one."""
+
+    def __init__(self, port: int, zeromq: bool):
+        self.heard: list[list[bytes]] = []  # messages, each a list of frames
+        self.zeromq = zeromq
+        if zeromq:
+            import zmq
+
+            self.context = zmq.Context()
+            self.router = self.context.socket(zmq.ROUTER)
+            self.router.bind(f"tcp://127.0.0.1:{port}")
+        else:
+            self.listener = socket.create_server(("127.0.0.1", port))
+            self.listener.setblocking(False)
+            self.peers: list[socket.socket] = []
+
+    def listen(self) -> None:
+        """Note what has come since the last call."""
+        if self.zeromq:
+            import zmq
+
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self.heard.append(
+                        self.router.recv_multipart(zmq.NOBLOCK)[1:]
+                    )  # the first frame is who said it
+            return
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer, _ = self.listener.accept()
+                peer.setblocking(False)
+                self.peers.append(peer)
+        for peer in self.peers:
+            with contextlib.suppress(OSError):
+                if data := peer.recv(1 << 16):
+                    self.heard.append([data])
+
+    def close(self) -> None:
+        if self.zeromq:
+            self.context.destroy(linger=0)
+            return
+        for one in (self.listener, *self.peers):
+            one.close()
+
+
+def speaks_zeromq(port: int) -> bool:
+    """Whether whoever listens greets as ZeroMQ does."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), GREETING_S) as peer:
+            return peer.recv(1) == SIGNATURE
+    except OSError:
+        return False
+
+
+def questions(good: list[list[bytes]], count: int, seed: int) -> Iterator[list[bytes]]:
+    """Messages that make no sense, or hardly: random bytes, good ones that are cut or changed, too few and too many frames."""
+    choose = random.Random(seed)
+    seeds = [*good, KNOWN]
+    while count:
+        frames = list(choose.choice(seeds))
+        at, kind = choose.randrange(len(frames)), count % 6
+        if kind == 0:
+            frames[-1] = choose.randbytes(choose.choice((0, 1, 3, 17, 300, 5000)))
+        elif kind == 1:
+            frames[-1] = frames[-1][: choose.randrange(len(frames[-1]) or 1)]
+        elif kind == 2:
+            changed = bytearray(frames[-1] or b"\0")
+            changed[choose.randrange(len(changed))] ^= 1 << choose.randrange(8)
+            frames[-1] = bytes(changed)
+        elif kind == 3:
+            frames[-1] = _renumbered(frames[-1], choose)
+        elif kind == 4:
+            frames = (
+                frames[:at]
+                + [choose.randbytes(choose.randrange(40)) for _ in range(choose.randrange(4))]
+                + frames[at:]
+            )
+        else:
+            frames = [frames[-1]] * choose.choice((1, 3, 9))
+        if frames not in seeds:
+            count -= 1
+            yield frames
+
+
+def _renumbered(message: bytes, choose: random.Random) -> bytes:
+    """A good message that asks for a rank, or whatever its numbers mean, that there is not; with a huge length if it has no numbers."""
+    try:
+        words = msgspec.msgpack.decode(message)
+    except msgspec.DecodeError:
+        words = (
+            None  # peers may speak in any format, and what is no msgpack has no numbers that could be changed
+        )
+    if isinstance(words, list) and any(isinstance(word, int) for word in words):
+        return msgspec.msgpack.encode(
+            [choose.choice(NUMBERS) if isinstance(word, int) else word for word in words]
+        )
+    return b"\xdd" + struct.pack(">I", 2**32 - 1) + message  # msgpack: a list of four thousand million
+
+
+class Stranger:
+    """Somebody who says things to a listener and waits for no answer: ZeroMQ messages where it speaks that, and bytes on a connection."""
+
+    def __init__(self, port: int):
+        self.port, self.dealer = port, None
+        if speaks_zeromq(port):
+            import zmq
+
+            self.context = zmq.Context()
+            self.dealer = self.context.socket(zmq.DEALER)
+            self.dealer.setsockopt(zmq.SNDHWM, 0)  # what nobody takes is kept here
+            self.dealer.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, frames: list[bytes]) -> bool:
+        """Send one message. Returns whether anybody listens."""
+        if self.dealer is not None:
+            self.dealer.send_multipart(frames)
+            return True
+        return self.blurt(b"".join(frames))
+
+    def blurt(self, data: bytes) -> bool:
+        """Send bytes on a connection of their own. Returns whether anybody listens."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), GREETING_S) as peer:
+                peer.sendall(data)
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        if self.dealer is not None:
+            self.context.destroy(linger=0)

@@ -1,0 +1,121 @@
+"""Facts about processes from Linux itself (/proc, prctl), so that nothing is left whatever a connector starts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+SHARED_MEMORY = "/dev/shm/"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become children of this process instead of init, so that they can be found and ended."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Get SIGKILL when the parent process ends, also when it is killed itself."""
+    parent = os.getppid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(1)
+
+
+def _stat(pid: int) -> tuple[int, int, str]:
+    """(parent, session, state) of a process; zeros if it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0, 0, "X"
+    return int(words[1]), int(words[3]), words[0].decode()
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the children of a process, zombies included."""
+    return [p for p in _pids() if _stat(p)[0] == pid]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Pids of all living descendants of a process."""
+    found, todo = [], [pid]
+    while todo:
+        children = children_of(todo.pop())
+        found += children
+        todo += children
+    return [p for p in found if _stat(p)[2] not in "ZX"]
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL every process of a session (a child of the zygote leads one); processes that are gone are no error."""
+    for pid in _pids():
+        if _stat(pid)[1] == session:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def shared_memory_of(session: int) -> set[str]:
+    """Files in /dev/shm that the processes of a session have mapped."""
+    return mapped_shared_memory([pid for pid in _pids() if _stat(pid)[1] == session])
+
+
+def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
+    """Files in /dev/shm that these processes, or any, have mapped; files that are removed already are left out."""
+    found: set[str] = set()
+    for pid in _pids() if pids is None else pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            found |= {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
+    return {file for file in found if os.path.exists(file)}
+
+
+def threads() -> dict[str, str]:
+    """Id -> name of every thread of this process, native ones included. A thread may take its name some time after it was started."""
+    python = {
+        str(thread.native_id): thread.name for thread in threading.enumerate()
+    }  # Linux has the program's name for most of them
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            found[task] = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    return found
+
+
+def thread_names() -> Counter[str]:
+    """Names of all threads of this process, and how many there are of each."""
+    return Counter(threads().values())
+
+
+def listening_sockets(pid: int) -> tuple[str, ...]:
+    """Addresses on which a process listens for TCP: "127.0.0.1:5600"."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(fd)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and words[9] in inodes:  # 0A: TCP_LISTEN (include/net/tcp_states.h)
+                    host, port = words[1].split(":")
+                    address = (
+                        ".".join(str(b) for b in bytes.fromhex(host)[::-1]) if len(host) == 8 else "[::]"
+                    )
+                    found.append(f"{address}:{int(port, 16)}")
+    return tuple(sorted(found))

@@ -1,0 +1,318 @@
+"""The zygote: one process that has imported torch, vLLM and the model classes. Every engine is forked from it, so that an engine is up
+in one second instead of thirty.
+
+    python -m pytest_kvconform.rigs.processes.zygote RUN_DIR ARCHITECTURE... [-- ARCHITECTURE...]
+
+Architectures after -- are for pattern engines, which run no kernel.
+
+It listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request (a tuple, pickled):
+
+    ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence)    answered once the imports are done
+    ("fork", name, target, arg)  -> the connection passes to a new child, which calls target(connection, arg); ("pid", pid) comes first
+    ("end", pid)                 -> kills the child's whole session, reaps it; ("ended", how it ended)
+    ("close",)                   -> ends every child; ("closed", [sentences about what would not end])
+
+The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and removes RUN_DIR when it is told
+to close, and also when the process that started it is gone, however that died: its standard input is the life line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import resource
+import select
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes.linux import (
+    become_subreaper,
+    children_of,
+    die_with_parent,
+    kill_session,
+    mapped_shared_memory,
+    shared_memory_of,
+)
+
+SOCKET = "zygote.sock"
+REQUEST_S = 5.0  # a connected client has this long to say what it wants
+
+
+class Zygote:
+    """The serving loop. One thread; it never waits for a child longer than it takes a killed process to be reaped."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(run_dir / SOCKET))
+        self.listener.listen(64)
+        self.ready: tuple[Any, ...] = ("failed", "harness", "the zygote has not finished its imports")
+        self.started = time.time()
+        self.shared_memory: set[str] = (
+            set()
+        )  # files in /dev/shm that children had mapped when they were killed
+        self.ended: dict[int, int] = {}  # pid -> wait status, of children already reaped
+
+    def serve(self) -> None:
+        """Answer requests until told to close or until standard input ends."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is not self.listener:
+                        if not os.read(sys.stdin.fileno(), 1):
+                            return
+                    elif not self._answer(Connection(self.listener.accept()[0].detach())):
+                        return
+
+    def _answer(self, connection: Connection) -> bool:
+        """Handle one request. False: close."""
+        with connection:
+            try:
+                if not connection.poll(REQUEST_S):
+                    return True
+                what, *args = connection.recv()
+                if what == "fork" and self.ready[0] == "ready":
+                    self._fork(connection, *args)
+                elif what == "end":
+                    connection.send(("ended", self._end(*args)))
+                elif what == "close":
+                    connection.send(("closed", self.close()))
+                    return False
+                else:
+                    connection.send(self.ready)
+            except (OSError, EOFError):
+                return True  # the client is gone, and with it the question
+        return True
+
+    def _fork(self, connection: Connection, name: str, target: str, argument: Any) -> None:
+        if os.fork() == 0:
+            self.listener.close()
+            become(name, self.run_dir)
+            connection.send(("pid", os.getpid()))
+            run(target, connection, argument)
+
+    def _end(self, pid: int) -> int | None:
+        """Kill the session of one child. Returns its wait status, or None for a process that is not ours."""
+        if pid not in self.ended:
+            self._note_shared_memory([pid])
+            kill_session(pid)
+            try:
+                self.ended[pid] = os.waitpid(pid, 0)[1]
+            except ChildProcessError:
+                return None
+        kill_session(pid)  # what the child itself forked, and what it left to its own children
+        self._reap()
+        self._remove_shared_memory()
+        return self.ended[pid]
+
+    def _note_shared_memory(self, sessions: list[int]) -> None:
+        """Remember what these processes have mapped, before they are killed."""
+        self.shared_memory |= {
+            file
+            for session in sessions
+            for file in shared_memory_of(session)
+            if os.stat(file).st_ctime >= self.started
+        }
+
+    def _remove_shared_memory(self) -> None:
+        """Remove what a killed process could not remove itself, unless somebody else uses it."""
+        if self.shared_memory:
+            for file in self.shared_memory - mapped_shared_memory():
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
+            self.shared_memory &= mapped_shared_memory()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self.ended[pid] = status
+
+    def close(self) -> list[str]:
+        """Kill every process that descends from this one. Orphans come to us, since this process is their subreaper."""
+        deadline = time.monotonic() + 5
+        while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
+            self._note_shared_memory(pids)
+            for pid in pids:
+                kill_session(pid)
+                os.kill(pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(0.005)
+        self._remove_shared_memory()
+        return [f"process {pid} would not end" for pid in children_of(os.getpid())]
+
+
+def become(name: str, run_dir: Path) -> None:
+    """Make a forked child independent: own session, own log, no terminal; it dies with the zygote."""
+    die_with_parent()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    log = os.open(run_dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, 0)
+    )  # a crash leaves no file, and takes no time to write one of several GB
+    faulthandler.enable()  # a segmentation fault writes the Python stack to the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a process that is asked where it hangs
+
+
+def run(target: str, connection: Connection, argument: Any) -> NoReturn:
+    """Call `module:function` and leave without running anything that belongs to the zygote."""
+    code = 1
+    try:
+        module, _, function = target.partition(":")
+        getattr(importlib.import_module(module), function)(connection, argument)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def watched(run_dir: Path) -> Iterator[None]:
+    """End at once when standard input ends inside this block, which takes many seconds and does not look. No thread is left after it."""
+    done, finish = os.pipe()
+
+    def watch() -> None:
+        readable, _, _ = select.select([sys.stdin.fileno(), done], [], [])
+        if done not in readable:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            os._exit(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.write(finish, b".")
+        watcher.join()
+        os.close(done)
+        os.close(finish)
+
+
+def without_shared_memory_broadcaster() -> None:
+    """Let groups of ranks broadcast through torch.distributed, which is vLLM's own fallback.
+
+    The broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and the executor of this rig never uses it.
+    """
+    from vllm.distributed import parallel_state
+
+    make_group = parallel_state.init_model_parallel_group
+    without = {"use_message_queue_broadcaster": False}
+    parallel_state.init_model_parallel_group = lambda *args, **kwargs: make_group(*args, **kwargs | without)
+
+
+def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
+    """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
+    from pytest_kvconform.rigs.peers import faulty_nixl
+    from pytest_kvconform.rigs.vllm_setup import nixl_agents as nixl
+    from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+
+    mended = mend_imports()
+    import torch
+
+    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment says
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    import pytest_kvconform.rigs.bytes.process
+    import pytest_kvconform.rigs.engine.process
+    import pytest_kvconform.rigs.scheduler.host
+
+    pytest_kvconform.rigs.engine.process.preload()
+    load_general_plugins()
+
+    def register(architecture: str) -> None:
+        # A class that is registered is not inspected in a subprocess, which would import vLLM once more (7 s).
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+    for architecture in architectures:
+        register(architecture)
+    if nixl.preload() and current_platform.is_cpu():
+        nixl.without_progress_threads()
+    without_shared_memory_broadcaster()
+    if architectures:  # engines with kernels
+        current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
+    type(current_platform).register_triton_kernel_overrides = lambda self: None
+    if geometries:
+        pytest_kvconform.rigs.bytes.process.preload()
+        pytest_kvconform.rigs.scheduler.host.preload()
+    for architecture in geometries - set(architectures):
+        register(
+            architecture
+        )  # last: one of them brings numba, whose objects break that look through every module
+    faulty_nixl.find_holders()
+    return {
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "mended": "; ".join(mended),
+        "connectors": " ".join(sorted(KVConnectorFactory._registry)),
+    }
+
+
+def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
+    gc.disable()  # the imports leave few cycles, and the collector would walk all that is imported again and again: 2.5 s
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    become_subreaper()
+    sys.path.append(
+        os.environ["KVCONFORM_WORKING_FOLDER"]
+    )  # last: a connector may lie there, but nothing of it hides a package
+    zygote = Zygote(run_dir)
+    try:
+        try:
+            with watched(run_dir):
+                zygote.ready = ("ready", preload(architectures, geometries))
+        except ModuleNotFoundError as error:
+            traceback.print_exc()
+            zygote.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
+        except Exception as error:
+            traceback.print_exc()
+            zygote.ready = (
+                "failed",
+                "harness",
+                f"vLLM could not be imported: {type(error).__name__}: {error}",
+            )
+        gc.enable()
+        gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
+        huge_pages.collapse()  # 0.7 s, and a fork takes 11 ms instead of 37
+        zygote.serve()
+    finally:
+        zygote.close()
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    split = [*sys.argv, "--"].index("--")
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:split], set(sys.argv[split + 1 :])))

@@ -1,0 +1,113 @@
+"""A second connector for vLLM's MultiConnector, that answers what a case wants it to. It has nothing, and moves nothing.
+
+side = rig.side("D", transfer=beside("first"))        # MultiConnector([Neighbour, the subject])
+subject, neighbour = children(side)
+neighbour.connector.loads = True                      # it announces what is missing of every prompt, and so it is chosen
+subject.calls_of(...)                                 # calls of the subject's hooks, with the checks of recorder.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+
+from pytest_kvconform.rigs.scheduler.recorder import FINISHED, Call, Recorder
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.rig import Side
+
+
+class Neighbour(KVConnectorBase_V1, SupportsHMA):
+    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between steps; `unsure`: as often it
+    answers None first; `keeps`: it keeps the blocks of every request that ends; `params`: what it returns then.
+    """
+
+    loads, unsure, keeps = False, 0, False
+    params: dict[str, Any] | None = None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.unsure:
+            self.unsure -= 1
+            return None, False
+        missing = request.num_tokens - 1 - num_computed_tokens if self.loads else 0
+        return (missing, True) if missing > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """What was announced is on its way, and is announced once."""
+        self.loads = self.loads and not num_external_tokens
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self.keeps, None if self.params is None else dict(self.params)
+
+    request_finished_all_groups = request_finished
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """One of the two connectors of a side."""
+
+    connector: Any
+    index: int  # in MultiConnector, and in its metadata
+    recorder: Recorder
+
+    def calls_of(self, hook: str, id: str) -> tuple[Call, ...]:
+        """Calls of one hook about one request. "request_finished" stands for request_finished_all_groups, too."""
+        names = FINISHED if hook == "request_finished" else (hook,)
+        return tuple(call for call in self.recorder.calls if call.hook in names and call.request == id)
+
+
+def beside(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
+    """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of the neighbour."""
+
+    def both(subject: KVTransferConfig) -> KVTransferConfig:
+        given = {
+            name: value for name, value in asdict(subject).items() if name != "engine_id"
+        }  # MultiConnector passes its own
+        neighbour = {
+            "kv_connector": "Neighbour",
+            "kv_connector_module_path": __name__,
+            "kv_role": subject.kv_role,
+        }
+        return KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role=subject.kv_role,
+            kv_load_failure_policy=subject.kv_load_failure_policy,
+            kv_connector_extra_config={
+                "connectors": [neighbour, given] if where == "first" else [given, neighbour]
+            },
+        )
+
+    return both
+
+
+def children(side: Side) -> tuple[Child, Child]:
+    """The subject and its neighbour on a side that was made with `beside`; from now on their calls are recorded."""
+    found = []
+    for index, connector in enumerate(side.connector._connectors):
+        recorder = Recorder(side.rig.host.note)
+        found.append(Child(recorder.watch(connector), index, recorder))
+    first, second = found
+    return (second, first) if isinstance(first.connector, Neighbour) else (first, second)

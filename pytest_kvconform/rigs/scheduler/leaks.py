@@ -1,0 +1,120 @@
+"""What is left in a scheduler, in its block pool and in the connector's scheduler half when every request has ended; and the walk
+through objects of which nothing is known that this takes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.side import Side
+
+# Modules whose objects the walk does not enter: a connector may hold the engine's configuration and cache manager, which are not its own.
+NOT_OURS = (
+    "vllm.config",
+    "vllm.v1.core",
+    "vllm.v1.kv_cache_interface",
+    "transformers",
+    "torch",
+    "threading",
+    "logging",
+    "_thread",
+    "zmq",
+)
+DEEP, MANY = 12, 200_000  # levels and objects of one walk
+Path = tuple[str, ...]
+
+
+def walk(root: Any) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of every string, number and None that can be reached from an object through containers and attributes."""
+    seen: set[int] = set()
+    todo: list[tuple[Path, Any]] = [((), root)]
+    for _ in range(MANY):
+        if not todo:
+            return
+        path, value = todo.pop()
+        if value is None or isinstance(value, (str, bytes, int, float)):
+            yield path, value
+            continue
+        if id(value) in seen or len(path) > DEEP:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            todo += [((*path, "key"), key) for key in value] + [
+                ((*path, str(key)), inner) for key, inner in list(value.items())
+            ]
+        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+            todo += [((*path, "item"), inner) for inner in list(value)]
+        elif type(value).__name__ == "ndarray":
+            todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
+        elif not _not_ours(value):
+            todo += [((*path, name), inner) for name, inner in _attributes(value)]
+
+
+def _not_ours(value: Any) -> bool:
+    kinds = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    return isinstance(value, kinds) or str(type(value).__module__).startswith(NOT_OURS)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    names = [
+        *getattr(value, "__dict__", ()),
+        *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),
+    ]
+    return [
+        (name, getattr(value, name))
+        for name in dict.fromkeys(names)
+        if isinstance(name, str) and hasattr(value, name)
+    ]
+
+
+def mentions(root: Any, word: str) -> tuple[str, ...]:
+    """Places within an object where a string is, or is part of, a string: "reqs_to_recv.key"."""
+    return tuple(
+        sorted({".".join(path) for path, value in walk(root) if isinstance(value, str) and word in value})
+    )
+
+
+def integers(root: Any) -> frozenset[int]:
+    """Every int that stands in a list, tuple, set or array within an object: block ids do, sizes and ports do not."""
+    return frozenset(
+        value
+        for path, value in walk(root)
+        if isinstance(value, int) and not isinstance(value, bool) and path[-1:] == ("item",)
+    )
+
+
+def leaks(side: Side) -> tuple[str, ...]:
+    """Sentences about what is left on a side on which no request lives any more."""
+    scheduler, pool = side.scheduler, side.manager.block_pool
+    left = []
+    if scheduler.requests:
+        left.append(f"the scheduler still knows {', '.join(sorted(scheduler.requests))}")
+    queues = {
+        "waiting": scheduler.waiting,
+        "kv_holding_waiting": scheduler.kv_holding_waiting,
+        "running": scheduler.running,
+    }
+    left += [
+        f"{len(list(queue))} requests are in scheduler.{name}"
+        for name, queue in queues.items()
+        if list(queue)
+    ]
+    for name in ("finished_recving_kv_req_ids", "failed_recving_kv_req_ids"):
+        if found := getattr(scheduler, name):
+            left.append(f"scheduler.{name} holds {', '.join(sorted(found))}")
+    if missing := side.free_at_start - pool.get_num_free_blocks():
+        left.append(f"{missing} of {side.free_at_start} blocks did not come back")
+    if held := [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]:
+        left.append(f"blocks {', '.join(map(str, held[:8]))} still have owners")
+    for index, manager in enumerate(side.manager.coordinator.single_type_managers):
+        if owners := sorted(request for request, blocks in manager.req_to_blocks.items() if blocks):
+            left.append(f"group {index} still has blocks of {', '.join(owners)}")
+        if counted := sorted(getattr(manager, "num_cached_block", ())):
+            left.append(f"group {index} still counts cached blocks of {', '.join(counted)}")
+    for request in side.ended:
+        if places := mentions(side.own_state(), request):
+            left.append(f"the connector still remembers {request}: {', '.join(places[:4])}")
+    return tuple(left)

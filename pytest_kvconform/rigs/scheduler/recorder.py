@@ -1,0 +1,290 @@
+"""What a connector's scheduler half was asked and what it answered, one `Call` a hook, with the checks that hold for every call.
+
+Hooks are wrapped on the object, so that its class, and with it `isinstance(connector, SupportsHMA)`, stays what it is. An exception of a
+hook becomes `HookRaised`, an answer that vLLM could not use a `Violation`: before vLLM's own assertion would end the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_kvconform.result import Finding, Violation
+
+# The hooks of the scheduler half (distributed/kv_transfer/kv_connector/v1/base.py).
+HOOKS = (
+    "bind_kv_cache_manager",
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "get_loaded_kv_cache_group_ids",
+    "update_state_after_alloc",
+    "get_external_cache_hit_sources",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "register_finished_partial_tail",
+    "take_events",
+    "has_pending_push_work",
+    "has_pending_block_frees",
+    "get_kv_connector_stats",
+    "get_finished_count",
+    "reset_cache",
+    "shutdown",
+)
+FINISHED = ("request_finished", "request_finished_all_groups")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a hook that came back."""
+
+    hook: str
+    request: str  # id of the request it is about; "": none
+    step: int  # number of the side's step, from 1; 0: before the first
+    arguments: dict[str, Any]  # what matters of them, copied: see `_arguments`
+    result: Any
+    seconds: float
+
+
+class HookRaised(Exception):
+    """A hook of the connector raised. `where` is the innermost line outside vLLM's scheduler and this project: "connector.py:12"."""
+
+    def __init__(self, hook: str, error: BaseException):
+        self.hook, self.error, self.where = hook, error, place_of(error)
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        super().__init__(f"{hook} raised {type(error).__name__}{f': {text}' if text else ''} ({self.where})")
+
+
+def place_of(error: BaseException) -> str:
+    """ "connector.py:12", the innermost frame of an exception that is not this file's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "no frame"
+
+
+class Recorder:
+    """Records the calls of one connector. `note(hook)` is told before each call, "" after it, so that a death can be explained."""
+
+    def __init__(self, note: Callable[[str], None]):
+        self.note = note
+        self.calls: list[Call] = []
+        self.step = 0
+        self.depth = 0  # a hook of the base class may call another one: only the outermost is vLLM's call
+
+    def watch(self, connector: Any) -> Any:
+        """Wrap every hook that the object has. Returns the object."""
+        for hook in HOOKS:
+            if (method := getattr(connector, hook, None)) is not None:
+                setattr(connector, hook, self._wrap(hook, method))
+        return connector
+
+    def guard(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call code of the connector. Raises HookRaised."""
+        self.note(hook)
+        try:
+            return method(*args, **kwargs)
+        except (HookRaised, Violation):
+            raise  # of a hook that it called
+        except BaseException as error:  # SystemExit included
+            raise HookRaised(hook, error) from error
+        finally:
+            self.note("")
+
+    def _wrap(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return method(*args, **kwargs)
+            given = _arguments(hook, args, kwargs)
+            before = _content(args[0]) if hook == "build_connector_meta" else None
+            self.depth += 1
+            started = time.perf_counter()
+            try:
+                result = self.guard(hook, method, *args, **kwargs)
+            finally:
+                self.depth -= 1
+            seconds = time.perf_counter() - started
+            request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
+            self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
+            if hook == "get_num_new_matched_tokens":
+                check_match(args[0], args[1] if len(args) > 1 else kwargs["num_computed_tokens"], result)
+            elif hook == "build_connector_meta":
+                check_metadata(result, before, _content(args[0]))
+            elif hook in FINISHED:
+                check_finished(hook, args[0], result)
+            return result
+
+        return call
+
+
+def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of the arguments: numbers and block ids, not vLLM's own objects."""
+    values = [*args, *kwargs.values()]
+    if hook == "get_num_new_matched_tokens":
+        return {"num_computed_tokens": values[1], "num_tokens": values[0].num_tokens}
+    if hook == "update_state_after_alloc":
+        groups = values[1].blocks
+        return {
+            "num_external_tokens": values[2],
+            "blocks": tuple(tuple(block.block_id for block in group) for group in groups),
+            # Blocks that a load may write: those that are neither shared through the prefix cache nor the null block.
+            "writable": tuple(
+                tuple(b.block_id for b in group if b.block_hash is None and not b.is_null) for group in groups
+            ),
+        }
+    if hook in FINISHED:
+        blocks = values[1] if hook == FINISHED[1] else (values[1],)
+        return {"blocks": tuple(tuple(ids) for ids in blocks), "status": values[0].status.name}
+    if hook == "on_new_request":
+        return {"num_tokens": values[0].num_tokens}
+    if hook == "update_connector_output":
+        return {
+            name: tuple(sorted(getattr(values[0], name) or ()))
+            for name in ("finished_sending", "finished_recving")
+        }
+    return {}
+
+
+def _kept(result: Any) -> Any:
+    """An answer that later changes of the connector cannot reach."""
+    try:
+        return pickle.loads(pickle.dumps(result))
+    except Exception:
+        return result
+
+
+_PLAIN = {
+    int,
+    str,
+    bytes,
+    float,
+    bool,
+    type(None),
+}  # what repr says all of; lists of block ids and tokens are long
+
+
+def _content(scheduler_output: Any) -> dict[str, str]:
+    """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector may change
+    (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
+    """
+    left_out = ("new_block_ids_to_zero", "kv_connector_block_state", "kv_connector_metadata")
+    return {name: _text(value) for name, value in vars(scheduler_output).items() if name not in left_out}
+
+
+def _text(value: Any) -> str:
+    if type(value) in _PLAIN:
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return (
+            repr([*value])
+            if _PLAIN.issuperset(map(type, value))
+            else "[" + ", ".join(map(_text, value)) + "]"
+        )
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__ + _text(
+            {name: getattr(value, name) for name in value.__dataclass_fields__}
+        )
+    return repr(value)
+
+
+# ---- what holds for every call ---------------------------------------------------------------------------------------------------
+
+
+def check_match(request: Any, computed: int, answer: Any) -> None:
+    """Raise Violation unless the answer of get_num_new_matched_tokens is one that vLLM can use."""
+    asked = (
+        f"get_num_new_matched_tokens(request of {request.num_tokens} tokens, {computed}) returned {answer!r}"
+    )
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise _broken("KV-MATCH-001", f"{asked}, and vLLM unpacks (tokens or None, asynchronous)")
+    tokens, parked = answer
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
+        raise _broken(
+            "KV-MATCH-001", f"{asked}: the first element is neither None nor an int that is 0 or more"
+        )
+    if not isinstance(parked, bool):
+        raise _broken("KV-MATCH-001", f"{asked}: the second element is no bool")
+    if tokens is not None and tokens > request.num_tokens - computed:
+        raise _broken(
+            "KV-MATCH-002",
+            f"{asked}: there are only {request.num_tokens - computed} tokens behind what is computed",
+        )
+    if not tokens and parked:
+        raise _broken(
+            "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end nobody would report"
+        )
+
+
+def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str, str]) -> None:
+    """Raise Violation unless the metadata can travel to the workers and the scheduler's output is as it was."""
+    base = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
+    if not isinstance(metadata, base.KVConnectorMetadata):
+        raise _broken(
+            "KV-META-001",
+            f"build_connector_meta returned a {type(metadata).__name__}, which is no KVConnectorMetadata",
+        )
+    try:
+        pickle.loads(pickle.dumps(metadata))
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:160]
+        raise _broken(
+            "KV-META-001",
+            f"a {type(metadata).__name__} of build_connector_meta does not survive pickle: {type(error).__name__}: {text}",
+        ) from None
+    if before is not None and before != after:
+        field = next(name for name in after if before.get(name) != after[name])
+        raise _broken(
+            "KV-META-002",
+            f"build_connector_meta changed scheduler_output.{field}",
+            f"before {before.get(field, 'absent')[:120]}, after {after[field][:120]}",
+        )
+
+
+def check_finished(hook: str, request: Any, answer: Any) -> None:
+    """Raise Violation unless the answer of request_finished can be used, and its params can travel as JSON."""
+    said = f"{hook}({request.status.name}) returned {_short(answer)}"
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
+        raise _broken("KV-FINISH-001", f"{said}, and vLLM unpacks (keep the blocks: bool, params or None)")
+    params = answer[1]
+    if params is None:
+        return
+    if not isinstance(params, dict):
+        raise _broken(
+            "KV-FINISH-002", f"{said}: params are a {type(params).__name__}, and vLLM writes into a dict"
+        )
+    try:
+        again = json.loads(json.dumps(params))
+    except (TypeError, ValueError) as error:
+        raise _broken(
+            "KV-FINISH-002", f"{said}: as JSON, which is how they reach D, they are refused: {error}"
+        ) from None
+    if lost := [key for key, value in _listed(params).items() if key not in again or again[key] != value]:
+        raise _broken(
+            "KV-FINISH-002",
+            f"the params of {hook} do not come back from JSON as they went: {lost[0]!r} is {params[lost[0]]!r}",
+        )
+
+
+def _listed(value: Any) -> Any:
+    """With lists for tuples, which JSON does not tell apart."""
+    if isinstance(value, dict):
+        return {key: _listed(inner) for key, inner in value.items()}
+    return [_listed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _broken(rule: str, happened: str, differs: str = "") -> Violation:
+    return Violation(Finding(rule=rule, happened=happened, differs=differs))

@@ -1,0 +1,189 @@
+"""What cases of the tiers interface and protocol run on: vLLM's real scheduler with the connector's scheduler half, and a scripted worker.
+
+A case that says `@case(RULE, inside=True)` is a function `case(rig: Rig, variant) -> Evidence` and runs in a process of its own, forked for
+it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request, KVOutputAggregator, the KV cache groups of a real model. The
+scheduler builds the connector itself. There is no worker: the case says what one would report.
+
+    p, d = rig.side("P"), rig.side("D")
+    first = p.add(rig.prompt(100), rig.ask_prefill())        # a request that asks P for a hand-over
+    p.run()                                                  # steps until no request is left; P's blocks stay while D has not read
+    second = d.add(rig.prompt(100), p.params(first))         # params go through JSON, as they do between servers
+    step = d.step()                                          # schedule(), then update_from_output()
+    assert d.parked(second)                                  # an asynchronous load: nobody has reported it yet
+    d.step(received=[second])                                # every rank reports it
+    d.run()
+    p.step(sent=[first])
+    p.leaks(), d.leaks()                                     # sentences; empty: nothing is left
+
+`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`, `rig.broken(...)` makes one; a hook that
+raises, an answer that vLLM cannot use and a scheduler that stops become violations by themselves. `side.calls` has every call of a hook.
+
+Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) gives out 256 * k + 1 and up, so
+that a block id that stands in metadata or params belongs to one side only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from model_matrix.geometries import Geometry, load_geometries
+from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.scheduler.side import APART, Report, Said, SchedulerStopped, Side, Step
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.host import Host
+    from pytest_kvconform.subject import Subject
+
+__all__ = ["APART", "BLOCKS", "Report", "Rig", "Said", "SchedulerStopped", "Side", "Step"]
+
+BLOCKS = 100  # of a side, the null block not included
+TOKENS_FROM = 10_000  # far above the block ids of every side
+UNSURE = 50  # steps for which a connector may not know how much there is to load
+LEFT = "KV-FINISH-003"  # the rule that nothing is left
+
+
+@dataclass
+class Rig:
+    """What one case runs on. Sides are made when they are asked for, and end with the process."""
+
+    host: Host
+    rule: str  # of the case
+    _sides: list[Side] = field(default_factory=list)
+
+    @property
+    def cell(self) -> Cell:
+        """Geometry, topology and setup, by name."""
+        return self.host.spec.cell
+
+    @property
+    def subject(self) -> Subject:
+        """The connector under test: `profile` is "p2p" or "store"."""
+        return self.host.spec.subject
+
+    @property
+    def geometry(self) -> Geometry:
+        """The model whose KV cache groups the schedulers have."""
+        return load_geometries()[self.cell.family]
+
+    def side(
+        self,
+        role: str,
+        *,
+        blocks: int = BLOCKS,
+        policy: str = "fail",
+        max_seqs: int = 16,
+        prefix_caching: bool = True,
+        config: Mapping[str, Any] | None = None,
+        transfer: Callable[[Any], Any] | None = None,
+    ) -> Side:
+        """A new engine of a role, "P" or "D"; several of one role are engines of their own, as after a restart.
+
+        `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255. `policy`:
+        kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`: makes another KVTransferConfig of the
+        subject's, see neighbour.py.
+        """
+        if not 1 <= blocks < APART:
+            raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
+        first = APART * len(self._sides)
+        vllm_config = self.host.config(role, policy, max_seqs, prefix_caching, config or {})
+        if transfer is not None:
+            vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
+        kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(
+            self.host.spec.ports[len(self._sides) % len(self.host.spec.ports)]
+        )
+        index = sum(side.role == role for side in self._sides)
+        self._sides.append(Side(self, role, index, vllm_config, kv_config, first))
+        return self._sides[-1]
+
+    def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
+        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No token is a block id, too."""
+        return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
+
+    def ask_prefill(self) -> dict[str, Any]:
+        """The params with which a proxy asks P for a hand-over; none for a store."""
+        if self.subject.profile == "store":
+            return {}
+        asked = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        return {"do_remote_decode": True, "do_remote_prefill": False} | asked
+
+    def hand_over(
+        self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
+    ) -> tuple[str, str]:
+        """Let P compute a prompt and add it to D with what P hands over. Returns both ids; D has made no step yet. `more`: of D's `add`.
+
+        Raises NotApplicable if P hands nothing over: a store has nothing where no worker has saved.
+        """
+        prompt = tuple(prompt)
+        first = p.add(prompt, self.ask_prefill() or None)
+        p.run(lambda: first in p.results)
+        return first, d.add(prompt, p.params(first), max_tokens=max_tokens, **more)
+
+    def load(
+        self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
+    ) -> tuple[str, str]:
+        """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no asynchronous load."""
+        first, second = self.hand_over(p, d, prompt, max_tokens, **more)
+        self.begin(d, second)
+        return first, second
+
+    def answered(self, d: Side, *ids: str) -> Step:
+        """The steps of D until the connector knows how much there is to load for these requests: one, or more. Returns the last."""
+        for _ in range(UNSURE):
+            step = d.step()
+            if not any(map(d.unsure, ids)):
+                break
+        return step
+
+    def begin(self, d: Side, *ids: str) -> Step:
+        """The steps of D in which loads of these requests begin: see `answered`. Returns the last.
+
+        Raises NotApplicable if one of them is not loaded asynchronously.
+        """
+        self.answered(d, *ids)
+        if missing := [id for id in ids if not d.parked(id)]:
+            said = (
+                f"{self.subject.connector} begins no asynchronous load: it answered {d.announced(missing[0])}"
+            )
+            raise NotApplicable(said, refused=d.declined(missing[0]))
+        return d.steps[-1]
+
+    def patience(self, seconds: float) -> float:
+        """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
+        return seconds * self.host.spec.timeout_scale
+
+    def broken(
+        self,
+        rule: str,
+        happened: str,
+        differs: str = "",
+        diagnosis: str = "",
+        check: tuple[str, ...] = (),
+        declined: str = "",
+    ) -> Violation:
+        """A violation to raise; `rule` "": that of the case. `declined`: see `result.Finding`."""
+        return Violation(
+            Finding(
+                rule=rule or self.rule,
+                happened=happened,
+                differs=differs,
+                diagnosis=diagnosis,
+                check=check,
+                declined=declined,
+            )
+        )
+
+    def no_leaks(self, *sides: Side) -> None:
+        """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended."""
+        for side in sides:
+            if left := side.leaks():
+                side.needs_no_other_reports()
+                raise self.broken(
+                    LEFT,
+                    f"after every request has ended, on {side.name} {left[0]}",
+                    differs="; ".join(left[1:]),
+                )

@@ -1,0 +1,71 @@
+"""An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what their workers have saved.
+
+    side = engine(rig)          # its steps call every hook of a worker, in vLLM's order; KV memory holds nothing in particular
+    side.add(rig.prompt(40))
+    side.run()
+
+One rank, and no model: what stands in the blocks is the business of the byte rig.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import numpy as np
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from pytest_kvconform.rigs.bytes.layers import metadata
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+
+LONGEST = 8  # blocks of a request
+PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
+
+
+def engine(rig: Rig) -> Side:
+    """Start it. Raises Blocked if the worker half cannot run on this machine."""
+    half = WorkerHalf(rig, "P", longest=LONGEST)
+    half.construct()
+    caches = half.allocate()
+    half.register(caches)
+    side = half.scheduler_side()
+    half.introduce(side)
+    side.worker = functools.partial(_step, half, side, caches)
+    return side
+
+
+def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's KVConnectorOutput."""
+    guard = half.recorder.guard
+    if not output.total_num_scheduled_tokens:
+        time.sleep(PAUSE_S)
+        return guard("a step without tokens", half.active.no_forward, output).kv_connector_output
+    groups = side.kv_config.kv_cache_groups
+    slots = [_slots(side, output, index) for index in range(len(groups))]
+    context = {
+        name: metadata(half.layers[name].spec, slots[index])
+        for index, group in enumerate(groups)
+        for name in group.layer_names
+        if name in half.layers
+    }
+    with set_forward_context(context, half.config):
+        guard("start_load_kv", half.active.pre_forward, output)
+        for name, layer in half.layers.items():
+            if not isinstance(layer.spec, MambaSpec):
+                half.ask("wait_for_layer_load", name)
+                half.ask("save_kv_layer", name, caches[name], context[name])
+        guard("finish_forward", half.active.finish_forward)
+    return guard("wait_for_save", half.active.post_forward, output.finished_req_ids)
+
+
+def _slots(side: Side, output: Any, group: int) -> np.ndarray:
+    """The slot of each scheduled token in a group: block times block size, and the place in the block."""
+    size, found = side.group_sizes[group], [np.zeros(0, dtype=np.int64)]
+    for id, count in output.num_scheduled_tokens.items():
+        end, table = side.computed(id), np.array(side.blocks(id)[group])
+        tokens = np.arange(end - count, end)
+        found.append(table[tokens // size] * size + tokens % size)
+    return np.concatenate(found)

@@ -1,0 +1,202 @@
+"""One rank of an engine without a model, for cases of the scheduler rig: vLLM's own start of a worker, taken apart into its calls.
+
+    half = WorkerHalf(rig, "P")            # configuration, process groups, layers, KV cache groups; no connector yet
+    half.construct()                       # vLLM builds the worker half of the connector
+    half.register(half.allocate())         # vLLM allocates KV memory, and registers it
+    side = half.scheduler_side()           # the scheduler of the same engine, with the scheduler half
+    half.introduce(side)                   # what the rank publishes goes to the scheduler half
+    half.shutdown()
+
+An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the same for every rank. The layers
+and the memory are those of the byte rig (pattern_rank.py). A hook that raises becomes a violation of the case's rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.processes.linux import listening_sockets
+from pytest_kvconform.rigs.scheduler.recorder import Recorder
+from pytest_kvconform.rigs.scheduler.rig import Side
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_kvconform.rigs.scheduler.rig import Rig
+
+
+class WorkerHalf:
+    """Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name -> stand-in; `connector`: the worker
+    half, None until it is built.
+    """
+
+    def __init__(self, rig: Rig, role: str, *, layout: str = "", port: int = 0, longest: int = 1):
+        """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's. `port`: number of the side channel's port, 0 to 3.
+        `longest`: blocks of the longest request.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        from pytest_kvconform.rigs.bytes import worker as pattern_rank
+        from pytest_kvconform.rigs.bytes.bench import blocks_for
+
+        if rig.subject.needs not in ("", device := current_platform.device_type):
+            raise Blocked(
+                f"the worker half of {rig.subject.connector} needs {rig.subject.needs}, and this vLLM runs on {device}"
+            )
+        self.rig, self.role = rig, role
+        self.recorder = Recorder(rig.host.note)
+        self.connector: Any = None
+        self.active: Any = None
+        self.config = _single_rank(rig, role)
+        if layout:
+            self.config.cache_config.kv_cache_layout = layout
+        memory, cache = rig.host.spec.memory[role], self.config.cache_config
+        length = (
+            longest * cache.block_size
+        )  # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        self.config.model_config.max_model_len = length
+        blocks = blocks_for(rig.geometry, cache.block_size, length) + 2
+        pattern_rank.spec_of_process = PatternSpec(
+            role=role,
+            geometry=rig.cell.family,
+            tensor_parallel=1,
+            block_size=cache.block_size,
+            num_blocks=blocks,
+            kv_transfer_config={},
+            environment={},
+            max_model_len=length,
+            cache_dtype=memory.dtype,
+            conv_layout=memory.conv,
+            prefix_caching=cache.enable_prefix_caching,
+            content=PACKED,
+            kernel_block=memory.kernel,
+            device=current_platform.device_type,
+        )
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(rig.host.spec.ports[port])
+        meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
+        self._worker = pattern_rank.PatternWorker(
+            self.config, 0, 0, f"file://{meeting}", is_driver_worker=True
+        )
+        with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
+            self._worker.init_device()
+            self._worker.load_model()
+        meeting.unlink(missing_ok=True)
+        self.layers = self._worker.layers
+        cache.num_gpu_blocks_override = blocks
+        self.kv_config = get_kv_cache_configs(self.config, [self._worker.get_kv_cache_spec()], [1 << 44])[0]
+        cache.num_gpu_blocks = self.kv_config.num_blocks
+
+    # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ------------------------------------
+
+    def construct(self) -> Any:
+        """Let vLLM build the worker half. Returns it."""
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
+
+        with set_current_vllm_config(self.config):
+            self.recorder.guard(
+                "__init__ of the worker half", ensure_kv_transfer_initialized, self.config, self.kv_config
+            )
+        self.connector = get_kv_transfer_group()
+        return self.connector
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        pool = None if self.connector is None else self.ask("get_mem_pool_context")
+        layout = KVCacheLayout[self.config.cache_config.get_resolved_kv_cache_layout().name]
+        with pool or contextlib.nullcontext():
+            caches = allocate_kv_cache(
+                self.kv_config, self._worker.device, layout, self._worker.kernel_blocks(self.kv_config)
+            )
+        return {name: caches[name] for name in self.layers}
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """Let vLLM register KV memory, once."""
+        from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+        for name, layer in self.layers.items():
+            layer.bind_kv_cache(caches[name])
+        self.active = self.recorder.guard("register_kv_caches", ActiveKVConnector, self.config, caches)
+
+    def handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        """What the rank publishes, by (pipeline stage, rank); empty: nothing."""
+        found = self.ask("get_handshake_metadata")
+        return {} if found is None else {(0, 0): found}
+
+    def scheduler_side(self) -> Side:
+        """The engine's scheduler, with the scheduler half of the same configuration."""
+        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+        return Side(
+            self.rig, self.role, 0, self.config, generate_scheduler_kv_cache_config([self.kv_config]), 0
+        )
+
+    def introduce(self, side: Side) -> None:
+        """Give the scheduler half what the rank publishes."""
+        metadata = self.handshake_metadata()
+        self.recorder.guard(
+            "set_xfer_handshake_metadata", side.connector.set_xfer_handshake_metadata_pp_aware, metadata
+        )
+
+    def start(self) -> Side:
+        """The whole start, in vLLM's order. Returns the scheduler's side."""
+        self.construct()
+        self.register(self.allocate())
+        side = self.scheduler_side()
+        self.introduce(side)
+        return side
+
+    # ---- after it -------------------------------------------------------------------------------------------------------------------
+
+    def idle_step(self, side: Side) -> Any:
+        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's KVConnectorOutput, None if
+        the connector said nothing.
+        """
+        output = side.scheduler.schedule()
+        said = self.recorder.guard(
+            "a step without tokens", self.active.no_forward, output
+        ).kv_connector_output
+        if said is not None:
+            side.ask("update_connector_output", said)
+        return said
+
+    def ports(self) -> list[int]:
+        """Those of the ports that the engine was given on which this process listens."""
+        given = {*self.rig.host.spec.ports, self.config.kv_transfer_config.kv_port}
+        return sorted(given & {int(address.rpartition(":")[2]) for address in listening_sockets(os.getpid())})
+
+    def ask(self, hook: str, *args: Any) -> Any:
+        """Call a hook of the worker half. Raises HookRaised."""
+        return self.recorder.guard(hook, getattr(self.connector, hook), *args)
+
+    def shutdown(self) -> None:
+        """Let vLLM shut the worker half down, and forget it."""
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        self.recorder.guard("shutdown of the worker half", ensure_kv_transfer_shutdown)
+        self.active = self.connector = None
+
+
+def _single_rank(rig: Rig, role: str) -> Any:
+    """A VllmConfig of one rank: the host's, or one made now where the cell has more ranks."""
+    from pytest_kvconform.rigs.scheduler.host import configuration
+
+    host = rig.host
+    config = host.config(role, "fail", 16, True, {})
+    if host.spec.tensor_parallel[role] == 1:
+        return config
+    alone = configuration(rig.geometry, host.spec.memory[role], 1, host.spec.transfer[role], True)
+    alone.kv_transfer_config = config.kv_transfer_config
+    return alone

@@ -1,0 +1,1 @@
+"""pytest_kvconform/rigs/vllm_setup."""

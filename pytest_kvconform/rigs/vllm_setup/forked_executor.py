@@ -1,0 +1,167 @@
+"""Tensor parallel workers that are forked, and talked to over socket pairs.
+
+vLLM's CPU platform sets the start method `spawn` (15 s a worker), and its multiprocessing executor spins on shared memory, which costs a
+second per token when there are more workers than cores. This executor forks its workers before the engine has touched a device, blocks
+while it waits, and leaves nothing behind in /dev/shm. The workers are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from pytest_kvconform.rigs.processes.linux import die_with_parent
+
+
+class WorkerDied(RuntimeError):
+    """A worker process is gone. `rank` is its rank, `pid` its process id."""
+
+    def __init__(self, rank: int, pid: int):
+        super().__init__(f"worker {rank} (process {pid}) died")
+        self.rank, self.pid = rank, pid
+
+
+class ForkedExecutor(Executor):
+    """One forked process per rank; the engine core stays in the caller's process.
+
+    Device calls happen in the workers alone, so that forking from a process that has imported everything is safe on CUDA too.
+    """
+
+    def _init_executor(self) -> None:
+        self.workers: list[tuple[int, Connection]] = []
+        init_method = get_file_store_init_method()
+        for rank in range(self.parallel_config.world_size):
+            here, there = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                here.close()
+                for _, other in self.workers:
+                    other.close()
+                die_with_parent()
+                _worker_main(there, self.vllm_config, rank, init_method)
+            there.close()
+            self.workers.append((pid, here))
+        self.collective_rpc("init_device")
+        self.collective_rpc("load_model")
+        from vllm.platforms import current_platform
+
+        current_platform.update_block_size_for_backend(self.vllm_config)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a method of every worker, or a function of the worker. Returns the list of results, or a done future of it."""
+        message = cloudpickle.dumps((method, args, kwargs or {}))
+        for rank, (pid, connection) in enumerate(self.workers):
+            try:
+                connection.send_bytes(message)
+            except OSError as error:
+                raise WorkerDied(rank, pid) from error
+        results = [self._receive(rank) for rank in range(len(self.workers))]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if not non_block:
+            return results
+        future: Future[list[Any]] = Future()
+        future.set_result(results)
+        return future
+
+    def _receive(self, rank: int) -> Any:
+        pid, connection = self.workers[rank]
+        try:
+            return cloudpickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise WorkerDied(rank, pid) from error
+
+    def _model_call(self, method: str, argument: Any, non_block: bool) -> Any:
+        outputs = self.collective_rpc(method, args=(argument,))
+        result = self.kv_output_aggregator.aggregate(outputs) if self.kv_output_aggregator else outputs[0]
+        if not non_block:
+            return result
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        return self._model_call("execute_model", scheduler_output, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return self._model_call("sample_tokens", grammar_output, non_block)
+
+    def check_health(self) -> None:
+        for rank, (pid, _) in enumerate(self.workers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                raise WorkerDied(rank, pid)
+
+    def shutdown(self) -> None:
+        """End every worker, whatever the others do; then raise what the first of them raised, as an executor of one rank does."""
+        raised: list[BaseException] = []
+        for rank, (pid, connection) in enumerate(self.workers):
+            try:
+                connection.send_bytes(cloudpickle.dumps(("shutdown", (), {})))
+                if isinstance(result := self._receive(rank), BaseException):
+                    raised.append(result)
+            except (WorkerDied, OSError):
+                raised.append(WorkerDied(rank, pid))
+            connection.close()
+            os.waitpid(pid, 0)
+        self.workers = []
+        if raised:
+            raise raised[0]
+
+
+def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_method: str) -> None:
+    """Serve calls until the connection ends or `shutdown` has been called. Never returns."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    code = 1
+    try:
+        wrapper = WorkerWrapperBase(rpc_rank=rank)
+        kwargs = {
+            "vllm_config": vllm_config,
+            "local_rank": rank,
+            "rank": rank,
+            "distributed_init_method": init_method,
+            "is_driver_worker": rank == 0,
+        }
+        wrapper.init_worker([{} for _ in range(rank)] + [kwargs])
+        method: str | Callable[..., Any] = "init_worker"
+        while method != "shutdown":
+            try:
+                message = connection.recv_bytes()
+            except EOFError:
+                break  # the engine is gone, and with it everybody whom this worker serves
+            method, args, kwargs = cloudpickle.loads(message)
+            try:
+                result = run_method(wrapper, method, args, kwargs)
+                if isinstance(result, AsyncModelRunnerOutput):
+                    result = result.get_output()
+            except Exception as error:
+                traceback.print_exc()
+                result = error
+            connection.send_bytes(cloudpickle.dumps(result))
+        code = 0
+    except BaseException:  # the engine will say that this worker died, and its log says of what
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,252 @@
+"""From a geometry to vLLM's own KV cache specs, as its layers would make them at a tensor parallel size, without building the model.
+
+Sources in vLLM: `get_kv_cache_spec` of model_executor/layers/attention/attention.py, mla_attention.py and layers/mamba/abstract.py; shapes
+of states from layers/mamba/mamba_utils.py; the block size of hybrids from `_align_hybrid_block_size` of platforms/interface.py.
+tests/rigs compares the results with those of the models themselves.
+
+vLLM and torch are imported inside functions only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from model_matrix.geometries import Attention, Geometry, Kind, Mla, SlidingWindow, State, expand_layers
+
+KERNEL_BLOCK = 32  # tokens: blocks of vLLM's attention kernels on CPU are multiples of it (CPU_ATTN, AMX_MLA)
+MLA_HYBRID_BLOCK = (
+    128  # tokens: blocks of a model with latent attention and states are multiples of it, on every platform
+)
+SEGMENTS = ("conv Q", "conv K", "conv V", "ssm")
+
+
+def possible(geometry: Geometry, tp: int) -> str:
+    """Empty if vLLM runs the model at tensor parallel size `tp`; else the reason, as one sentence."""
+    heads = geometry.config["num_attention_heads"]
+    if heads % tp:
+        return f"{geometry.id} has {heads} attention heads, which do not divide by {tp}."
+    draft_heads = (geometry.draft_config or geometry.config)["num_attention_heads"]
+    if draft_heads % tp:
+        return f"The draft of {geometry.id} has {draft_heads} attention heads, which do not divide by {tp}."
+    for word, kind in geometry.kinds.items():
+        if isinstance(kind, State):
+            for what, number in (("key", kind.key_heads), ("value", kind.value_heads)):
+                if number % tp:
+                    return f"Layers of kind {word!r} of {geometry.id} have {number} {what} heads, which do not divide by {tp}."
+        elif not isinstance(kind, Mla) and kind.kv_heads % tp and tp % kind.kv_heads:
+            return f"Layers of kind {word!r} of {geometry.id} have {kind.kv_heads} KV heads, which neither divide by {tp} nor divide it."
+    return ""
+
+
+def kv_heads(kind: Attention, tp: int, rank: int) -> tuple[int, int]:
+    """(first global KV head, number of KV heads) of one rank. With more ranks than heads, neighbouring ranks hold the same head.
+
+    Latent attention is one head that every rank holds.
+    """
+    if isinstance(kind, Mla):
+        return 0, 1
+    if kind.kv_heads >= tp:
+        number = kind.kv_heads // tp
+        return rank * number, number
+    return rank // (tp // kind.kv_heads), 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where the rows of one part of a state lie within one rank's page of it. A row is a channel of the convolution, or one of the
+    `head_v` rows of a head's matrix.
+
+    Element e of row r is at `offset + r * row_stride + e * element_stride`. With layout SD a row of the convolution is not contiguous.
+    """
+
+    name: str
+    number: int  # index into SEGMENTS
+    rows: int  # on one rank
+    elements: int  # of one row: kernel - 1, or head_k
+    element_size: int  # bytes
+    offset: int  # bytes from the start of the page
+    row_stride: int  # bytes
+    element_stride: int  # bytes
+
+    def first(self, rank: int) -> int:
+        """Global number, within the segment, of the rank's first row."""
+        return rank * self.rows
+
+
+def state_segments(
+    geometry: Geometry, kind: State, tp: int, layout: Literal["DS", "SD"] = "DS"
+) -> tuple[Segment, ...]:
+    """The four parts of one rank's state in the order of memory. `layout` is that of the convolution: DS = (channel, token), SD = (token,
+    channel), see VLLM_SSM_CONV_STATE_LAYOUT. Raises ValueError if the topology is impossible.
+    """
+    _check(geometry, tp)
+    size, tokens = _size(kind.conv_dtype), kind.kernel - 1
+    channels = [number // tp for number in kind.conv_channels]
+    whole = sum(channels)
+    segments, start = [], 0
+    for number, rows in enumerate(channels):
+        if layout == "DS":
+            offset, row_stride, element_stride = start * tokens * size, tokens * size, size
+        else:
+            offset, row_stride, element_stride = start * size, size, whole * size
+        segments.append(
+            Segment(SEGMENTS[number], number, rows, tokens, size, offset, row_stride, element_stride)
+        )
+        start += rows
+    rows, ssm_size = kind.value_heads // tp * kind.head_v, _size(kind.ssm_dtype)
+    segments.append(
+        Segment(
+            SEGMENTS[3],
+            3,
+            rows,
+            kind.head_k,
+            ssm_size,
+            whole * tokens * size,
+            kind.head_k * ssm_size,
+            ssm_size,
+        )
+    )
+    return tuple(segments)
+
+
+def block_size_of(
+    geometry: Geometry, tp: int, wanted: int, cache_dtype: str = "auto", kernel_block: int = KERNEL_BLOCK
+) -> int:
+    """Tokens a block of the attention layers has when `wanted` is asked for: raised, for a model with states, until a block of KV is as
+    large as a state.
+
+    `kernel_block` is the smallest block of the attention kernels. The CPU platform also sets 16 for every model with latent attention if
+    the machine has no AMX, whatever is asked for; that is the limit of a kernel, not of the geometry, and is left out here.
+    Raises ValueError if the topology is impossible.
+    """
+    _check(geometry, tp)
+    states = [kind for kind in geometry.kinds.values() if isinstance(kind, State)]
+    if not states:
+        return wanted
+    attention = _main_attention(geometry)
+    per_token = _bytes_per_token(attention, geometry, tp, cache_dtype)
+    page = max(_state_bytes(geometry, kind, tp) for kind in states)
+    alignment = max(kernel_block, wanted, MLA_HYBRID_BLOCK if isinstance(attention, Mla) else 0)
+    derived = alignment * math.ceil(page / (alignment * per_token))
+    return max(wanted, kernel_block * math.ceil(derived / kernel_block))
+
+
+def layer_specs(
+    geometry: Geometry,
+    tp: int,
+    block_size: int,
+    cache_dtype: str = "auto",
+    *,
+    prefix_caching: bool = True,
+    max_model_len: int = 4096,
+    kernel_block: int = KERNEL_BLOCK,
+) -> dict[str, Any]:
+    """Layer name -> KVCacheSpec of one rank, in the order of the model, the draft's layers last.
+
+    `block_size`: tokens, what `block_size_of` gives; `cache_dtype`: the engine option kv_cache_dtype; `max_model_len`: tokens, matters to
+    states without prefix caching only. Without prefix caching a state is kept once a request, with it at the end of every block.
+    Raises ValueError if the topology is impossible, or if a state does not fit into a block.
+    """
+    _check(geometry, tp)
+    specs: dict[str, Any] = {}
+    for word, kind in geometry.kinds.items():
+        if isinstance(kind, State):
+            page = block_size * _bytes_per_token(_main_attention(geometry), geometry, tp, cache_dtype)
+            specs[word] = _state_spec(
+                geometry, kind, tp, block_size if prefix_caching else max_model_len, page, prefix_caching
+            )
+        else:
+            specs[word] = _attention_spec(kind, geometry, tp, block_size, cache_dtype, kernel_block)
+    return {layer.name: specs[layer.word] for layer in expand_layers(geometry)}
+
+
+def _check(geometry: Geometry, tp: int) -> None:
+    if reason := possible(geometry, tp):
+        raise ValueError(reason)
+
+
+def _size(dtype: str) -> int:
+    return {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
+
+
+def _main_attention(geometry: Geometry) -> Attention:
+    """The kind of the model's own first attention layer: vLLM derives the pages of states from it."""
+    kinds: list[Kind] = [layer.kind for layer in expand_layers(geometry) if not layer.draft]
+    return next(kind for kind in kinds if not isinstance(kind, State))
+
+
+def _bytes_per_token(kind: Attention, geometry: Geometry, tp: int, cache_dtype: str) -> int:
+    """Bytes of one token in one layer on one rank. Cases are planned with it, so it must do without vLLM."""
+    size = (
+        1
+        if cache_dtype.startswith("fp8")
+        else _size(geometry.dtype if cache_dtype == "auto" else cache_dtype)
+    )
+    return kv_heads(kind, tp, rank=0)[1] * kind.head_size * (1 if isinstance(kind, Mla) else 2) * size
+
+
+def _attention_spec(
+    kind: Attention, geometry: Geometry, tp: int, block_size: int, cache_dtype: str, kernel_block: int
+) -> Any:
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        get_kv_quant_mode,
+    )
+
+    common: dict[str, Any] = {
+        "num_kv_heads": kv_heads(kind, tp, rank=0)[1],
+        "head_size": kind.head_size,
+        "dtype": STR_DTYPE_TO_TORCH_DTYPE[geometry.dtype if cache_dtype == "auto" else cache_dtype],
+        "kv_quant_mode": get_kv_quant_mode(cache_dtype),
+    }
+    if isinstance(kind, Mla):
+        return MLAAttentionSpec(block_size=block_size, max_tp_shards=1, cache_dtype_str=cache_dtype, **common)
+    if isinstance(kind, SlidingWindow):
+        # A window layer takes the largest block its kernel can run within the page of the others.
+        whole = max(kernel_block, block_size // kernel_block * kernel_block)
+        return SlidingWindowSpec(block_size=whole, sliding_window=kind.window, **common)
+    return FullAttentionSpec(block_size=block_size, **common)
+
+
+def _state_spec(
+    geometry: Geometry, kind: State, tp: int, block_size: int, page: int, prefix_caching: bool
+) -> Any:
+    """`page`: bytes of a block of attention, up to which the state is padded."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    needed = _state_bytes(geometry, kind, tp)
+    if needed > page:
+        raise ValueError(
+            f"A state of {geometry.id} has {needed} bytes at tensor parallel size {tp}, a block of attention {page}."
+        )
+    if kind.mechanism == "kda":
+        shapes = MambaStateShapeCalculator.kda_state_shape(
+            tp, kind.value_heads, kind.head_v, conv_kernel_size=kind.kernel
+        )
+    else:
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            tp, kind.key_heads, kind.value_heads, kind.head_k, kind.head_v, kind.kernel
+        )
+    return MambaSpec(
+        block_size=block_size,
+        shapes=shapes,
+        dtypes=(STR_DTYPE_TO_TORCH_DTYPE[kind.conv_dtype], STR_DTYPE_TO_TORCH_DTYPE[kind.ssm_dtype]),
+        page_size_padded=page if page > needed else None,
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,  # KDA uses it too
+        mamba_cache_mode="align" if prefix_caching else "none",
+    )
+
+
+def _state_bytes(geometry: Geometry, kind: State, tp: int) -> int:
+    return sum(
+        segment.rows * segment.elements * segment.element_size
+        for segment in state_segments(geometry, kind, tp)
+    )
