@@ -30,9 +30,9 @@ from model_matrix import load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, expand_layers
 from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
 from pytest_kvconform.rigs.bytes.bench import blocks_for
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import _release
-from pytest_kvconform.rigs.bytes.messages import PACKED, PatternRequest, PatternSpec
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
 from pytest_kvconform.rigs.engine.handle import Process
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -60,14 +60,14 @@ def clock() -> np.ndarray:
     return np.array([time.perf_counter(), time.thread_time()])
 
 
-def serve(connection: Any, spec: PatternSpec) -> None:
+def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    from pytest_kvconform.rigs.bytes import process as pattern_engine
+    from pytest_kvconform.rigs.bytes import process as byte_process
     from pytest_kvconform.rigs.engine import process as engine_process
 
-    class Timed(pattern_engine.PatternEngine):
+    class Timed(byte_process.ByteEngineProcess):
         def arrange(self, shuffled: bool) -> None:
             """Empty the prefix cache, and give blocks out in ascending or in random order from now on."""
             self.manager.reset_prefix_cache()
@@ -154,7 +154,7 @@ def serve_raw(connection: Any, spec: tuple[int, str]) -> None:
     connection.send(spent[1:] if state == "DONE" else state)  # in the first one the agents meet
 
 
-class Engine(PatternEngine):
+class Engine(ByteEngineHandle):
     target = "bench_transfer:serve"
 
 
@@ -206,7 +206,7 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
         common["kv_transfer_config"] = transfer_config(resolve(Settings(connector=connector)), role, device)
         common["environment"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         room = blocks_for(load_geometries()[model], BLOCK, longest) + more
-        spec = PatternSpec(role=role, tensor_parallel=size, num_blocks=room, device=device, **common)
+        spec = ByteEngineSpec(role=role, tensor_parallel=size, num_blocks=room, device=device, **common)
         made.append(Engine(address, f"transfer-{role}", spec, PATIENCE_S, PATIENCE_S))
     for engine in made:
         engine.wait_ready()
@@ -220,7 +220,7 @@ def hand_over(
     params, deadline = PREFILL, time.monotonic() + PATIENCE_S
     for engine, peer, id in ((p, d, f"{name}-{ON_P}"), (d, p, f"{name}-{ON_D}")):
         more = {"kv_transfer_params": params, "owners": np.zeros(length, dtype=int), "number": 0}
-        engine.add(PatternRequest(id=id, tokens=tokens(length), max_tokens=1, salt=name, **more))
+        engine.add(ByteRequest(id=id, tokens=tokens(length), max_tokens=1, salt=name, **more))
         if timed and engine is d:
             d.call("expect")
         ends: list[Any] = []

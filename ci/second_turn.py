@@ -18,7 +18,7 @@ from soaked import BLOCK, Engine, background, start
 
 from model_matrix import load_geometries, parse_topology
 from pytest_kvconform.rigs.bytes.bench import ROOM, blocks_for
-from pytest_kvconform.rigs.bytes.messages import PatternRequest
+from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -34,7 +34,7 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
     params: dict[str, Any] | None = PREFILL
     for engine, peer, side in ((p, d, ON_P), (d, p, ON_D)):
         id, owners = f"{name}-{side}", np.zeros(len(prompt), dtype=int)
-        request = PatternRequest(
+        request = ByteRequest(
             id=id,
             tokens=prompt,
             max_tokens=1,

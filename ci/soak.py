@@ -31,7 +31,7 @@ from model_matrix import load_geometries
 from pytest_kvconform.kvspace.pools.diagnose import count_pool
 from pytest_kvconform.rigs.bytes.bench import blocks_for
 from pytest_kvconform.rigs.bytes.handover import shared_owners
-from pytest_kvconform.rigs.bytes.messages import PatternRequest
+from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.messages import Output
@@ -63,7 +63,7 @@ class Handover:
     """One prompt on its way."""
 
     fate: str
-    request: PatternRequest  # on P, and from P's answer on: on D
+    request: ByteRequest  # on P, and from P's answer on: on D
     excused: bool  # whether D may end it with an error
     due: float = 0.0  # when D is to fetch it
 
@@ -161,7 +161,7 @@ class Soak:
         return [
             Handover(
                 fates[i],
-                PatternRequest(
+                ByteRequest(
                     id=f"{salt}-{i}-{ON_P}",
                     tokens=prompts[i],
                     owners=owners + first,

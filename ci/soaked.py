@@ -18,8 +18,8 @@ from typing import Any
 from model_matrix import Geometry
 from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
 from pytest_kvconform.rigs.bytes import handle as pattern
-from pytest_kvconform.rigs.bytes import process as pattern_engine
-from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.bytes import process as byte_process
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -32,7 +32,7 @@ counted = Counter[str]()  # in this process: what NIXL has given out and not tak
 # ---- inside of an engine's process ---------------------------------------------------------------------------------------------
 
 
-def serve(connection: Any, spec: PatternSpec) -> None:
+def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -76,7 +76,7 @@ def _count_of_rank(worker: Any) -> Counter[str]:
     return counted
 
 
-class Soaked(pattern_engine.PatternEngine):
+class Soaked(byte_process.ByteEngineProcess):
     """The engine."""
 
     def moved(self) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class Soaked(pattern_engine.PatternEngine):
 # ---- outside -------------------------------------------------------------------------------------------------------------------
 
 
-class Engine(pattern.PatternEngine):
+class Engine(pattern.ByteEngineHandle):
     """The handle on it."""
 
     target = "soaked:serve"
@@ -154,7 +154,7 @@ def start(
     """An engine with a pool of `blocks`, for requests of up to `longest` tokens. `more`: of kv_connector_extra_config."""
     transfer = transfer_config(resolve(Settings(connector=connector)), role, "cpu")
     extra = more | transfer.get("kv_connector_extra_config", {})
-    spec = PatternSpec(
+    spec = ByteEngineSpec(
         role=role,
         geometry=model,
         tensor_parallel=tp,

@@ -14,14 +14,14 @@ import msgspec
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.bytes.bench import PatternBench
-from pytest_kvconform.rigs.engine.handle import Engine, EngineFailed, Process
+from pytest_kvconform.rigs.bytes.bench import ByteBench
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, Process
 from pytest_kvconform.rigs.engine.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
-from pytest_kvconform.rigs.scheduler.bench import ProtocolBench
+from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -148,7 +148,7 @@ class Bench:
             progress,
         )
         self.cell = Cell("", "")
-        self._pair: tuple[Engine, Engine] | None = None
+        self._pair: tuple[EngineHandle, EngineHandle] | None = None
         self._pair_cell: Cell | None = None
         self._introduced = False  # whether this pair has handed anything over
         self._seen: dict[tuple[Cell, str], Observation] = {}
@@ -161,8 +161,8 @@ class Bench:
             request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale
         )
         config = functools.partial(transfer_config, subject, device=facts.device)
-        self.pattern = PatternBench(self, self._names, config, self.limits)
-        self.protocol = ProtocolBench(self, self._names, config, self.limits)
+        self.pattern = ByteBench(self, self._names, config, self.limits)
+        self.protocol = SchedulerBench(self, self._names, config, self.limits)
         if settings.device not in ("auto", facts.device):
             raise Blocked(
                 f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
@@ -270,7 +270,7 @@ class Bench:
                 engine.end()
         self._pair = self._pair_cell = None
 
-    def _engines(self) -> tuple[Engine, Engine]:
+    def _engines(self) -> tuple[EngineHandle, EngineHandle]:
         """P and D of the current cell, running."""
         if self._pair is not None and self._pair_cell == self.cell:
             return self._pair
@@ -281,11 +281,11 @@ class Bench:
         tp = dict(zip("PD", parse_topology(self.cell.topology), strict=True))
         self.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']})")
         name = next(self._names)
-        pair: list[Engine] = []
+        pair: list[EngineHandle] = []
         try:
             for role in "PD":
                 pair.append(
-                    Engine(
+                    EngineHandle(
                         self.address,
                         f"{self.cell}-{role}-{name}",
                         self._spec(role, tp[role]),

@@ -18,9 +18,9 @@ from pytest_kvconform.rigs.peers.faulty_nixl import (
     REVERSED,
     STATUS,
     TWICE,
+    FaultReport,
     Faults,
     FaultyAgent,
-    Struck,
 )
 
 
@@ -75,7 +75,7 @@ def test_without_an_instruction_nothing_changes(agent: Callable[..., Any]) -> No
     assert one.transfer("h") == "PROC" and states(one, "h", 1) == ["DONE"] and heard(one, 2) == [[b"x"], []]
     one.release_xfer_handle("h")
     assert one.released == ["h"]
-    assert faulty_nixl.struck() == Struck(agents=1, transfers=1)
+    assert faulty_nixl.struck() == FaultReport(agents=1, transfers=1)
 
 
 def test_a_held_transfer_is_begun_late(agent: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ def test_failures(agent: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="the transfer failed"):
         one.check_xfer_state("b")
     assert states(one, "d", 1) == ["DONE"] and one.begun == ["d"], "nothing else is moved"
-    assert faulty_nixl.struck() == Struck(agents=1, transfers=4, changed=3, failed=3)
+    assert faulty_nixl.struck() == FaultReport(agents=1, transfers=4, changed=3, failed=3)
 
 
 def test_a_failed_transfer_that_lingers_writes_in_the_end(agent: Callable[..., Any]) -> None:
@@ -188,10 +188,10 @@ def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(
         monkeypatch.delitem(sys.modules, name)
     api, bindings = load("nixl._api", nixl_agent=real), load("nixl._bindings")
     load("nixl", _api=api, _bindings=bindings)
-    early = load("loaded_early", NixlWrapper=real, other=Struck)
+    early = load("loaded_early", NixlWrapper=real, other=FaultReport)
     faulty_nixl.find_holders()
     late = load("loaded_late", agent_class=real)
     assert faulty_nixl.install()
     assert issubclass(api.nixl_agent, FaultyAgent) and issubclass(api.nixl_agent, real)
-    assert early.NixlWrapper is late.agent_class is api.nixl_agent and early.other is Struck
+    assert early.NixlWrapper is late.agent_class is api.nixl_agent and early.other is FaultReport
     assert faulty_nixl.install() and api.nixl_agent.real is real  # once is enough

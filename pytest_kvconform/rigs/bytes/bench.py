@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, State, expand_layers
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
-from pytest_kvconform.rigs.bytes.handover import TransferSeen, observe_transfer
-from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
+from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import Deadlines
 from pytest_kvconform.rigs.engine.messages import EngineFacts
@@ -33,7 +33,7 @@ ROOM = {
 }  # blocks beyond what a transfer needs; different, so that no address of one side fits the other by accident
 
 
-class PatternBench:
+class ByteBench:
     """Pattern engines of one cell at a time."""
 
     def __init__(
@@ -42,10 +42,10 @@ class PatternBench:
         self.bench, self.names, self.config, self.limits = bench, names, config, limits
         self.faulty = FaultBench(self)
         self.peers = PeerBench(self)
-        self._pair: tuple[PatternEngine, PatternEngine] | None = None
+        self._pair: tuple[ByteEngineHandle, ByteEngineHandle] | None = None
         self._pair_cell: Cell | None = None
         self._started: dict[Cell, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
-        self._seen: dict[tuple[Cell, str], TransferSeen] = {}
+        self._seen: dict[tuple[Cell, str], TransferObservation] = {}
         self._folder: Path | None = None  # where a store of the current cell saves to
         # Cells (None: all) whose engines cannot start through no fault of the connector: what to raise, and why.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
@@ -57,7 +57,7 @@ class PatternBench:
         """Seconds that one call of a pattern engine may take."""
         return LOOKS * self.limits.call
 
-    def observe(self, transfer: Transfer, longest: int) -> TransferSeen:
+    def observe(self, transfer: Transfer, longest: int) -> TransferObservation:
         """What a transfer shows in the current cell; runs it on first use. `longest` is the largest number of tokens at once in this cell.
 
         Raises Blocked where it cannot be run, or where an earlier transfer of the cell was refused or did not end.
@@ -105,7 +105,7 @@ class PatternBench:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _engines(self, longest: int) -> tuple[PatternEngine, PatternEngine]:
+    def _engines(self, longest: int) -> tuple[ByteEngineHandle, ByteEngineHandle]:
         cell = self.bench.cell
         if self._pair is not None and self._pair_cell == cell:
             return self._pair
@@ -118,12 +118,12 @@ class PatternBench:
         self.bench.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']})")
         name = next(self.names)
         self._folder = Path(self.bench.address).parent / f"store-{name}"
-        pair: list[PatternEngine] = []
+        pair: list[ByteEngineHandle] = []
         try:
             for role in "PD":
                 spec = self.spec(role, cell, tp[role], longest)
                 pair.append(
-                    PatternEngine(
+                    ByteEngineHandle(
                         self.bench.address, f"{cell}-{role}-{name}", spec, self.patience, self.limits.start
                     )
                 )
@@ -163,10 +163,10 @@ class PatternBench:
             sentence = f"{facts.name} does not inherit SupportsHMA, and without it vLLM starts no model with states: {said}"
             self._excused[cell] = NotApplicable, sentence
 
-    def spec(self, role: str, cell: Cell, tp: int, longest: int) -> PatternSpec:
+    def spec(self, role: str, cell: Cell, tp: int, longest: int) -> ByteEngineSpec:
         """How one side of a cell is built, with room for `longest` tokens at once."""
         geometry, side = load_geometries()[cell.family], side_of(cell, role)
-        return PatternSpec(
+        return ByteEngineSpec(
             role=role,
             geometry=geometry.id,
             tensor_parallel=tp,

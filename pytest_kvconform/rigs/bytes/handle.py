@@ -1,20 +1,20 @@
-"""A handle on a pattern engine in a process of its own. Every call has a deadline, see `engine.Engine`."""
+"""A handle on a pattern engine in a process of its own. Every call has a deadline, see `engine.EngineHandle`."""
 
 from __future__ import annotations
 
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.rigs.bytes.messages import Check, PatternSpec
-from pytest_kvconform.rigs.engine.handle import Engine
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
+from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import Leftovers
-from pytest_kvconform.rigs.peers.faulty_nixl import Faults, Struck
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, Faults
 
 
-class PatternEngine(Engine):
-    """One pattern engine. Methods mirror `pattern_engine.PatternEngine`; every one raises EngineFailed when the process cannot answer."""
+class ByteEngineHandle(EngineHandle):
+    """One pattern engine. Methods mirror `byte_process.ByteEngineProcess`; every one raises EngineFailed when the process cannot answer."""
 
     target = "pytest_kvconform.rigs.bytes.process:serve"
 
-    def __init__(self, address: str, name: str, spec: PatternSpec, deadline_s: float, start_s: float):
+    def __init__(self, address: str, name: str, spec: ByteEngineSpec, deadline_s: float, start_s: float):
         super().__init__(address, name, spec, deadline_s, start_s)
         self.ranks = spec.tensor_parallel
 
@@ -46,7 +46,7 @@ class PatternEngine(Engine):
         """Give the NIXL agents of an engine that was built with `faulty` their instructions."""
         self.call("arm", faults)
 
-    def struck(self) -> tuple[Struck, ...]:
+    def struck(self) -> tuple[FaultReport, ...]:
         """What became of them, one record a rank."""
         return self.call("struck")
 

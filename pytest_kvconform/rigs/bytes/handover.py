@@ -12,8 +12,8 @@ import numpy as np
 
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
-from pytest_kvconform.rigs.bytes.messages import Check, PatternRequest
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
+from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL, Deadlines
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Trace, Usage
@@ -35,7 +35,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class TransferSeen:
+class TransferObservation:
     """All that one transfer showed. Cases judge it; nothing is judged here."""
 
     transfer: Transfer
@@ -71,12 +71,12 @@ class TransferSeen:
 
 def observe_transfer(
     transfer: Transfer,
-    p: PatternEngine,
-    d: PatternEngine,
+    p: ByteEngineHandle,
+    d: ByteEngineHandle,
     limits: Deadlines,
     ids: Callable[[], str],
     store: bool = False,
-) -> TransferSeen:
+) -> TransferObservation:
     """Run one transfer. A failure of an engine is part of what is seen.
 
     `store`: nobody hands anything over. P computes and saves, and D, which has nothing, looks for it.
@@ -84,7 +84,7 @@ def observe_transfer(
     transfer = replace(transfer, prompts=unheard_of(transfer.prompts)) if store else transfer
     started = time.monotonic()
     logs = [(engine, engine.process.position()) for engine in (p, d)]
-    seen = TransferSeen(transfer, p.facts, d.facts)
+    seen = TransferObservation(transfer, p.facts, d.facts)
     try:
         seen = _run(seen, p, d, limits, ids(), store)
     except EngineFailed as failed:
@@ -96,8 +96,13 @@ def observe_transfer(
 
 
 def _run(
-    seen: TransferSeen, p: PatternEngine, d: PatternEngine, limits: Deadlines, salt: str, store: bool
-) -> TransferSeen:
+    seen: TransferObservation,
+    p: ByteEngineHandle,
+    d: ByteEngineHandle,
+    limits: Deadlines,
+    salt: str,
+    store: bool,
+) -> TransferObservation:
     transfer = seen.transfer
     deadline = time.monotonic() + limits.request
     _both(p, d, "poison")
@@ -179,12 +184,10 @@ class _Requests:
     ):
         self.transfer, self.owners, self.salt, self.prefill = transfer, owners, salt, prefill
 
-    def __call__(
-        self, index: int, side: str, handed: Output | None = None, tokens: int = 0
-    ) -> PatternRequest:
+    def __call__(self, index: int, side: str, handed: Output | None = None, tokens: int = 0) -> ByteRequest:
         prompt = self.transfer.prompts[index].tokens
         length = tokens or len(prompt)
-        return PatternRequest(
+        return ByteRequest(
             id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],
             # One that still runs when it is preempted says two.
@@ -199,7 +202,7 @@ class _Requests:
         )
 
 
-def _both(p: PatternEngine, d: PatternEngine, name: str) -> tuple[Any, Any]:
+def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any]:
     """One call on both engines at once: each looks at its whole pool."""
     p.send(name)
     d.send(name)
@@ -223,7 +226,11 @@ def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
 
 
 def _until_finished(
-    engine: PatternEngine, peer: PatternEngine, names: list[str], ends: dict[str, Output], deadline: float
+    engine: ByteEngineHandle,
+    peer: ByteEngineHandle,
+    names: list[str],
+    ends: dict[str, Output],
+    deadline: float,
 ) -> tuple[str, ...]:
     """Step both engines until requests of the first have ended. Returns what is known of those that have not by the deadline."""
     waiting = set(names)
@@ -245,7 +252,7 @@ def _until_finished(
     return ()
 
 
-def _release(p: PatternEngine, d: PatternEngine, seconds: float) -> tuple[Usage, Usage]:
+def _release(p: ByteEngineHandle, d: ByteEngineHandle, seconds: float) -> tuple[Usage, Usage]:
     """Step both engines until neither holds anything, or until time is up. Returns what they hold then."""
     deadline = time.monotonic() + seconds
     while True:

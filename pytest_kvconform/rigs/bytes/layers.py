@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
-from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 
 
 class PackedBackend(AttentionBackend):
@@ -80,7 +80,7 @@ class Layer(AttentionLayerBase):
         (MambaBase if isinstance(self.spec, MambaSpec) else AttentionLayerBase).bind_kv_cache(self, kv_cache)
 
 
-def make_layers(geometry: Geometry, spec: PatternSpec, config: Any) -> dict[str, Layer]:
+def make_layers(geometry: Geometry, spec: ByteEngineSpec, config: Any) -> dict[str, Layer]:
     """Layer name -> stand-in, in the order of the model. Needs the current vLLM config to be set, since backends are chosen by it."""
     if spec.kernel_block:
         PackedBackend.kernel_blocks = (spec.kernel_block,)
@@ -88,7 +88,7 @@ def make_layers(geometry: Geometry, spec: PatternSpec, config: Any) -> dict[str,
     return {layer.name: Layer(backends[layer.word], layer.draft) for layer in expand_layers(geometry)}
 
 
-def _backend(kind: Any, spec: PatternSpec, config: Any) -> type[AttentionBackend]:
+def _backend(kind: Any, spec: ByteEngineSpec, config: Any) -> type[AttentionBackend]:
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     if isinstance(kind, State):

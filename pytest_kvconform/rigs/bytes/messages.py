@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.engine.messages import Request
 BACKEND, PACKED = "backend", "packed"
 
 
-class PatternSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to build one pattern engine."""
 
     role: str  # "P" prefills, "D" decodes; also what the bytes it computes say of who computed them
@@ -38,7 +38,7 @@ class PatternSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 
-class PatternRequest(Request, frozen=True, kw_only=True):
+class ByteRequest(Request, frozen=True, kw_only=True):
     """One request to a pattern engine."""
 
     owners: np.ndarray  # int per prompt token: number of the first request of the run with the same tokens up to and including this one

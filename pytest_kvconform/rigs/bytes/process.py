@@ -1,6 +1,6 @@
 """The inside of a pattern engine's process: vLLM's real engine core, scheduler and KV cache manager, with ranks that have no model.
 
-It is an `engine_process.Engine` whose workers are `pattern_rank.PatternWorker`: at tensor parallel size 1 in this process, as vLLM does,
+It is an `engine_process.EngineProcess` whose workers are `byte_worker.ByteWorker`: at tensor parallel size 1 in this process, as vLLM does,
 else one forked process a rank. This half knows which request has which blocks and says so to the ranks, step by step.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.rigs.bytes.messages import PACKED, Check, Judge, Part, PatternSpec, Work
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, Judge, Part, Work
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Group, Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
@@ -58,9 +58,9 @@ def _share_gloo_devices() -> None:
     distributed_c10d.ProcessGroupGloo = SharedDevice
 
 
-def serve(connection: Any, spec: PatternSpec) -> None:
+def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
-    engine_process.serve(connection, spec, PatternEngine)
+    engine_process.serve(connection, spec, ByteEngineProcess)
 
 
 def said(position: int) -> int:
@@ -68,11 +68,11 @@ def said(position: int) -> int:
     return 5 + position * 2654435761 % 2**32 % 491
 
 
-class PatternEngine(engine_process.Engine):
+class ByteEngineProcess(engine_process.EngineProcess):
     """One engine without a model."""
 
-    def __init__(self, spec: PatternSpec):
-        self.requests: dict[str, Any] = {}  # id -> PatternRequest
+    def __init__(self, spec: ByteEngineSpec):
+        self.requests: dict[str, Any] = {}  # id -> ByteRequest
         self.loading: dict[
             str, tuple[int, set[int]]
         ] = {}  # id -> tokens hit locally, blocks that the connector may write
@@ -87,15 +87,15 @@ class PatternEngine(engine_process.Engine):
         )  # group whose content a block has
         self._watch_blocks()
 
-    def _configure(self, spec: PatternSpec) -> Any:
+    def _configure(self, spec: ByteEngineSpec) -> Any:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
 
-        from pytest_kvconform.rigs.bytes import worker as pattern_rank
+        from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
-        pattern_rank.spec_of_process = spec
+        byte_worker.spec_of_process = spec
         if spec.faulty:
             faulty_nixl.install()  # before the connector is built, and before ranks are forked
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
@@ -127,7 +127,7 @@ class PatternEngine(engine_process.Engine):
         config.cache_config.block_size = block_size_of(
             geometry, spec.tensor_parallel, spec.block_size, spec.cache_dtype, kernel_block=kernel_block
         )
-        config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.PatternWorker"
+        config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ class PatternEngine(engine_process.Engine):
         return name
 
     def add(self, request: Request) -> None:
-        """Hand a request (PatternRequest) to the scheduler."""
+        """Hand a request (ByteRequest) to the scheduler."""
         self.requests[request.id] = request
         super().add(request)
 
     def step(self, seconds: float) -> Step:
-        """Run steps, see `engine_process.Engine.step`; an engine without requests serves its peers all the same."""
+        """Run steps, see `engine_process.EngineProcess.step`; an engine without requests serves its peers all the same."""
         if self.spec.faulty and not self.scheduler.has_requests():
             self._workers("pattern_progress")
         return super().step(seconds)
@@ -176,7 +176,7 @@ class PatternEngine(engine_process.Engine):
         """Give the NIXL agents of every rank their instructions, if the engine was built with `faulty`."""
         self._workers("pattern_arm", faults)
 
-    def struck(self) -> tuple[faulty_nixl.Struck, ...]:
+    def struck(self) -> tuple[faulty_nixl.FaultReport, ...]:
         """What became of them, one record a rank."""
         return tuple(self._workers("pattern_struck"))
 

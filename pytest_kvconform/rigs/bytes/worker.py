@@ -34,15 +34,15 @@ from pytest_kvconform.kvspace.pools.regions import Region, shares_of
 from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
-from pytest_kvconform.rigs.bytes.messages import Check, PatternSpec, Work
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, Work
 from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
-spec_of_process: PatternSpec | None = None  # set by the engine before ranks are forked
+spec_of_process: ByteEngineSpec | None = None  # set by the engine before ranks are forked
 
 
-class PatternWorker(WorkerBase):
+class ByteWorker(WorkerBase):
     """vLLM makes it by its name (`worker_cls`) and drives it as it drives its own workers."""
 
     def init_device(self) -> None:
@@ -290,7 +290,7 @@ class PatternWorker(WorkerBase):
     def pattern_progress(self) -> None:
         faulty_nixl.progress()
 
-    def pattern_struck(self) -> faulty_nixl.Struck:
+    def pattern_struck(self) -> faulty_nixl.FaultReport:
         return faulty_nixl.struck()
 
     def pattern_regions(self) -> tuple[Region, ...]:

@@ -145,8 +145,8 @@ def connect(address: str, deadline_s: float) -> Connection:
             time.sleep(0.02)
 
 
-class Engine:
-    """One engine process. Methods mirror `engine_process.Engine`; every one raises EngineFailed when the process cannot answer."""
+class EngineHandle:
+    """One engine process. Methods mirror `engine_process.EngineProcess`; every one raises EngineFailed when the process cannot answer."""
 
     target = "pytest_kvconform.rigs.engine.process:serve"
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pytest_kvconform.kvspace.rows.compare import Comparison, Due, compare_rows, compare_state
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.engine.handle import Engine, EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
@@ -46,7 +46,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RequestObservation:
     """One request of a scenario on its way from P to D."""
 
     name: str
@@ -71,7 +71,7 @@ class Observation:
     scenario: Scenario
     prefiller: EngineFacts
     decoder: EngineFacts
-    requests: tuple[Seen, ...] = ()
+    requests: tuple[RequestObservation, ...] = ()
     failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
     stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
     logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs while the subject was at work
@@ -97,7 +97,12 @@ class Deadlines:
 
 
 def observe(
-    scenario: Scenario, p: Engine, d: Engine, dtype: str, deadlines: Deadlines, ids: Callable[[], str]
+    scenario: Scenario,
+    p: EngineHandle,
+    d: EngineHandle,
+    dtype: str,
+    deadlines: Deadlines,
+    ids: Callable[[], str],
 ) -> Observation:
     """Run one scenario: subject, then oracle. A failure of an engine while the subject is at work is part of what is seen."""
     started = time.monotonic()
@@ -136,7 +141,9 @@ def observe(
     )
 
 
-def _oracle(scenario: Scenario, p: Engine, d: Engine, deadlines: Deadlines, salt: str) -> list[Generated]:
+def _oracle(
+    scenario: Scenario, p: EngineHandle, d: EngineHandle, deadlines: Deadlines, salt: str
+) -> list[Generated]:
     """What D says after a perfect hand-over of each request."""
     run = _run(scenario, p, d, ORACLE, deadlines, salt)
     if run.stuck:
@@ -160,7 +167,9 @@ class _Run:
     stuck: list[str] = field(default_factory=list)
 
 
-def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlines, salt: str) -> _Run:
+def _run(
+    scenario: Scenario, p: EngineHandle, d: EngineHandle, mode: str, deadlines: Deadlines, salt: str
+) -> _Run:
     """One pass. Prefix caches are emptied first and salted, so that passes share nothing; blocks of nobody are poisoned."""
     p.poison()
     d.poison()
@@ -214,8 +223,8 @@ def _run(scenario: Scenario, p: Engine, d: Engine, mode: str, deadlines: Deadlin
 
 def _prefill(
     scenario: Scenario,
-    p: Engine,
-    d: Engine,
+    p: EngineHandle,
+    d: EngineHandle,
     mode: str,
     run: _Run,
     prompts: tuple[Prompt, ...],
@@ -264,13 +273,13 @@ def _prefill(
         )
 
 
-def _add(engine: Engine, name: str, tokens: tuple[int, ...], salt: str) -> str:
+def _add(engine: EngineHandle, name: str, tokens: tuple[int, ...], salt: str) -> str:
     engine.add(Request(id=name, tokens=tokens, max_tokens=1, salt=salt))
     return name
 
 
 def _until_finished(
-    engine: Engine, names: list[str], run: _Run, deadline: float, peer: Engine | None = None
+    engine: EngineHandle, names: list[str], run: _Run, deadline: float, peer: EngineHandle | None = None
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended; note those that have not by the deadline."""
     waiting = set(names)
@@ -294,7 +303,7 @@ def _until_finished(
             return
 
 
-def _abort_decode(scenario: Scenario, d: Engine, run: _Run) -> None:
+def _abort_decode(scenario: Scenario, d: EngineHandle, run: _Run) -> None:
     """Abort D's requests: while they wait, or once their load is under way."""
     if scenario.abort == "loading":
         d.step(0)
@@ -302,7 +311,7 @@ def _abort_decode(scenario: Scenario, d: Engine, run: _Run) -> None:
         d.abort(f"{name}-{ON_D}")
 
 
-def _release(p: Engine, d: Engine, seconds: float) -> tuple[tuple[Usage, Usage], float]:
+def _release(p: EngineHandle, d: EngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
     """Step both engines until neither holds anything, or until time is up. Returns what they hold then, and the seconds it took."""
     started = time.monotonic()
     while True:
@@ -379,10 +388,10 @@ def first_difference(got: Generated, want: Generated, tolerance: float) -> Outpu
     return OutputDifference(largest, None)
 
 
-def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
+def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:
     name = run.names[index]
     source, target = run.source.get(name), run.target.get(name)
-    seen = Seen(
+    seen = RequestObservation(
         name=f"request {index}",
         length=len(prompt.tokens),
         prefill=run.prefill[name],
@@ -396,7 +405,7 @@ def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> Seen:
     return _compared(seen, source, target)
 
 
-def _compared(seen: Seen, source: Snapshot, target: Snapshot) -> Seen:
+def _compared(seen: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
     """Compare D's cache with P's, on what D's next forward reads and D did not compute: the window where there is one, behind D's own hit.
 
     What D hit in its own prefix cache it has computed itself, with its own tensor parallel size, and so not bit for bit as P has.

@@ -72,7 +72,7 @@ def preload() -> None:
 def serve(connection: Connection, spec: Any, kind: Callable[[Any], Any] | None = None) -> None:
     """Start the engine and answer calls (name, arguments) with ("ok", value) or ("error", type, message) until the connection ends."""
     try:
-        engine = (kind or Engine)(spec)
+        engine = (kind or EngineProcess)(spec)
         connection.send(("ok", engine.facts()))
     except Exception as error:
         traceback.print_exc()
@@ -91,7 +91,7 @@ def serve(connection: Connection, spec: Any, kind: Callable[[Any], Any] | None =
         connection.send(answer)
 
 
-class Engine:
+class EngineProcess:
     """One engine: it prefills, decodes, or both."""
 
     def __init__(self, spec: Any):

@@ -9,14 +9,14 @@ import msgspec
 
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.bytes.messages import PatternSpec
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.peers.fault_bench import LEASE, PATIENCE_S
 from pytest_kvconform.rigs.peers.scenario_engines import LONGEST, Desk, StorySeen
 from pytest_kvconform.rigs.peers.scenarios import STORIES
 from pytest_kvconform.rigs.peers.stepping import Telling, tell
 
 if TYPE_CHECKING:
-    from pytest_kvconform.rigs.bytes.bench import PatternBench
+    from pytest_kvconform.rigs.bytes.bench import ByteBench
 
 LEASE_S = 3  # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 
@@ -24,7 +24,7 @@ LEASE_S = 3  # heartbeats prolong it by a third less, and a busy machine may kee
 class PeerBench:
     """Stories of one cell at a time, each with its engines."""
 
-    def __init__(self, pattern: PatternBench):
+    def __init__(self, pattern: ByteBench):
         self.pattern = pattern
         self._seen: dict[Cell, dict[str, StorySeen] | Blocked | HarnessError] = {}
 
@@ -65,7 +65,7 @@ class PeerBench:
     def _long_lease(self) -> bool:
         return self.lease_s > self.patience(PATIENCE_S)
 
-    def spec(self, role: str, cell: Cell) -> PatternSpec:
+    def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
         """How an engine of a role is built."""
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))[role]
         spec = self.pattern.spec(role, cell, tp, LONGEST)

@@ -11,17 +11,17 @@ import msgspec
 
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
-from pytest_kvconform.rigs.bytes.handover import TransferSeen, observe_transfer
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
+from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import Deadlines
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.peers.faulty_nixl import NEVER, TWICE, Struck
+from pytest_kvconform.rigs.peers.faulty_nixl import NEVER, TWICE, FaultReport
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 if TYPE_CHECKING:
-    from pytest_kvconform.rigs.bytes.bench import PatternBench
+    from pytest_kvconform.rigs.bytes.bench import ByteBench
 
 AFTER = Transfer(
     "after", (Prompt(tokens(19, seed=7)),)
@@ -38,9 +38,12 @@ DEATHS = 3  # transfers of one cell that may end an engine or not end at all, be
 class FaultSeen:
     """A transfer with faults, and what came of it."""
 
-    seen: TransferSeen  # its `usage` is that of the moment when D holds nothing any more, or of the deadline
-    struck: tuple[Struck, Struck] = (Struck(), Struck())  # on P and on D, all ranks together
-    after: TransferSeen | None = (
+    seen: TransferObservation  # its `usage` is that of the moment when D holds nothing any more, or of the deadline
+    struck: tuple[FaultReport, FaultReport] = (
+        FaultReport(),
+        FaultReport(),
+    )  # on P and on D, all ranks together
+    after: TransferObservation | None = (
         None  # a transfer without faults on the same engines; None: nothing had failed, or an engine had
     )
 
@@ -48,9 +51,9 @@ class FaultSeen:
 class FaultBench:
     """Pairs of engines of one cell whose transport can misbehave: one pair for each policy for failed loads."""
 
-    def __init__(self, pattern: PatternBench):
+    def __init__(self, pattern: ByteBench):
         self.pattern = pattern
-        self._pairs: dict[tuple[Cell, str], tuple[PatternEngine, PatternEngine]] = {}
+        self._pairs: dict[tuple[Cell, str], tuple[ByteEngineHandle, ByteEngineHandle]] = {}
         self._seen: dict[tuple[Cell, str], FaultSeen] = {}
         self._deaths: dict[Cell, list[str]] = {}
 
@@ -127,7 +130,7 @@ class FaultBench:
         """Seconds: on a slow machine a read takes longer, too."""
         return LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
 
-    def _engines(self, policy: str) -> tuple[PatternEngine, PatternEngine]:
+    def _engines(self, policy: str) -> tuple[ByteEngineHandle, ByteEngineHandle]:
         pattern, bench = self.pattern, self.pattern.bench
         cell = bench.cell
         if (cell, policy) in self._pairs:
@@ -140,14 +143,14 @@ class FaultBench:
             bench.drop()  # the engines of another cell
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         bench.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}) with a transport that can fail")
-        name, pair = next(pattern.names), list[PatternEngine]()
+        name, pair = next(pattern.names), list[ByteEngineHandle]()
         try:
             for role in "PD":
                 spec = pattern.spec(role, cell, tp[role], LONGEST)
                 config = {**spec.kv_transfer_config, **self._config(role), "kv_load_failure_policy": policy}
                 spec = msgspec.structs.replace(spec, faulty=True, kv_transfer_config=config)
                 pair.append(
-                    PatternEngine(
+                    ByteEngineHandle(
                         bench.address, f"{cell}-{role}-{name}", spec, pattern.patience, pattern.limits.start
                     )
                 )
@@ -164,7 +167,7 @@ class FaultBench:
         self._introduce(cell, policy, *pair)
         return pair[0], pair[1]
 
-    def _introduce(self, cell: Cell, policy: str, p: PatternEngine, d: PatternEngine) -> None:
+    def _introduce(self, cell: Cell, policy: str, p: ByteEngineHandle, d: ByteEngineHandle) -> None:
         """Hand something over without faults, so that peers have met and what follows is the faults' doing. Raises Blocked if it fails.
 
         A connector that makes no NIXL agent even now is not asked for more: no fault can be planned for it.
@@ -181,7 +184,7 @@ class FaultBench:
 
 
 def observe_faulty(
-    transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str]
+    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines, ids: Callable[[], str]
 ) -> FaultSeen:
     """Run one transfer with its faults and wait until nothing of it is under way; after a failure hand one more over without faults."""
     seen, struck = _observe(transfer, p, d, limits, ids)
@@ -196,9 +199,9 @@ def leaves_traces(transfer: Transfer) -> bool:
 
 
 def _observe(
-    transfer: Transfer, p: PatternEngine, d: PatternEngine, limits: Deadlines, ids: Callable[[], str]
-) -> tuple[TransferSeen, tuple[Struck, Struck]]:
-    seen, struck = TransferSeen(transfer, p.facts, d.facts), (Struck(), Struck())
+    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines, ids: Callable[[], str]
+) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
+    seen, struck = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
     try:
         for engine in (p, d):
             engine.arm(transfer.faults)
@@ -220,7 +223,7 @@ def _observe(
 
 
 def _quiet(
-    transfer: Transfer, p: PatternEngine, d: PatternEngine, deadline: float, mine: set[str]
+    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
     """Step both engines until no transfer and no message is under way and neither holds anything of this transfer."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
@@ -241,5 +244,5 @@ def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Ch
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 
 
-def _struck(engine: PatternEngine) -> Struck:
-    return sum(engine.struck(), Struck())
+def _struck(engine: ByteEngineHandle) -> FaultReport:
+    return sum(engine.struck(), FaultReport())

@@ -45,7 +45,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
-class Struck(msgspec.Struct, frozen=True, kw_only=True):
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an instruction on one rank."""
 
     agents: int = 0  # agents that the connector has made; 0: it does not use NIXL
@@ -57,9 +57,9 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
         0  # transfers not begun yet, failed ones that may still write, messages that are not due yet
     )
 
-    def __add__(self, other: Struck) -> Struck:
-        return Struck(
-            **{name: getattr(self, name) + getattr(other, name) for name in Struck.__struct_fields__}
+    def __add__(self, other: FaultReport) -> FaultReport:
+        return FaultReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in FaultReport.__struct_fields__}
         )
 
 
@@ -124,10 +124,10 @@ class FaultyAgent:
         """Begin to count anew."""
         self._begun = self._changed = self._failed = self._treated = 0
 
-    def _struck(self) -> Struck:
+    def _struck(self) -> FaultReport:
         with self._lock:
             open_flights = sum(self._is_open(flight) for flight in self._flights.values())
-            return Struck(
+            return FaultReport(
                 agents=1,
                 transfers=self._begun,
                 changed=self._changed,
@@ -353,6 +353,6 @@ def progress() -> None:
         agent._progress()
 
 
-def struck() -> Struck:
+def struck() -> FaultReport:
     """What became of the instructions in this process."""
-    return sum((agent._struck() for agent in _orders.agents), Struck())
+    return sum((agent._struck() for agent in _orders.agents), FaultReport())

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_kvconform.rigs.bytes import process as pattern_engine
-from pytest_kvconform.rigs.bytes.messages import PatternSpec
+from pytest_kvconform.rigs.bytes import process as byte_process
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Trace
 from pytest_kvconform.rigs.peers import worker_recorder as peer_watch
 from pytest_kvconform.rigs.peers.messages import Watched
 
 
-def serve(connection: Any, spec: PatternSpec) -> None:
+def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
     engine_process.serve(connection, spec, PeerEngine)
 
 
-class PeerEngine(pattern_engine.PatternEngine):
+class PeerEngine(byte_process.ByteEngineProcess):
     """One pattern engine; blocks are overwritten the moment they are free, so that nobody reads them unnoticed."""
 
-    def __init__(self, spec: PatternSpec):
+    def __init__(self, spec: ByteEngineSpec):
         self.kept_waiting: set[str] = set()
         super().__init__(spec)
         self._workers(peer_watch.install)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bytes.messages import Check, PatternRequest, PatternSpec
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import PREFILL, Deadlines
 from pytest_kvconform.rigs.engine.messages import Trace, Usage
@@ -96,7 +96,7 @@ class Desk:
         self.tellings: dict[str, Telling] = {}
         self.deaf: list[Deaf] = []
         self.borrowed = 0  # times that a story has let an engine of another one compute something
-        self._specs: dict[str, PatternSpec] = {}
+        self._specs: dict[str, ByteEngineSpec] = {}
         self._numbers = itertools.count()
         self._handed: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
@@ -145,9 +145,9 @@ class Desk:
         """The number of a prompt that nobody has computed."""
         return next(self._numbers)
 
-    def request(self, number: int, side: str, params: dict[str, Any] | None) -> PatternRequest:
+    def request(self, number: int, side: str, params: dict[str, Any] | None) -> ByteRequest:
         """A request with the prompt of this number."""
-        return PatternRequest(
+        return ByteRequest(
             id=f"{next(self.bench.pattern.names)}-{side}",
             tokens=tokens(LENGTH, seed=number),
             max_tokens=1,
@@ -175,7 +175,7 @@ class Desk:
         yield from d.ask("add", request)
         return request
 
-    def end(self, d: Actor, request: PatternRequest, added: float) -> Steps:
+    def end(self, d: Actor, request: ByteRequest, added: float) -> Steps:
         """Wait for the end of a request of D. Returns Ended."""
         yield from until(lambda: request.id in d.ends, self.limits.request - (time.monotonic() - added))
         output, ended = d.ends.get(request.id, (None, time.monotonic()))

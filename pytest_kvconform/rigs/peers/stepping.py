@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
 
@@ -48,7 +48,7 @@ class Call:
     done: bool = False
 
 
-class Handle(PatternEngine):
+class Handle(ByteEngineHandle):
     """A handle on `peer_engine.PeerEngine`."""
 
     target = "pytest_kvconform.rigs.peers.process:serve"

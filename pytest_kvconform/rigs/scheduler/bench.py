@@ -26,7 +26,7 @@ PORTS, RANKS = (
 HANGS = 3  # after so many cases that did not come back the rest is not tried
 
 
-class ProtocolBench:
+class SchedulerBench:
     """Runs cases of the tiers interface and protocol in a host process of the current cell."""
 
     def __init__(

@@ -298,7 +298,7 @@ class Host:
 def configuration(
     geometry: Geometry, memory: Memory, tp: int, transfer: dict[str, Any], prefix_caching: bool
 ) -> Any:
-    """vLLM's configuration of one engine, as a pattern engine has it (see pattern_engine.py)."""
+    """vLLM's configuration of one engine, as a pattern engine has it (see byte_process.py)."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs

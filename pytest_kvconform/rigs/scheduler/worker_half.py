@@ -8,7 +8,7 @@
     half.shutdown()
 
 An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the same for every rank. The layers
-and the memory are those of the byte rig (pattern_rank.py). A hook that raises becomes a violation of the case's rule.
+and the memory are those of the byte rig (byte_worker.py). A hook that raises becomes a violation of the case's rule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.bytes.messages import PACKED, PatternSpec
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
@@ -44,7 +44,7 @@ class WorkerHalf:
         from vllm.platforms import current_platform
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
-        from pytest_kvconform.rigs.bytes import worker as pattern_rank
+        from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.bench import blocks_for
 
         if rig.subject.needs not in ("", device := current_platform.device_type):
@@ -64,7 +64,7 @@ class WorkerHalf:
         )  # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
         self.config.model_config.max_model_len = length
         blocks = blocks_for(rig.geometry, cache.block_size, length) + 2
-        pattern_rank.spec_of_process = PatternSpec(
+        byte_worker.spec_of_process = ByteEngineSpec(
             role=role,
             geometry=rig.cell.family,
             tensor_parallel=1,
@@ -82,9 +82,7 @@ class WorkerHalf:
         )
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(rig.host.spec.ports[port])
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
-        self._worker = pattern_rank.PatternWorker(
-            self.config, 0, 0, f"file://{meeting}", is_driver_worker=True
-        )
+        self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
         with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
             self._worker.init_device()
             self._worker.load_model()

@@ -15,19 +15,19 @@ from pytest_kvconform.kvspace.rows.compare import SAME, UNWRITTEN
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.bench import block_size, side_of
-from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._store import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 
-def look(bench: Bench, transfer: Transfer) -> TransferSeen:
+def look(bench: Bench, transfer: Transfer) -> TransferObservation:
     """The observation, whatever became of it."""
     return bench.pattern.observe(transfer, longest(bench.cell, bench.settings.matrix))
 
 
-def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
+def settled(bench: Bench, transfer: Transfer) -> TransferObservation:
     """The observation, if every request came to its end; otherwise Blocked, in one line."""
     seen = look(bench, transfer)
     if seen.failed or seen.stuck or seen.refused:
@@ -37,7 +37,7 @@ def settled(bench: Bench, transfer: Transfer) -> TransferSeen:
     return seen
 
 
-def given(bench: Bench, transfer: Transfer) -> TransferSeen:
+def given(bench: Bench, transfer: Transfer) -> TransferObservation:
     """A settled observation of the requests that were owed KV, and in which D was given some for each of them.
 
     What D computed itself proves nothing about the connector.
@@ -64,7 +64,7 @@ def given(bench: Bench, transfer: Transfer) -> TransferSeen:
     return replace(seen, requests=judged)
 
 
-def owed(bench: Bench, seen: TransferSeen) -> tuple[Received, ...]:
+def owed(bench: Bench, seen: TransferObservation) -> tuple[Received, ...]:
     """The requests but for those of which D was given nothing, and no load could have been right. Raises NotApplicable if none is left."""
     gone = {r.name: _gone(bench, r) for r in seen.requests if not r.decode.external_tokens}
     left = tuple(r for r in seen.requests if not gone.get(r.name))
@@ -118,7 +118,7 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
     return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
 
-def moved(seen: TransferSeen) -> int:
+def moved(seen: TransferObservation) -> int:
     """Bytes that stand in D's pools as P computed them."""
     return sum(check.bytes_due for r in seen.requests for check in r.checks if not check.pool.wrong)
 
@@ -137,7 +137,7 @@ def wrong_words(check: Check, kind: str) -> int:
     return words
 
 
-def finding(bench: Bench, seen: TransferSeen, r: Received, check: Check, rule: str) -> Finding:
+def finding(bench: Bench, seen: TransferObservation, r: Received, check: Check, rule: str) -> Finding:
     """What stands wrong in one rank's pool, said for a person."""
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
     audits = seen.audits[1]

@@ -6,7 +6,7 @@ from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.bench import side_of
-from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._spared import computed_once, whole_blocks
 
@@ -25,7 +25,7 @@ def alike(cell: Cell) -> bool:
     return p == d and side_of(cell, "P") == side_of(cell, "D")
 
 
-def nothing_given(bench: Bench, seen: TransferSeen, transfer: Transfer) -> None:
+def nothing_given(bench: Bench, seen: TransferObservation, transfer: Transfer) -> None:
     """Called when D was given nothing for a request. Raises NotApplicable where that is right, else Blocked."""
     if not any(
         whole_blocks(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests
@@ -39,7 +39,9 @@ def nothing_given(bench: Bench, seen: TransferSeen, transfer: Transfer) -> None:
     )
 
 
-def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_moved: int) -> Evidence:
+def gave_back(
+    bench: Bench, seen: TransferObservation, requests: list[Received], bytes_moved: int
+) -> Evidence:
     """Judge KV-HANDOVER-002 for a store. `requests`: those of which D was to compute the rest only, once."""
     size, external = seen.decoder.block_size, sum(r.decode.external_tokens for r in seen.requests)
     for r in requests:
@@ -79,7 +81,7 @@ def gave_back(bench: Bench, seen: TransferSeen, requests: list[Received], bytes_
     )
 
 
-def refuse_inventions(seen: TransferSeen) -> None:
+def refuse_inventions(seen: TransferObservation) -> None:
     """Raise Violation (KV-BYTES-001) if P was given KV of a prompt that nobody had computed before.
 
     P's prompts are new to every store. The first of them shares nothing with any other, and after a preemption P may load what it saved.

@@ -8,7 +8,7 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
-from pytest_kvconform.rigs.bytes.handover import Received, TransferSeen
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.peers.fault_bench import FaultSeen, leaves_traces
 from pytest_kvconform.rigs.peers.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
@@ -284,7 +284,7 @@ def _settled(bench: Bench, transfer: Transfer) -> FaultSeen:
     return found
 
 
-def _failed_requests(seen: TransferSeen) -> list[Received]:
+def _failed_requests(seen: TransferObservation) -> list[Received]:
     """Requests that ended with an error, or that D computed itself after it had been promised KV."""
     return [
         r
@@ -294,7 +294,7 @@ def _failed_requests(seen: TransferSeen) -> list[Received]:
     ]
 
 
-def _bytes_right(bench: Bench, seen: TransferSeen, rule: str) -> Evidence:
+def _bytes_right(bench: Bench, seen: TransferObservation, rule: str) -> Evidence:
     """Evidence of the requests that were given KV. Raises Violation if a row is wrong."""
     for r in seen.requests:
         for check in r.checks:
@@ -308,12 +308,12 @@ def _bytes_right(bench: Bench, seen: TransferSeen, rule: str) -> Evidence:
     )
 
 
-def _others(seen: TransferSeen) -> list[Check]:
+def _others(seen: TransferObservation) -> list[Check]:
     """Every look at D's pools: what was found once is not reported again, so a late write may show in the check of another request."""
     return [check for r in seen.requests for check in r.checks] + list(seen.audits[1])
 
 
-def _unnoticed(bench: Bench, transfer: Transfer, seen: TransferSeen) -> Finding | None:
+def _unnoticed(bench: Bench, transfer: Transfer, seen: TransferObservation) -> Finding | None:
     """A transfer failed, and D went on as if it had not. None: the bytes are there, since the connector has tried again."""
     cause = "a transfer that failed is reported as if it had been made"
     for r in seen.requests:

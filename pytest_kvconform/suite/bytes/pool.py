@@ -9,7 +9,7 @@ from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.kvspace.rows.explain import intervals
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import TransferSeen
+from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
@@ -131,7 +131,7 @@ def _kinds(check: Check, layers: tuple[str, ...]) -> set[str]:
     return {region.kind for region in check.pool.regions if region.layer in layers}
 
 
-def _evidence(seen: TransferSeen) -> Evidence:
+def _evidence(seen: TransferObservation) -> Evidence:
     return Evidence(
         looked_at=sum(check.rows_due for r in seen.requests for check in r.checks),
         unit="rows",

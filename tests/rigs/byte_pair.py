@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.rigs.bytes.handle import PatternEngine
-from pytest_kvconform.rigs.bytes.messages import Check, PatternRequest, PatternSpec
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.engine.messages import Output
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -42,7 +42,7 @@ class Pair:
         roles = more.pop("roles", "PD")
         self.requests: list[tuple[int, ...]] = []
         self.engines = [
-            PatternEngine(
+            ByteEngineHandle(
                 address,
                 f"pattern-{side}-{next(_names)}",
                 self._spec(role, side, geometry, tp, number, dict(more)),
@@ -57,9 +57,9 @@ class Pair:
 
     def _spec(
         self, role: str, side: str, geometry: str, tp: int, number: int, more: dict[str, Any]
-    ) -> PatternSpec:
+    ) -> ByteEngineSpec:
         transfer = {"kv_role": "kv_producer" if side == "P" else "kv_consumer"} | more.pop("transfer", NIXL)
-        return PatternSpec(
+        return ByteEngineSpec(
             role=role,
             geometry=geometry,
             tensor_parallel=tp,
@@ -71,7 +71,7 @@ class Pair:
 
     def request(
         self, tokens: tuple[int, ...], side: str, params: dict[str, Any] | None = None, max_tokens: int = 1
-    ) -> PatternRequest:
+    ) -> ByteRequest:
         """A request with the owners of its tokens."""
         if tokens not in self.requests:
             self.requests.append(tokens)
@@ -84,7 +84,7 @@ class Pair:
             )
             owners[: min(len(tokens), len(self.requests[other])) if same is None else same] = other
         name = f"{number}-{side}-{next(_names)}"
-        return PatternRequest(
+        return ByteRequest(
             id=name,
             tokens=tokens,
             max_tokens=max_tokens,
@@ -115,7 +115,7 @@ class Pair:
         self.run(self.d, [request.id for request in requests])
         return [request.id for request in requests]
 
-    def run(self, engine: PatternEngine, names: list[str]) -> dict[str, Output]:
+    def run(self, engine: ByteEngineHandle, names: list[str]) -> dict[str, Output]:
         """Step both engines until these requests of one have ended."""
         ends: dict[str, Output] = {}
         deadline = time.monotonic() + PATIENCE_S

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_kvconform.rigs.bytes import checks as pattern_check
+from pytest_kvconform.rigs.bytes import checks
 from pytest_kvconform.rigs.bytes.memory import Memory
 
 
-@pytest.mark.parametrize(("writes", "looks"), [(0, 1), (2, 3), (9, pattern_check.LOOKS)])
+@pytest.mark.parametrize(("writes", "looks"), [(0, 1), (2, 3), (9, checks.LOOKS)])
 def test_another_look_while_a_load_is_written(
     monkeypatch: pytest.MonkeyPatch, writes: int, looks: int
 ) -> None:
@@ -37,7 +37,7 @@ def test_another_look_while_a_load_is_written(
             memory.storage[8:16] = len(seen)  # block 1, by another process
         return SimpleNamespace(wrong=1, rows={}, words={})
 
-    monkeypatch.setattr(pattern_check, "compare_pool", compare_pool)
+    monkeypatch.setattr(checks, "compare_pool", compare_pool)
     groups: Any = SimpleNamespace(of={})
-    pattern_check.Inspector(memory, groups)._compare(np.zeros(4), {}, None, np.array([1]))
+    checks.Inspector(memory, groups)._compare(np.zeros(4), {}, None, np.array([1]))
     assert len(seen) == looks

@@ -13,7 +13,7 @@ from pytest_kvconform.kvspace.rows.compare import GARBLED
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.launch import launch_zygote, wait_for_zygote
 
-from .pattern_pair import Pair, prompt
+from .byte_pair import Pair, prompt
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "kimi_linear_48b")
 
