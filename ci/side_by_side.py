@@ -92,7 +92,7 @@ def outcomes(one: Results, two: Results) -> list[Row]:
 
 def _said(result: CaseResult) -> Outcome:
     """How the case itself ended, whatever a declaration makes of it."""
-    return result.said or result.outcome
+    return result.case_outcome or result.outcome
 
 
 def _word(result: CaseResult) -> str:

@@ -48,13 +48,17 @@ class FeatureRow(msgspec.Struct, frozen=True, kw_only=True):
 
 def settle(result: CaseResult, terms: Terms) -> CaseResult:
     """What becomes of a case's own word under a declaration. Settling twice changes nothing."""
-    if result.said is not None:
-        result = msgspec.structs.replace(result, outcome=result.said, said=None, against="")
+    if result.case_outcome is not None:
+        result = msgspec.structs.replace(
+            result, outcome=result.case_outcome, case_outcome=None, declaration_rule=""
+        )
     settled = _unsupported(result, terms)
     entry = next((entry for entry in terms.known if entry.state == "open" and entry.matches(result.id)), None)
     if settled.outcome is Outcome.FAIL and entry is not None:
         reason = f"{entry.reason} ({entry.issue}, until {entry.expires})"
-        return msgspec.structs.replace(settled, outcome=Outcome.KNOWN, said=result.outcome, reason=reason)
+        return msgspec.structs.replace(
+            settled, outcome=Outcome.KNOWN, case_outcome=result.outcome, reason=reason
+        )
     over = next(
         (entry for entry in terms.known if entry.state == "expired" and entry.matches(result.id)), None
     )
@@ -66,7 +70,7 @@ def settle(result: CaseResult, terms: Terms) -> CaseResult:
 
 
 def _unsupported(result: CaseResult, terms: Terms) -> CaseResult:
-    lacking = [name for name in result.needs if terms.features.get(name)]
+    lacking = [name for name in result.features if terms.features.get(name)]
     if not lacking:
         return result
     name = lacking[0]
@@ -84,7 +88,7 @@ def _unsupported(result: CaseResult, terms: Terms) -> CaseResult:
     else:
         return result  # what could not run, or is not applicable for a reason of its own, shows nothing about the declaration
     return msgspec.structs.replace(
-        result, outcome=outcome, said=result.outcome, against=against, reason=words + what
+        result, outcome=outcome, case_outcome=result.outcome, declaration_rule=against, reason=words + what
     )
 
 
@@ -102,18 +106,18 @@ def shows_ability(result: CaseResult, names: Sequence[str]) -> bool:
 
 def broken_rule(result: CaseResult) -> str:
     """The rule that a FAIL breaks."""
-    return result.against or (result.finding.rule if result.finding else result.rule)
+    return result.declaration_rule or (result.finding.rule if result.finding else result.rule)
 
 
 def shown_finding(result: CaseResult) -> Finding | None:
     """The finding as a person reads it: where a declaration makes it one, with the declaration's rule and words before it."""
-    if not result.against:
+    if not result.declaration_rule:
         return result.finding
     finding = result.finding or Finding(
-        rule=result.against, happened=f"{result.id.removeprefix('kv::')} passed"
+        rule=result.declaration_rule, happened=f"{result.id.removeprefix('kv::')} passed"
     )
     return msgspec.structs.replace(
-        finding, rule=result.against, happened=f"{result.reason}: {finding.happened}", check=()
+        finding, rule=result.declaration_rule, happened=f"{result.reason}: {finding.happened}", check=()
     )
 
 
@@ -123,13 +127,15 @@ def feature_rows(results: Sequence[CaseResult], terms: Terms) -> tuple[FeatureRo
 
 
 def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) -> FeatureRow:
-    mine = [result for result in results if name in result.needs]
+    mine = [result for result in results if name in result.features]
     # What another missing feature refuses or spoils says nothing about this one; of two that are missing together each is seen to be.
     alone = [
-        result for result in mine if not any(declared.get(other) for other in result.needs if other != name)
+        result
+        for result in mine
+        if not any(declared.get(other) for other in result.features if other != name)
     ]
     observed = _observed(name, alone or (mine if declared.get(name) else ()))
-    said = [result.said or result.outcome for result in mine]
+    said = [result.case_outcome or result.outcome for result in mine]
     why = declared.get(name)
     rule, sentence = "", ""
     if why == "" and observed == "refused":
@@ -158,7 +164,7 @@ def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) 
 
 def _observed(name: str, results: Sequence[CaseResult]) -> Observed:
     def said(result: CaseResult) -> Outcome:
-        return result.said or result.outcome
+        return result.case_outcome or result.outcome
 
     if any(said(result) is Outcome.FAIL and not result.refused for result in results):
         return "fails"

@@ -203,7 +203,7 @@ def _of_manifest(report: document.Report) -> list[str]:
     )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
-            due = {"rule": one.case.rule, "cell": one.cell, "needs": features.needed(one)}
+            due = {"rule": one.case.rule, "cell": one.cell, "features": features.needed(one)}
             said += [
                 f"{result.id}: another {key} than that of the case"
                 for key, value in due.items()

@@ -70,14 +70,14 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     finding: Finding | None = None  # for FAIL and KNOWN, and for a refusal that was declared
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
-    needs: tuple[str, ...] = ()  # features without which the case has no meaning
+    features: tuple[str, ...] = ()  # features without which the case has no meaning
     refused: bool = (
         False  # the connector declined: it said so, nothing wrong was delivered, nothing died or hung
     )
-    said: Outcome | None = (
+    case_outcome: Outcome | None = (
         None  # what the case itself said, where the declaration makes another outcome of it
     )
-    against: str = ""  # rule of the declaration that is broken
+    declaration_rule: str = ""  # rule of the declaration that is broken
 
 
 class Violation(Exception):

@@ -39,11 +39,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     handover: str = "handoff"  # or "rendezvous" or "none"
     folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
     lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads: the suite asks for few
-    needs: str = ""  # device without which its worker half cannot run: "cuda"
+    requires_device: str = ""  # device without which its worker half cannot run: "cuda"
     packages: dict[
         str, str
     ] = {}  # modules without which its class cannot be imported, with what provides them
-    keeps: str = ""  # why what a store saves is not found by a second engine
+    not_shared: str = ""  # why what a store saves is not found by a second engine
     exempt: str = ""  # why it has no part in this suite
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is
     known: tuple[Known, ...] = ()  # failures that are declared as known
@@ -81,9 +81,9 @@ def resolve(settings: Settings) -> Subject:
         handover=handover or ("none" if profile == "store" else "handoff"),
         folder=known.folder,
         lease=said.lease or known.lease,
-        needs=known.needs,
+        requires_device=known.requires_device,
         packages=known.packages,
-        keeps=known.keeps,
+        not_shared=known.not_shared,
         exempt=known.exempt,
         features=declaration.read_features(known.features, f"{name}.toml: features") | said.features,
         known=said.known,
@@ -97,9 +97,9 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     handover: str = ""
     folder: str = ""
     lease: str = ""
-    needs: str = ""
+    requires_device: str = ""
     packages: dict[str, str] = {}
-    keeps: str = ""
+    not_shared: str = ""
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig without which it does not start
     features: dict[str, Any]

@@ -108,11 +108,11 @@ def cause_sentence(result: CaseResult) -> str:
 
 def _sound(result: CaseResult) -> CaseResult:
     """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
-    if Outcome.PASS in (result.outcome, result.said) and (
+    if Outcome.PASS in (result.outcome, result.case_outcome) and (
         result.evidence is None or result.evidence.looked_at <= 0
     ):
         return msgspec.structs.replace(
-            result, outcome=Outcome.HARNESS, said=None, reason="the case passed without evidence"
+            result, outcome=Outcome.HARNESS, case_outcome=None, reason="the case passed without evidence"
         )
     return result
 
@@ -199,11 +199,11 @@ def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -
         what = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
         return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
     for name, why in terms.features.items():
-        mine = [result for result in results if name in result.needs]
+        mine = [result for result in results if name in result.features]
         if (
             why == ""
             and mine
-            and all((result.said or result.outcome) is Outcome.NOT_APPLICABLE for result in mine)
+            and all((result.case_outcome or result.outcome) is Outcome.NOT_APPLICABLE for result in mine)
         ):
             return f"{name} is declared as supported, and no case could look at it: {mine[0].reason}"
     if terms.claim and terms.left_out:

@@ -84,7 +84,7 @@ class Runner:
 
     def settle(self, planned: Planned, result: CaseResult) -> CaseResult:
         """What the declaration makes of what a case said."""
-        return settle(msgspec.structs.replace(result, needs=features.needed(planned)), self.terms)
+        return settle(msgspec.structs.replace(result, features=features.needed(planned)), self.terms)
 
     @property
     def terms(self) -> Terms:
@@ -112,8 +112,8 @@ class Runner:
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
         needs, device = (
-            self.subject.needs,
-            getattr(self._bench.facts, "device", "") if self.subject.needs else "",
+            self.subject.requires_device,
+            getattr(self._bench.facts, "device", "") if self.subject.requires_device else "",
         )
         if needs != device and item.planned.case.tier in MOVING_TIERS:
             raise Blocked(

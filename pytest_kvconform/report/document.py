@@ -131,7 +131,11 @@ def mistakes(report: Report) -> list[str]:
     said, held = [*_of_declaration(report), *_of_refusals(report)], terms(report)
     for result in report.results:
         settled = settle(result, held)
-        if (settled.outcome, settled.said, settled.against) != (result.outcome, result.said, result.against):
+        if (settled.outcome, settled.case_outcome, settled.declaration_rule) != (
+            result.outcome,
+            result.case_outcome,
+            result.declaration_rule,
+        ):
             said.append(
                 f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}"
             )
@@ -186,14 +190,14 @@ def _of_refusals(report: Report) -> Iterator[str]:
     """Whether the connector declined: a finding says how, and what could not run because of it names the case that has this finding."""
     results = {result.id: result for result in report.results}
     for result in report.results:
-        outcome = result.said or result.outcome
+        outcome = result.case_outcome or result.outcome
         match = _STANDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
         on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
         if outcome is Outcome.FAIL:
             refused = bool(result.finding and result.finding.declined)
         elif (
             (first := results.get(on)) is not None
-            and (first.said or first.outcome) is Outcome.FAIL
+            and (first.case_outcome or first.outcome) is Outcome.FAIL
             and because
             in (
                 "",

@@ -29,7 +29,7 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
             else [finding.rule],
         ),
         ("happened", [finding.happened]),
-        ("known", [result.reason] if result.reason and not result.against else []),
+        ("known", [result.reason] if result.reason and not result.declaration_rule else []),
         ("differs", [line for line in (finding.differs, *finding.picture) if line]),
         ("diagnosis", [finding.diagnosis] if finding.diagnosis else []),
         ("check", [f"- {line}" for line in (finding.check or (rule.check if rule else ()))]),

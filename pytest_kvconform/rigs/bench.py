@@ -177,9 +177,9 @@ class Bench:
             raise Blocked(
                 f"hand-over {subject.handover!r} is declared, and the {tier} tier knows only 'handoff' so far"
             )
-        if subject.keeps and subject.needs == self.facts.device:
+        if subject.not_shared and subject.requires_device == self.facts.device:
             raise Blocked(
-                f"{subject.connector} keeps what it saves {subject.keeps}, and the byte tier loads on a second engine"
+                f"{subject.connector} keeps what it saves {subject.not_shared}, and the byte tier loads on a second engine"
             )
 
     def facts_of_engines(self) -> tuple[EngineFacts, EngineFacts]:

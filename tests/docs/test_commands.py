@@ -91,7 +91,7 @@ def report(outcome: Outcome) -> document.Report:
         id=name,
         rule=planned.case.rule,
         cell=planned.cell,
-        needs=needed(planned),
+        features=needed(planned),
         outcome=outcome,
         evidence=evidence,
     )

@@ -153,6 +153,6 @@ def _result(bench: Bench, planned: Planned) -> CaseResult:
         reason=reason,
         finding=finding,
         evidence=evidence,
-        needs=needed(planned),
+        features=needed(planned),
         refused=refused,
     )

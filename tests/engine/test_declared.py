@@ -40,7 +40,7 @@ def test_unsupported(jury: Jury, connector: str) -> None:
         "VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE"
     )  # no case that passes is left
     if rule == "KV-DECLARE-003":
-        assert {result.against for result in settled if result.outcome == "FAIL"} == {rule}
+        assert {result.declaration_rule for result in settled if result.outcome == "FAIL"} == {rule}
     claim = judge(results, None, (), msgspec.structs.replace(TERMS, claim=True))
     assert claim.word == ("INCOMPLETE" if connector == "Declines" else "VIOLATES")
 

@@ -53,7 +53,7 @@ def test_what_is_unsupported_and_refused_is_not_applicable(kv, capsys):
         for line in run.lines
     )
     [result] = [result for result in run.report["results"] if result["id"].endswith("window[gemma3-P1D2]")]
-    assert result["said"] == "FAIL"
+    assert result["case_outcome"] == "FAIL"
     assert result["reason"].startswith(
         f"tp-heterogeneous is declared unsupported ({WHY}), and was refused: P did not start for"
     )
@@ -257,7 +257,7 @@ def result(outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1)
         id=name,
         rule="KV-A-001",
         outcome=outcome,
-        needs=needs,
+        features=needs,
         refused=refused,
         **given.get(outcome, {"reason": "why"}),
     )

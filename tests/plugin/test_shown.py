@@ -146,7 +146,7 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
 
     names = tuple(features.load())
     results = tuple(
-        msgspec.structs.replace(r, needs=names[n % 17 : n % 17 + 3]) for n, r in enumerate(results)
+        msgspec.structs.replace(r, features=names[n % 17 : n % 17 + 3]) for n, r in enumerate(results)
     )
     declared = {name: ("", "why")[n % 2] for n, name in enumerate(names) if n % 7}
     selection = Selection(

@@ -195,7 +195,9 @@ def test_9_the_verdict_is_recomputed_from_the_results(kv, capsys):
             one.update(outcome="NOT-APPLICABLE") for one in report["results"] if one["outcome"] == "FAIL"
         ],
         lambda report: [
-            one.update(outcome="KNOWN", said="FAIL") for one in report["results"] if one["outcome"] == "FAIL"
+            one.update(outcome="KNOWN", case_outcome="FAIL")
+            for one in report["results"]
+            if one["outcome"] == "FAIL"
         ],
         lambda report: report.update(results=[one for one in report["results"] if one["outcome"] == "PASS"]),
         lambda report: report["selection"].update(

@@ -123,8 +123,8 @@ def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, ch
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("needs", ["tp-heterogeneous"]),
-        ("needs", []),
+        ("features", ["tp-heterogeneous"]),
+        ("features", []),
         ("rule", "KV-BYTES-001"),
         ("cell", {"family": "llama", "topology": "P1D1"}),
     ],

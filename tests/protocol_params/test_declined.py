@@ -98,7 +98,7 @@ def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
         assert (settled[one.by].outcome, settled[one.by].against) == (Outcome.FAIL, CORRUPTS)
         assert (row.observed, row.rule, promised.rule) == ("fails", CORRUPTS, "")
         return
-    assert {result.outcome for result in settled.values() if one.feature in result.needs} == {
+    assert {result.outcome for result in settled.values() if one.feature in result.features} == {
         Outcome.NOT_APPLICABLE
     }
     assert (row.observed, row.rule, promised.observed, promised.rule) == ("refused", "", "refused", REFUSES)

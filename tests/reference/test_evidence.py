@@ -112,7 +112,7 @@ def test_what_is_declared_as_unsupported_is_refused_all_the_same(
         Outcome.NOT_APPLICABLE,
         "is declared",
         refused=True,
-        said=Outcome.FAIL,
+        case_outcome=Outcome.FAIL,
     )
     code, text = compare([declared], [case("llama-P1D1.nhd", "KV-HANDOVER-001")])
     assert code == 0

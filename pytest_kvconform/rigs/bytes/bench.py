@@ -147,7 +147,7 @@ class ByteBench:
         """Note if engines did not start and that is no fault of the connector's."""
         subject, facts = self.bench.subject, self.bench.facts
         said = failed.sentence.partition("did not start: ")[2] or failed.sentence
-        if subject.needs not in ("", facts.device):
+        if subject.requires_device not in ("", facts.device):
             self._excused[None] = (
                 Blocked,
                 f"{subject.connector} does not start where vLLM runs on {facts.device}: {said}",

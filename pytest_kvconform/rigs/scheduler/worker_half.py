@@ -47,9 +47,9 @@ class WorkerHalf:
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.bench import blocks_for
 
-        if rig.subject.needs not in ("", device := current_platform.device_type):
+        if rig.subject.requires_device not in ("", device := current_platform.device_type):
             raise Blocked(
-                f"the worker half of {rig.subject.connector} needs {rig.subject.needs}, and this vLLM runs on {device}"
+                f"the worker half of {rig.subject.connector} needs {rig.subject.requires_device}, and this vLLM runs on {device}"
             )
         self.rig, self.role = rig, role
         self.recorder = Recorder(rig.host.note)
