@@ -33,8 +33,8 @@ from pytest_kvconform.rigs.bytes.bench import blocks_for
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import _release
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
-from pytest_kvconform.rigs.engine.handle import Process
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.settings import Settings
@@ -241,7 +241,7 @@ def hand_over(
 def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
     """What each of some reads of so many bytes took between two agents without a connector."""
     p, d = (
-        Process(address, f"raw-{role}", "bench_transfer:serve_raw", (nbytes, device), PATIENCE_S)
+        ChildProcess(address, f"raw-{role}", "bench_transfer:serve_raw", (nbytes, device), PATIENCE_S)
         for role in "PD"
     )
     try:

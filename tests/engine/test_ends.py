@@ -187,7 +187,7 @@ def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(b
     run.process.wait(STOPPED_S)
     assert (run.code, run.word) == (EXIT_CODES["HARNESS"], "HARNESS"), run.text
     assert set(run.outcomes.values()) == {"HARNESS", "PASS"}  # the engines had started
-    assert "the background process, from which engines are forked, is gone" in run.text
+    assert "the zygote (the process that engines are forked from) is gone" in run.text
     assert run.left() == []
 
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import socket
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Request, Snapshot, Step, Trace, Usage
-from pytest_kvconform.rigs.processes.logs import exceptions_in
-
-# The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through one of them says
-# where the connector was when its process died or stood still.
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
-STACK = re.compile(r"\(most recent call (first|last)\)")  # faulthandler, traceback
-Frame = tuple[str, int, str]  # file, line, function
-LOG_LINES = 12
-GONE = "the background process, from which engines are forked, is gone; did somebody kill it, or the machine for want of memory?"
+from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.stacks import Frame
 
 
 class EngineFailed(Exception):
@@ -48,103 +38,6 @@ class EngineFailed(Exception):
         return bool(self.refusal)
 
 
-class Process:
-    """A child of the zygote: a connection, a log, and an end with a deadline."""
-
-    def __init__(self, address: str, name: str, target: str, argument: Any, deadline_s: float):
-        self.address, self.name = address, name
-        self.log = Path(address).parent / f"{name}.log"
-        self.asked_at = 0  # length of the log when the last call was made: a stack that was written before says nothing about it
-        try:
-            self.connection = connect(address, 0.0)  # it is known to be up
-            self.connection.send(("fork", name, target, argument))
-            answer = self.receive(deadline_s)
-        except (OSError, EOFError):
-            raise HarnessError(GONE) from None
-        if answer[0] != "pid":
-            raise EngineFailed(name, "refused", answer[-1])
-        self.pid: int = answer[1]
-
-    def receive(self, deadline_s: float) -> Any:
-        """The next message. EOFError: the process is gone; TimeoutError: it said nothing in time."""
-        if not self.connection.poll(deadline_s):
-            raise TimeoutError
-        return self.connection.recv()
-
-    def end(self) -> int | None:
-        """Kill the process and everything it started. Returns its wait status. Can be called again."""
-        try:
-            with connect(self.address, 0.0) as connection:
-                connection.send(("end", self.pid))
-                return connection.recv()[1] if connection.poll(10.0) else None
-        except (OSError, EOFError):
-            return None  # the zygote is gone, and has taken its children along
-        finally:
-            self.connection.close()  # last, or the process would end by itself, and nobody see what it leaves
-
-    def mark(self) -> None:
-        """Look for stacks from here on."""
-        self.asked_at = self.position()
-
-    def position(self) -> int:
-        """Length of the log now, in bytes."""
-        try:
-            return self.log.stat().st_size
-        except OSError:
-            return 0  # it has not written a word
-
-    def exceptions(self, since: int) -> tuple[str, ...]:
-        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
-        try:
-            text = self.log.read_bytes()[since:][-200_000:].decode("utf-8", "backslashreplace")
-        except OSError:
-            return ()
-        return exceptions_in(text)
-
-    def last_lines(self) -> tuple[str, ...]:
-        """The end of what the process wrote. Bytes that are no text are shown as escapes."""
-        try:
-            text = self.log.read_bytes()[-20000:].decode("utf-8", "backslashreplace")
-        except OSError:
-            return ()
-        lines = ["".join(c if c.isprintable() else "·" for c in line)[:160] for line in text.splitlines()]
-        return tuple(lines[-LOG_LINES:])
-
-    def stack(self) -> tuple[Frame, ...]:
-        """The Python stack since the last call that says most, innermost frame first: the last one through a hook, or the last one.
-
-        faulthandler writes one on a deadly signal and when it is asked for, and an exception that nobody catches is printed with one.
-        """
-        try:
-            text = self.log.read_bytes()[self.asked_at :][-60000:].decode("utf-8", "backslashreplace")
-        except OSError:
-            return ()
-        found: list[tuple[Frame, ...]] = []
-        words = STACK.split(text)
-        for order, frames in zip(words[1::2], words[2::2], strict=True):
-            stack = tuple((m["file"], int(m["line"]), m["name"]) for m in FRAME.finditer(frames))
-            found.append(stack if order == "first" else stack[::-1])
-        return next(
-            (stack for stack in reversed(found) if any(name in HOOKS for *_, name in stack)),
-            found[-1] if found else (),
-        )
-
-
-def connect(address: str, deadline_s: float) -> Connection:
-    """A connection to the zygote, which may still be starting."""
-    deadline = time.monotonic() + deadline_s
-    while True:
-        raw = socket.socket(socket.AF_UNIX)
-        try:
-            raw.connect(address)
-            return Connection(raw.detach())
-        except OSError:
-            raw.close()
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
 class EngineHandle:
     """One engine process. Methods mirror `engine_process.EngineProcess`; every one raises EngineFailed when the process cannot answer."""
 
@@ -152,7 +45,10 @@ class EngineHandle:
 
     def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
         self.role, self.deadline_s = spec.role, deadline_s
-        self.process = Process(address, name, self.target, spec, start_s)
+        try:
+            self.process = ChildProcess(address, name, self.target, spec, start_s)
+        except ForkRefused as refused:
+            raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
         self.dead = False
 
@@ -212,7 +108,7 @@ class EngineHandle:
         if kind == "ok":
             return rest[0]
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
-        stack, (kind, message) = self.process.stack(), rest
+        stack, (kind, message) = self.process.stack(HOOKS), rest
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
         raise EngineFailed(
             self.role,
@@ -232,7 +128,7 @@ class EngineHandle:
             if os.WIFSIGNALED(status)
             else (f"left with exit code {os.WEXITSTATUS(status)}")
         )
-        stack = self.process.stack()
+        stack = self.process.stack(HOOKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
         raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
 
@@ -244,7 +140,7 @@ class EngineHandle:
             except OSError:
                 continue
             time.sleep(0.2)  # one after the other: they share the log
-        stack = self.process.stack()
+        stack = self.process.stack(HOOKS)
         self.process.end()
         raise EngineFailed(
             self.role,
@@ -277,6 +173,8 @@ def _lines(stack: tuple[Frame, ...]) -> tuple[str, ...]:
     return tuple(f"{Path(file).name}:{line} in {name}" for file, line, name in stack[:6])
 
 
+# The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through
+# one of them shows where the connector was when its process died or hung.
 HOOKS = frozenset(
     """
     start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished get_transfer_results get_block_ids_with_load_errors

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell, Evidence, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bytes.bench import side_of
-from pytest_kvconform.rigs.engine.handle import EngineFailed, Process
 from pytest_kvconform.rigs.engine.handover import Deadlines
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import Ended, HostSpec
 
@@ -33,7 +33,7 @@ class SchedulerBench:
         self, bench: Bench, names: Iterator[str], config: Callable[..., dict[str, Any]], limits: Deadlines
     ):
         self.bench, self.names, self.config, self.limits = bench, names, config, limits
-        self._host: Process | None = None
+        self._host: ChildProcess | None = None
         self._cell: Cell | None = None
         self._failed: dict[Cell, Ended] = {}  # cells for which there can be no host
         self._hung: list[str] = []
@@ -82,7 +82,7 @@ class SchedulerBench:
             ) from None
         return ended
 
-    def _start(self) -> Process | Ended:
+    def _start(self) -> ChildProcess | Ended:
         cell = self.bench.cell
         if self._host is not None and self._cell == cell:
             return self._host
@@ -107,9 +107,9 @@ class SchedulerBench:
         )
         target = "pytest_kvconform.rigs.scheduler.host:serve"
         try:
-            host = Process(self.bench.address, f"{cell}-host-{name}", target, spec, self.limits.start)
-        except EngineFailed as failed:
-            raise HarnessError(failed.sentence) from None
+            host = ChildProcess(self.bench.address, f"{cell}-host-{name}", target, spec, self.limits.start)
+        except ForkRefused as refused:
+            raise HarnessError(str(refused)) from None
         try:
             word, value = host.receive(self.limits.start)
         except (OSError, EOFError, TimeoutError):

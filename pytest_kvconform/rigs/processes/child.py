@@ -1,0 +1,114 @@
+"""A child process of the zygote, as its caller sees it: a connection, a log, and an end with a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.processes.logs import exceptions_in
+from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
+
+LOG_LINES = 12
+GONE = (
+    "the zygote (the process that engines are forked from) is gone; "
+    "did somebody kill it, or the machine for want of memory?"
+)
+
+
+class ForkRefused(Exception):
+    """The zygote did not fork a child. The message is the zygote's own sentence."""
+
+
+class ChildProcess:
+    """A child of the zygote that runs `target` ("module:function") with a connection and one argument.
+
+    Raises ForkRefused if the zygote forks nothing, HarnessError if the zygote is gone.
+    """
+
+    def __init__(self, address: str, name: str, target: str, argument: Any, deadline_s: float):
+        self.address, self.name = address, name
+        self.log = Path(address).parent / f"{name}.log"
+        self.asked_at = 0  # length of the log at the last call: stacks before it say nothing about that call
+        try:
+            self.connection = connect(address, 0.0)  # the zygote is known to be up
+            self.connection.send(("fork", name, target, argument))
+            answer = self.receive(deadline_s)
+        except (OSError, EOFError):
+            raise HarnessError(GONE) from None
+        if answer[0] != "pid":
+            raise ForkRefused(answer[-1])
+        self.pid: int = answer[1]
+
+    def receive(self, deadline_s: float) -> Any:
+        """The next message. Raises EOFError if the process is gone, TimeoutError if it sent nothing in time."""
+        if not self.connection.poll(deadline_s):
+            raise TimeoutError
+        return self.connection.recv()
+
+    def end(self) -> int | None:
+        """Kill the process and everything it started. Returns its wait status. Can be called again."""
+        try:
+            with connect(self.address, 0.0) as connection:
+                connection.send(("end", self.pid))
+                return connection.recv()[1] if connection.poll(10.0) else None
+        except (OSError, EOFError):
+            return None  # the zygote is gone, and its children ended with it
+        finally:
+            # Last: without a connection the process would end by itself, and nobody would see what it leaves.
+            self.connection.close()
+
+    def mark(self) -> None:
+        """Let `stack` look at what the process logs from now on."""
+        self.asked_at = self.position()
+
+    def position(self) -> int:
+        """Length of the log now, in bytes."""
+        try:
+            return self.log.stat().st_size
+        except OSError:
+            return 0  # the process has not written a word
+
+    def exceptions(self, since: int) -> tuple[str, ...]:
+        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
+        return exceptions_in(self._text(since, 200_000))
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of the log. Bytes that are no text are shown as escapes."""
+        lines = self._text(0, 20_000).splitlines()
+        return tuple(printable(line)[:160] for line in lines[-LOG_LINES:])
+
+    def stack(self, functions: Collection[str]) -> tuple[Frame, ...]:
+        """The stack since the last `mark` that tells most, see `stacks.most_telling_stack`."""
+        return most_telling_stack(self._text(self.asked_at, 60_000), functions)
+
+    def _text(self, since: int, longest: int) -> str:
+        """The log from a position on, at most the last `longest` bytes."""
+        try:
+            return self.log.read_bytes()[since:][-longest:].decode("utf-8", "backslashreplace")
+        except OSError:
+            return ""
+
+
+def connect(address: str, deadline_s: float) -> Connection:
+    """A connection to the zygote, which may still be starting. Raises OSError after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        raw = socket.socket(socket.AF_UNIX)
+        try:
+            raw.connect(address)
+            return Connection(raw.detach())
+        except OSError:
+            raw.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def printable(line: str) -> str:
+    """The line with a dot for each character that cannot be printed."""
+    return "".join(c if c.isprintable() else "·" for c in line)
