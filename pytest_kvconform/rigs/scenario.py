@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_kvconform.rigs.peers.faulty_nixl import Faults
+import msgspec
 
 VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treats as special
 
@@ -45,6 +45,34 @@ def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size]
         for i in range(length)
     )
+
+
+# How a transfer fails: its state is "ERR"; transfer() raises; check_xfer_state() raises.
+STATUS, POST, POLL = "status", "post", "poll"
+# What happens to notifications.
+TWICE, LATE, NEVER, REVERSED = "twice", "late", "never", "reversed"
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
+    """What the transport of one engine does wrong. The default: nothing.
+
+    An engine may get several of these records; for each transfer the first one that fits holds. A round of a transfer is
+    one question for its state, see peers/faulty_nixl.py.
+    """
+
+    ranks: tuple[int, ...] = ()  # tensor parallel ranks that it is for; empty: all
+    # Numbers of the transfers of each NIXL agent that it is for, counted from 0 since these faults were set; empty: all.
+    transfers: tuple[int, ...] = ()
+    hold: int = 0  # rounds before a transfer is begun, or before it fails; until then its state is "PROC"
+    late: int = 0  # rounds for which the state of a completed transfer is still "PROC"
+    fail: str = ""  # STATUS, POST or POLL: no byte is moved
+    # Rounds after a failure in which the handle cannot be released, and after which the bytes are moved all the same.
+    linger: int = 0
+    notifications: str = (
+        ""  # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
+    )
+    # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that REVERSED waits for another one.
+    delay: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import pytest
 
 from pytest_kvconform import features, plan
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.peers.faulty_nixl import NEVER, STATUS, Faults
-from pytest_kvconform.rigs.scenario import Prompt, Scenario, Transfer
+from pytest_kvconform.rigs.scenario import NEVER, STATUS, Faults, Prompt, Scenario, Transfer
 from pytest_kvconform.settings import Settings
 
 NAMES = (

@@ -10,18 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.rigs.peers import faulty_nixl
-from pytest_kvconform.rigs.peers.faulty_nixl import (
-    LATE,
-    NEVER,
-    POLL,
-    POST,
-    REVERSED,
-    STATUS,
-    TWICE,
-    FaultReport,
-    Faults,
-    FaultyAgent,
-)
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, FaultyAgent
+from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
 
 
 class Real:

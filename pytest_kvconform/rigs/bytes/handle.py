@@ -6,7 +6,6 @@ from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import Leftovers
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, Faults
 
 
 class ByteEngineHandle(EngineHandle):
@@ -41,14 +40,6 @@ class ByteEngineHandle(EngineHandle):
     def reuse(self, on: bool) -> None:
         """From now on overwrite blocks the moment they become free, or no longer."""
         self.call("reuse", on)
-
-    def arm(self, faults: tuple[Faults, ...]) -> None:
-        """Give the NIXL agents of an engine that was built with `faulty` their instructions."""
-        self.call("arm", faults)
-
-    def struck(self) -> tuple[FaultReport, ...]:
-        """What became of them, one record a rank."""
-        return self.call("struck")
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Spoil a byte of one rank's pool: for tests of the rig."""

@@ -34,7 +34,6 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
     store: bool = False  # loads may bring what either engine has computed and saved
-    faulty: bool = False  # NIXL agents obey `faulty_nixl.arm`
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 

@@ -18,9 +18,8 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, Judge, Part, Work
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Group, Request, Step
+from pytest_kvconform.rigs.engine.messages import Group, Request
 from pytest_kvconform.rigs.engine.process import positions_of
-from pytest_kvconform.rigs.peers import faulty_nixl
 
 
 def preload() -> None:
@@ -96,8 +95,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
         byte_worker.spec_of_process = spec
-        if spec.faulty:
-            faulty_nixl.install()  # before the connector is built, and before ranks are forked
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
         if spec.layout:
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
@@ -141,12 +138,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.requests[request.id] = request
         super().add(request)
 
-    def step(self, seconds: float) -> Step:
-        """Run steps, see `engine_process.EngineProcess.step`; an engine without requests serves its peers all the same."""
-        if self.spec.faulty and not self.scheduler.has_requests():
-            self._workers("pattern_progress")
-        return super().step(seconds)
-
     def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
         """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
         return tuple(check for checks in self._workers("pattern_taken", request_id) for check in checks)
@@ -171,14 +162,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Spoil a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
-
-    def arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
-        """Give the NIXL agents of every rank their instructions, if the engine was built with `faulty`."""
-        self._workers("pattern_arm", faults)
-
-    def struck(self) -> tuple[faulty_nixl.FaultReport, ...]:
-        """What became of them, one record a rank."""
-        return tuple(self._workers("pattern_struck"))
 
     # ---- watching -------------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, Work
-from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -283,15 +282,9 @@ class ByteWorker(WorkerBase):
         at = tuple(int(index) for index in np.unravel_index(byte, view.shape[1:]))
         view[(block, *at)] ^= 0xFF
 
-    def pattern_arm(self, faults: tuple[faulty_nixl.Faults, ...]) -> None:
-        self.inspector.failed.clear()  # blocks of loads that failed before, and that no check has looked at
-        faulty_nixl.arm(faults, self.rank)
-
-    def pattern_progress(self) -> None:
-        faulty_nixl.progress()
-
-    def pattern_struck(self) -> faulty_nixl.FaultReport:
-        return faulty_nixl.struck()
+    def forget_failed_loads(self) -> None:
+        """Forget blocks of loads that failed, where no check has looked at them."""
+        self.inspector.failed.clear()
 
     def pattern_regions(self) -> tuple[Region, ...]:
         return tuple(self.inspector.regions)

@@ -69,9 +69,7 @@ class PeerBench:
         """How an engine of a role is built."""
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))[role]
         spec = self.pattern.spec(role, cell, tp, LONGEST)
-        return msgspec.structs.replace(
-            spec, faulty=True, kv_transfer_config=spec.kv_transfer_config | self._config(role)
-        )
+        return msgspec.structs.replace(spec, kv_transfer_config=spec.kv_transfer_config | self._config(role))
 
     def _config(self, role: str) -> dict[str, Any]:
         """The fields of vLLM's KVTransferConfig, with a short lease where it is known how, unless the user has given one."""

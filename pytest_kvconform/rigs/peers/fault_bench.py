@@ -11,14 +11,14 @@ import msgspec
 
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import Deadlines
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.peers.faulty_nixl import NEVER, TWICE, FaultReport
-from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, tokens
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bytes.bench import ByteBench
@@ -53,14 +53,14 @@ class FaultBench:
 
     def __init__(self, pattern: ByteBench):
         self.pattern = pattern
-        self._pairs: dict[tuple[Cell, str], tuple[ByteEngineHandle, ByteEngineHandle]] = {}
+        self._pairs: dict[tuple[Cell, str], tuple[FaultyEngineHandle, FaultyEngineHandle]] = {}
         self._seen: dict[tuple[Cell, str], FaultSeen] = {}
         self._deaths: dict[Cell, list[str]] = {}
 
     def agents(self, policy: str) -> int:
         """NIXL agents that the connector makes in the engines of the current cell."""
         p, d = self._engines(policy)
-        return sum(struck.agents for engine in (p, d) for struck in engine.struck())
+        return sum(struck.agents for engine in (p, d) for struck in engine.fault_reports())
 
     def observe(self, transfer: Transfer) -> FaultSeen:
         """What a transfer with faults shows in the current cell; runs it on first use. Raises Blocked where it cannot be run."""
@@ -130,7 +130,7 @@ class FaultBench:
         """Seconds: on a slow machine a read takes longer, too."""
         return LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
 
-    def _engines(self, policy: str) -> tuple[ByteEngineHandle, ByteEngineHandle]:
+    def _engines(self, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         pattern, bench = self.pattern, self.pattern.bench
         cell = bench.cell
         if (cell, policy) in self._pairs:
@@ -143,14 +143,14 @@ class FaultBench:
             bench.drop()  # the engines of another cell
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         bench.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}) with a transport that can fail")
-        name, pair = next(pattern.names), list[ByteEngineHandle]()
+        name, pair = next(pattern.names), list[FaultyEngineHandle]()
         try:
             for role in "PD":
                 spec = pattern.spec(role, cell, tp[role], LONGEST)
                 config = {**spec.kv_transfer_config, **self._config(role), "kv_load_failure_policy": policy}
-                spec = msgspec.structs.replace(spec, faulty=True, kv_transfer_config=config)
+                spec = msgspec.structs.replace(spec, kv_transfer_config=config)
                 pair.append(
-                    ByteEngineHandle(
+                    FaultyEngineHandle(
                         bench.address, f"{cell}-{role}-{name}", spec, pattern.patience, pattern.limits.start
                     )
                 )
@@ -167,7 +167,7 @@ class FaultBench:
         self._introduce(cell, policy, *pair)
         return pair[0], pair[1]
 
-    def _introduce(self, cell: Cell, policy: str, p: ByteEngineHandle, d: ByteEngineHandle) -> None:
+    def _introduce(self, cell: Cell, policy: str, p: FaultyEngineHandle, d: FaultyEngineHandle) -> None:
         """Hand something over without faults, so that peers have met and what follows is the faults' doing. Raises Blocked if it fails.
 
         A connector that makes no NIXL agent even now is not asked for more: no fault can be planned for it.
@@ -175,7 +175,9 @@ class FaultBench:
         limits = self.pattern.limits
         seen = observe_transfer(AFTER, p, d, limits, lambda: next(self.pattern.names))
         reason = seen.failed.sentence if seen.failed else "; ".join(seen.stuck) or seen.refused
-        if reason and (seen.failed or sum(struck.agents for engine in (p, d) for struck in engine.struck())):
+        if reason and (
+            seen.failed or sum(struck.agents for engine in (p, d) for struck in engine.fault_reports())
+        ):
             self._end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
@@ -184,7 +186,11 @@ class FaultBench:
 
 
 def observe_faulty(
-    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines, ids: Callable[[], str]
+    transfer: Transfer,
+    p: FaultyEngineHandle,
+    d: FaultyEngineHandle,
+    limits: Deadlines,
+    ids: Callable[[], str],
 ) -> FaultSeen:
     """Run one transfer with its faults and wait until nothing of it is under way; after a failure hand one more over without faults."""
     seen, struck = _observe(transfer, p, d, limits, ids)
@@ -199,12 +205,16 @@ def leaves_traces(transfer: Transfer) -> bool:
 
 
 def _observe(
-    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines, ids: Callable[[], str]
+    transfer: Transfer,
+    p: FaultyEngineHandle,
+    d: FaultyEngineHandle,
+    limits: Deadlines,
+    ids: Callable[[], str],
 ) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
     seen, struck = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
     try:
         for engine in (p, d):
-            engine.arm(transfer.faults)
+            engine.set_faults(transfer.faults)
         # Blocks are waited for below: P may keep some until its lease is over.
         seen = observe_transfer(transfer, p, d, replace(limits, release=0.0), ids)
         if seen.failed or seen.stuck:
@@ -223,7 +233,7 @@ def _observe(
 
 
 def _quiet(
-    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadline: float, mine: set[str]
+    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
     """Step both engines until no transfer and no message is under way and neither holds anything of this transfer."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
@@ -244,5 +254,5 @@ def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Ch
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 
 
-def _struck(engine: ByteEngineHandle) -> FaultReport:
-    return sum(engine.struck(), FaultReport())
+def _struck(engine: FaultyEngineHandle) -> FaultReport:
+    return sum(engine.fault_reports(), FaultReport())

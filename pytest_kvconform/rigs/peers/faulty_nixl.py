@@ -20,29 +20,7 @@ from typing import Any
 
 import msgspec
 
-STATUS, POST, POLL = (
-    "status",
-    "post",
-    "poll",
-)  # how a transfer fails: "ERR" as its state; transfer() raises; check_xfer_state() raises
-TWICE, LATE, NEVER, REVERSED = "twice", "late", "never", "reversed"  # what happens to notifications
-
-
-class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction to the agents of an engine. The default is: nothing. Of several, the first that fits a transfer holds for it."""
-
-    ranks: tuple[int, ...] = ()  # tensor parallel ranks that it is for; empty: all
-    transfers: tuple[
-        int, ...
-    ] = ()  # which transfers of each agent, counted from 0 since the instruction; empty: all
-    hold: int = 0  # rounds before a transfer is begun, or before it fails; until then it is under way
-    late: int = 0  # rounds for which a transfer that has been made is still said to be under way
-    fail: str = ""  # STATUS, POST or POLL; nothing is moved
-    linger: int = 0  # rounds after a failure in which the handle cannot be released, and after which the bytes are moved all the same
-    notifications: str = ""  # TWICE, LATE, NEVER or REVERSED: of those that arrive here
-    delay: int = (
-        0  # rounds, of LATE, of the second copy of TWICE, and the longest REVERSED waits for another one
-    )
+from pytest_kvconform.rigs.scenario import NEVER, POLL, POST, REVERSED, TWICE, Faults
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_kvconform.rigs.bytes import process as byte_process
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Trace
 from pytest_kvconform.rigs.peers import worker_recorder as peer_watch
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
 from pytest_kvconform.rigs.peers.messages import Watched
 
 
@@ -17,7 +17,7 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
     engine_process.serve(connection, spec, PeerEngine)
 
 
-class PeerEngine(byte_process.ByteEngineProcess):
+class PeerEngine(FaultyEngineProcess):
     """One pattern engine; blocks are overwritten the moment they are free, so that nobody reads them unnoticed."""
 
     def __init__(self, spec: ByteEngineSpec):
@@ -48,7 +48,7 @@ class PeerEngine(byte_process.ByteEngineProcess):
         self.abort(request.id)
 
     def let_go(self) -> None:
-        """Begin the transfers that were held (`arm`)."""
+        """Begin the transfers that were held (`set_faults`)."""
         self._workers(peer_watch.let_go)
 
     def _watch_connector(self) -> None:

@@ -7,9 +7,9 @@ import time
 from msgspec.structs import replace
 
 from pytest_kvconform.rigs.engine.handover import PREFILL
-from pytest_kvconform.rigs.peers.faulty_nixl import STATUS, Faults
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, Desk, StorySeen
 from pytest_kvconform.rigs.peers.stepping import Actor, Steps, pause, until
+from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
 AWHILE_S = 0.2  # in which engines step often enough for whatever else is to happen

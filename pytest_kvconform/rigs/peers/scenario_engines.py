@@ -15,11 +15,10 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Ch
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import PREFILL, Deadlines
 from pytest_kvconform.rigs.engine.messages import Trace, Usage
-from pytest_kvconform.rigs.peers.faulty_nixl import Faults
 from pytest_kvconform.rigs.peers.hostile_clients import Deaf
 from pytest_kvconform.rigs.peers.messages import Watched
 from pytest_kvconform.rigs.peers.stepping import Actor, Handle, Steps, Stuck, Telling, until
-from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.scenario import Faults, tokens
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.peers.bench import PeerBench
@@ -204,16 +203,16 @@ class Desk:
 
     def hold(self, d: Actor, handed: Handed, faults: Faults) -> Steps:
         """Begin a request of D whose transfers the faults are for. Returns (request, when it was added), or why there was nothing."""
-        if not sum(struck.agents for struck in (yield from d.ask("struck"))):
+        if not sum(struck.agents for struck in (yield from d.ask("fault_reports"))):
             return NO_AGENT
-        yield from d.ask("arm", (faults,))
+        yield from d.ask("set_faults", (faults,))
         added = time.monotonic()
         request = yield from self.begin(d, handed)
         ranks, deadline, begun = faults.ranks or range(d.handle.ranks), added + self.limits.release, False
         while not begun and time.monotonic() < deadline:
-            struck = yield from d.ask("struck")
+            struck = yield from d.ask("fault_reports")
             begun = all(struck[rank].changed for rank in ranks)
-        yield from d.ask("arm", ())  # what is held stays held
+        yield from d.ask("set_faults", ())  # what is held stays held
         return (request, added) if begun else NO_TRANSFER
 
     def free(self, engine: Actor) -> Steps:

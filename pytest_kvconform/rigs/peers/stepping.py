@@ -14,9 +14,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 
 IDLE_S = 0.002  # pause after a round in which no engine computed anything
 EMPTY_S = (
@@ -48,7 +48,7 @@ class Call:
     done: bool = False
 
 
-class Handle(ByteEngineHandle):
+class Handle(FaultyEngineHandle):
     """A handle on `peer_engine.PeerEngine`."""
 
     target = "pytest_kvconform.rigs.peers.process:serve"

@@ -11,8 +11,19 @@ from pytest_kvconform.rigs.bench import RELEASE_S, Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.peers.fault_bench import FaultSeen, leaves_traces
-from pytest_kvconform.rigs.peers.faulty_nixl import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
-from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
+from pytest_kvconform.rigs.scenario import (
+    LATE,
+    NEVER,
+    POLL,
+    POST,
+    REVERSED,
+    STATUS,
+    TWICE,
+    Faults,
+    Prompt,
+    Transfer,
+    tokens,
+)
 from pytest_kvconform.suite.bytes._seen import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._store import is_store
 

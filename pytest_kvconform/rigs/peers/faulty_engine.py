@@ -1,0 +1,75 @@
+"""A byte engine whose NIXL agents follow faults: its process and the handle on it.
+
+`faulty_nixl.install` replaces the class of NIXL's agent before the connector is built and before ranks are forked.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
+from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
+from pytest_kvconform.rigs.engine import process as engine_process
+from pytest_kvconform.rigs.engine.messages import Step
+from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.scenario import Faults
+
+
+class FaultyEngineHandle(ByteEngineHandle):
+    """A handle on one `FaultyEngineProcess`."""
+
+    target = "pytest_kvconform.rigs.peers.faulty_engine:serve"
+
+    def set_faults(self, faults: tuple[Faults, ...]) -> None:
+        """Give the NIXL agents of every rank these faults, in place of earlier ones."""
+        self.call("set_faults", faults)
+
+    def fault_reports(self) -> tuple[FaultReport, ...]:
+        """Return what the faults did, one record a rank."""
+        return self.call("fault_reports")
+
+
+class FaultyEngineProcess(ByteEngineProcess):
+    """One byte engine on a transport that can fail."""
+
+    def _configure(self, spec: ByteEngineSpec) -> Any:
+        faulty_nixl.install()
+        return super()._configure(spec)
+
+    def step(self, seconds: float) -> Step:
+        """Run steps, see `EngineProcess.step`. An engine without requests still serves the transfers of its peers."""
+        if not self.scheduler.has_requests():
+            self._workers(_progress)
+        return super().step(seconds)
+
+    def set_faults(self, faults: tuple[Faults, ...]) -> None:
+        """Give the NIXL agents of every rank these faults, in place of earlier ones."""
+        self._workers(_set_faults, faults)
+
+    def fault_reports(self) -> tuple[FaultReport, ...]:
+        """Return what the faults did, one record a rank."""
+        return tuple(self._workers(_fault_report))
+
+
+def serve(connection: Connection, spec: ByteEngineSpec) -> None:
+    """Run the engine in a child of the zygote, see `engine.process.serve`."""
+    engine_process.serve(connection, spec, FaultyEngineProcess)
+
+
+# ---- calls of the engine, in each rank ----------------------------------------------------------------------------
+
+
+def _set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
+    worker.forget_failed_loads()
+    faulty_nixl.arm(faults, worker.rank)
+
+
+def _progress(worker: Any) -> None:
+    faulty_nixl.progress()
+
+
+def _fault_report(worker: Any) -> FaultReport:
+    return faulty_nixl.struck()
