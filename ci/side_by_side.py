@@ -113,7 +113,7 @@ def _count(results: list[CaseResult]) -> str:
 
 
 def _handover(id: str) -> str:
-    """ "gemma3-P1D1-n63" of "kv::engine/outputs::agree[gemma3-P1D1-n63]"."""
+    """ "gemma3-P1D1-n63" of "kv::engine/outputs::outputs_match_the_oracle[gemma3-P1D1-n63]"."""
     return id.partition("[")[2][:-1]
 
 

@@ -26,7 +26,7 @@ PAGES = {
     "features": "authors.md",
     "failure": "authors.md",
 }
-FAILURE = "kv::engine/bytes::window_is_whole[gemma3-P1D1-n63]"
+FAILURE = "kv::engine/bytes::sliding_window_is_complete[gemma3-P1D1-n63]"
 COMMAND = ["pytest", "--kv-connector=NixlConnector", FAILURE]
 RUN_SECONDS = 300  # 20 on two idle cores
 

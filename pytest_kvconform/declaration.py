@@ -7,7 +7,7 @@ It stands in `[tool.kvconform]` of pyproject.toml, or in a TOML file that `--kv-
     tp-heterogeneous = { unsupported = "same size on both sides only" }
 
     [[known]]                                   # strict: see `Known`
-    case = "kv::bytes/pool::rows_arrive[gemma3_1b-*]"
+    case = "kv::bytes/pool::attention_kv_arrives[gemma3_1b-*]"
     issue = "https://example.org/issues/57"
     expires = 2027-01-31
     reason = "the window's first key is lost"

@@ -2,7 +2,7 @@
 
 An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, of the byte rig `[<geometry>-<topology>.<setup>-<variant>]`. Every
 prefix that ends at one of its separators selects: the tier `kv::engine`, the module `kv::engine/bytes`, the case
-`kv::engine/bytes::arrive`. A variant of None adds no word.
+`kv::engine/bytes::attention_kv_arrives`. A variant of None adds no word.
 """
 
 from __future__ import annotations

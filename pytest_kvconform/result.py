@@ -62,7 +62,7 @@ class Cell(msgspec.Struct, frozen=True):
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the report."""
 
-    id: str  # "kv::engine/bytes::arrive[gemma3-P1D2-n63]"; can be pasted back
+    id: str  # "kv::engine/bytes::attention_kv_arrives[gemma3-P1D2-n63]"; can be pasted back
     rule: str  # the rule the case checks
     outcome: Outcome
     cell: Cell | None = None

@@ -30,7 +30,7 @@ FILE = "report.json"
 _ASKED = ("matrix", "claim", "declare")  # settings by which a report is judged again
 _READ = (*_ASKED, "device", "features", "known")  # and the others that are read
 _STANDS_ON = re.compile(
-    r"stands on (kv::\S+::(?:comes_up|completes)\[[^\]]+\])"
+    r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])"
 )  # the cases that say whether a cell was refused
 
 

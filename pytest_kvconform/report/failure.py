@@ -56,7 +56,7 @@ def again(settings: Settings, *arguments: str) -> str:
 
 
 def compress(ids: Iterable[str]) -> list[str]:
-    """Ids that differ only in the variant share a line: `kv::engine/bytes::arrive[gemma3-P1D1-{n63,n95}]`."""
+    """Ids that differ only in the variant share a line: `kv::engine/bytes::attention_kv_arrives[gemma3-P1D1-{n63,n95}]`."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in ids:
         match = _ID.fullmatch(name)

@@ -206,7 +206,7 @@ class Bench:
             try:
                 p, d = self._engines()
             except EngineFailed as failed:
-                on = f"stands on kv::engine/start::comes_up[{self.cell}]: {failed.sentence}"
+                on = f"stands on kv::engine/start::engines_start[{self.cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             limits = self.limits
             dtype = load_families()[self.cell.family].dtype

@@ -32,7 +32,7 @@ def test_it_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Missing(group=0, layers=LAYERS, window=0, block_size=16, tokens=(16, 17, 18))
     monkeypatch.setattr(pool, "given", lambda bench, transfer: seen(gone))
     with pytest.raises(Violation) as raised:
-        pool.rows_arrive(BENCH, TRANSFER)  # type: ignore[arg-type]
+        pool.attention_kv_arrives(BENCH, TRANSFER)  # type: ignore[arg-type]
     happened = raised.value.finding.happened
     assert happened.startswith(
         f"request 0 of 40 tokens: tokens 16-18 of {LAYERS[0]} and 1 more layers have no block on rank 0 of D"
@@ -41,4 +41,4 @@ def test_it_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_it_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "given", lambda bench, transfer: seen())
-    assert pool.rows_arrive(BENCH, TRANSFER).looked_at == 10  # type: ignore[arg-type]
+    assert pool.attention_kv_arrives(BENCH, TRANSFER).looked_at == 10  # type: ignore[arg-type]

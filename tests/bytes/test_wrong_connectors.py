@@ -12,11 +12,11 @@ from pytest_kvconform.plan import load_module, module_names
 from tests.engine.judged import Judged
 
 STOPPED = {
-    "all_come_back",
-    "spares_computing",
-    "rows_arrive",
-    "others_untouched",
-    "source_untouched",
+    "all_blocks_are_freed",
+    "d_computes_only_missing_tokens",
+    "attention_kv_arrives",
+    "rest_of_d_pool_is_unchanged",
+    "p_pool_is_unchanged",
 }  # cases that need a load that ended
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 
@@ -40,7 +40,7 @@ class Wrong:
 
 
 def rows(says: str) -> dict[str, str]:
-    return {"rows_arrive": says}
+    return {"attention_kv_arrives": says}
 
 
 LAYERS = r"model\.layers\.0\.self_attn\.attn and 31 more layers"
@@ -58,13 +58,13 @@ WRONG = [
     Wrong(
         "WritesNull",
         {
-            "others_untouched": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
+            "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
         },
     ),
     Wrong(
         "WritesOutside",
         {
-            "others_untouched": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
+            "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
         },
     ),
     Wrong(
@@ -116,7 +116,7 @@ WRONG = [
     Wrong(
         "CutsAcrossSegments",
         {
-            "state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"
+            "recurrent_state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"
         },
         geometry="qwen3_5_35b_a3b",
         topology="P1D2",
@@ -127,16 +127,16 @@ WRONG = [
     Wrong(
         "ReportsEarly",
         {
-            "rows_arrive": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
+            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
             # What came late came over what D had computed by then: its last token, and the rest of that block.
-            "others_untouched": r"rows that the prefiller computed instead of the decoder",
+            "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
     ),
     Wrong(  # half of what comes late comes from P's second rank, which nobody could see at the check
         "ReportsEarly",
         {
-            "rows_arrive": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
-            "others_untouched": r"rows that the prefiller computed instead of the decoder",
+            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
+            "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
         topology="P2D1",
     ),
@@ -150,11 +150,11 @@ WRONG = [
     Wrong(
         "WritesToP",
         {
-            "source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold memory that the decoder never wrote$",
-            "rows_arrive": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
+            "p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold memory that the decoder never wrote$",
+            "attention_kv_arrives": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
         },
     ),
-    Wrong("ClearsWhatWasRead", {"source_untouched": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
+    Wrong("ClearsWhatWasRead", {"p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
     Wrong(
         "LoadsPartsOfBlocks",
         rows(
@@ -172,17 +172,20 @@ WRONG = [
         blocked=STOPPED,
         scale=SHORT,
     ),
-    Wrong("KeepsBlocks", {"all_come_back": r""}, scale=SHORT),
-    Wrong("AnnouncesLess", {"spares_computing": r"get_num_new_matched_tokens announced less than P had"}),
+    Wrong("KeepsBlocks", {"all_blocks_are_freed": r""}, scale=SHORT),
+    Wrong(
+        "AnnouncesLess",
+        {"d_computes_only_missing_tokens": r"get_num_new_matched_tokens announced less than P had"},
+    ),
     Wrong(
         "RaisesAtStart",
-        {"comes_up": r"P did not start: ValueError: no such fabric"},
+        {"engines_start": r"P did not start: ValueError: no such fabric"},
         blocked=STOPPED | {"completes"},
     ),
     # Upstream itself: see docs.
     Wrong(
         "Right",
-        {"window_is_whole": r"the block table is laid out for the token after the last one"},
+        {"sliding_window_is_complete": r"the block table is laid out for the token after the last one"},
         geometry="gemma3_1b",
         variants="n527",
     ),
@@ -217,7 +220,7 @@ def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
 
 def test_every_case_of_whole_transfers_has_a_mistake_that_only_it_finds() -> None:
     """Cases of transports that fail have tests of their own."""
-    modules = {name for name in module_names() if name.startswith("bytes/")} - {"bytes/faults"}
+    modules = {name for name in module_names() if name.startswith("bytes/")} - {"bytes/transport_faults"}
     cases = {case.name for module in modules for case in load_module(module)[1]}
     assert cases - {min(wrong.says) for wrong in WRONG if len(wrong.says) == 1} == set()
 
@@ -247,7 +250,10 @@ def test_a_right_connector_passes_every_case(
 def test_what_no_load_can_make_right_may_be_computed(judge: Callable[..., Judged]) -> None:
     judged = judge("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
     computed = {name for name, outcome in judged.outcomes.items() if outcome != "PASS"}
-    assert computed == {f"{case}[n528]" for case in ("spares_computing", "rows_arrive", "window_is_whole")}
+    assert computed == {
+        f"{case}[n528]"
+        for case in ("d_computes_only_missing_tokens", "attention_kv_arrives", "sliding_window_is_complete")
+    }
     assert {judged.outcomes[name] for name in computed} == {
         "NOT-APPLICABLE"
     } and judged.verdict.word == "CONFORMS"

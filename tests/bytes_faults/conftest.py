@@ -13,6 +13,6 @@ jury, judge = fixtures(
         setup="b16",
         matrix="full",
         config=LEASE,
-        only=lambda planned: planned.module == "bytes/faults",
+        only=lambda planned: planned.module == "bytes/transport_faults",
     ),
 )

@@ -34,67 +34,106 @@ def on(transfers: str, case: str, says: str) -> dict[str, str]:
     return {f"{case}[{transfer}]": says for transfer in transfers.split()}
 
 
-STOPPED = {"rows_arrive", "nothing_written_later", "all_come_back", "next_is_right"}
+STOPPED = {
+    "attention_kv_arrives",
+    "nothing_is_written_after_a_failed_load",
+    "all_blocks_are_freed",
+    "next_transfer_is_right",
+}
 OVERWRITTEN = "were read, but after they had been given back and overwritten"
 WRONG = [
     Wrong(
         "ForgetsFailure",
-        on("failed not_begun", "ends", "a transfer that failed is reported as if it had been made: ")
-        | on("failed not_begun", "rows_arrive", "no byte of .* was written"),
+        on(
+            "failed not_begun",
+            "every_request_ends",
+            "a transfer that failed is reported as if it had been made: ",
+        )
+        | on("failed not_begun", "attention_kv_arrives", "no byte of .* was written"),
         "failed not_begun slow",
     ),
     Wrong(
         "HidesFailure",
-        on("failed", "ends", "neither as finished nor as failed"),
+        on("failed", "every_request_ends", "neither as finished nor as failed"),
         "failed",
         blocked=STOPPED,
         scale=SHORT,
     ),
     Wrong(
         "RaisesOnFailure",
-        on("failed", "ends", "D raised RuntimeError.*no transfer ever fails"),
+        on("failed", "every_request_ends", "D raised RuntimeError.*no transfer ever fails"),
         "failed",
         blocked=STOPPED,
     ),
     Wrong(
         "FailsAll",
-        on("failed", "ends", "the failure of one request ends others, too"),
+        on("failed", "every_request_ends", "the failure of one request ends others, too"),
         "failed",
-        blocked={"rows_arrive"},
+        blocked={"attention_kv_arrives"},
     ),
     Wrong(
         "IgnoresRelease",
-        on("lingers", "nothing_written_later", "while one of its transfers was still under way"),
+        on(
+            "lingers",
+            "nothing_is_written_after_a_failed_load",
+            "while one of its transfers was still under way",
+        ),
         "failed lingers",
     ),
     Wrong(
         "ClearsLater",
-        on("failed", "nothing_written_later", "while one of its transfers was still under way"),
+        on(
+            "failed",
+            "nothing_is_written_after_a_failed_load",
+            "while one of its transfers was still under way",
+        ),
         "failed",
     ),
     Wrong(
         "LeavesSiblings",
-        on("failed_handle", "nothing_written_later", "while one of its transfers was still under way"),
+        on(
+            "failed_handle",
+            "nothing_is_written_after_a_failed_load",
+            "while one of its transfers was still under way",
+        ),
         "failed_handle slow_handle",
         "P2D1",
         GPT,
     ),
-    Wrong("BearsGrudge", on("failed", "next_is_right", "the next request of D did not end well"), "failed"),
-    Wrong("NotifiesAtOnce", on("slow_handle", "source_is_kept", OVERWRITTEN), "slow_handle", "P2D1", GPT),
-    Wrong("CountsOneReader", on("slow_rank", "source_is_kept", OVERWRITTEN), "slow_rank reversed", "P1D2"),
     Wrong(
-        "KnowsEveryRequest", on("twice", "ends", r"P raised KeyError"), "twice notified_late", blocked=STOPPED
+        "BearsGrudge",
+        on("failed", "next_transfer_is_right", "the next request of D did not end well"),
+        "failed",
+    ),
+    Wrong(
+        "NotifiesAtOnce",
+        on("slow_handle", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
+        "slow_handle",
+        "P2D1",
+        GPT,
+    ),
+    Wrong(
+        "CountsOneReader",
+        on("slow_rank", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
+        "slow_rank reversed",
+        "P1D2",
+    ),
+    Wrong(
+        "KnowsEveryRequest",
+        on("twice", "every_request_ends", r"P raised KeyError"),
+        "twice notified_late",
+        blocked=STOPPED,
     ),
     Wrong(
         "NeverExpires",
-        on("failed not_notified", "all_come_back", r"P waits for a notification that will not come"),
+        on("failed not_notified", "all_blocks_are_freed", r"P waits for a notification that will not come"),
         "failed not_notified twice",
         scale=SHORT,
     ),
     # Upstream counts messages, not readers.
     Wrong(
         "Upstream",
-        on("twice_slow_rank", "readers_are_counted", OVERWRITTEN),
+        on("twice_slow_rank", "repeated_notification_counts_once", OVERWRITTEN),
         "slow_rank twice_slow_rank",
         "P1D2",
     ),
@@ -109,7 +148,7 @@ def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], 
         for name, outcome in ((result.id, result.outcome.value) for result in judged.results)
     }
     stopped = (
-        {name.partition("[")[2] for name in wrong.fails if name.startswith("ends[")}
+        {name.partition("[")[2] for name in wrong.fails if name.startswith("every_request_ends[")}
         if wrong.blocked
         else set()
     )
@@ -154,6 +193,6 @@ def test_a_connector_without_nixl_is_told_so(judge: Callable[..., Judged]) -> No
 
 
 def short(name: str) -> str:
-    """ "ends[slow]" of an id."""
+    """ "every_request_ends[slow]" of an id."""
     case, _, rest = name.rpartition("::")[2].partition("[")
     return f"{case}[{rest.rstrip(']').rpartition('-')[2]}]"

@@ -83,7 +83,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(outcome: Outcome) -> document.Report:
-    name = "kv::engine/bytes::arrive[llama-P1D1-n63]"
+    name = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"
     evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
     plan = make_plan(Settings(), ())
     [planned] = [one for one in plan.asked if one.id == name]
@@ -160,4 +160,4 @@ def test_the_line_that_lists_what_failed(
     monkeypatch.chdir(tmp_path)
     document.write(report(Outcome.FAIL), tmp_path / "kv-report")
     exec(compile(code, "page", "exec"), {})
-    assert capsys.readouterr().out == "kv::engine/bytes::arrive[llama-P1D1-n63]\n"
+    assert capsys.readouterr().out == "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]\n"

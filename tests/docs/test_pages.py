@@ -245,7 +245,9 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
         "sliding-window": "",
         "mamba-state": "state groups are refused at start-up",
     }
-    assert [entry.case for entry in subject.known] == ["kv::engine/bytes::window_is_whole[gemma3-*]"]
+    assert [entry.case for entry in subject.known] == [
+        "kv::engine/bytes::sliding_window_is_complete[gemma3-*]"
+    ]
     check_known(subject.known, make_plan(Settings(), ()).manifest)
 
 

@@ -31,7 +31,7 @@ OF_VLLM = ("NixlConnector", "NixlPushConnector", "ExampleConnector")  # by their
 
 @dataclass(frozen=True)
 class Judged:
-    """What the cases of one cell said. Keys are the last words of their ids: "arrive[n200]", "comes_up"."""
+    """What the cases of one cell said. Keys are the last words of their ids: "attention_kv_arrives[n200]", "engines_start"."""
 
     results: list[CaseResult] = field(default_factory=list)
 

@@ -107,13 +107,13 @@ def test_a_value_that_vllm_refuses_is_one_sentence(jury: Jury, config: str, fiel
 ENDS = [
     (
         "MovesNothing",
-        "n200 and not all_come_back",
+        "n200 and not all_blocks_are_freed",
         "tokens 0-198 of all 4 layers was never written",
         "2 rules: KV-BYTES-001, KV-OUTPUT-001",
     ),
     (
         "RecomputesQuietly",
-        "n200 and not all_come_back",
+        "n200 and not all_blocks_are_freed",
         "get_num_new_matched_tokens announced nothing",
         "the rule KV-HANDOVER-002",
     ),
@@ -124,7 +124,12 @@ ENDS = [
         "the rule KV-HANDOVER-001",
     ),
     ("HangsInLoad", "n200", "s in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
-    ("LeavesProcess", "leaves_nothing", "after shutdown P still has 1 processes", "the rule KV-SHUTDOWN-001"),
+    (
+        "LeavesProcess",
+        "no_threads_ports_or_processes_left",
+        "after shutdown P still has 1 processes",
+        "the rule KV-SHUTDOWN-001",
+    ),
 ]
 
 

@@ -33,12 +33,14 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
     judged, (every, lost) = judge("NixlConnector", family), lengths(family)
     assert len(lost) >= 2, "the suite has no such lengths, and proves nothing"
     assert len(every - lost) >= 10
-    assert judged.failed == {f"{case}[n{n}]" for case in ("window_is_whole", "agree") for n in lost}
+    assert judged.failed == {
+        f"{case}[n{n}]" for case in ("sliding_window_is_complete", "outputs_match_the_oracle") for n in lost
+    }
     assert set(judged.outcomes.values()) == {"PASS", "FAIL"}
     window = load_families()[family].sliding_window
     layers = load_families()[family].config["layer_types"].count("sliding_attention")
     for n in lost:
-        finding = judged.findings[f"window_is_whole[n{n}]"]
+        finding = judged.findings[f"sliding_window_is_complete[n{n}]"]
         assert finding.rule == "KV-WINDOW-001"
         assert re.fullmatch(
             rf"request 0 of {n} tokens: token {n - window} of model\.layers\.0\.(?:self_attn|attn)\.attn and {layers - 1} more layers? "
@@ -52,7 +54,7 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
             {
                 finding.signature
                 for name, finding in judged.findings.items()
-                if name.startswith("window_is_whole")
+                if name.startswith("sliding_window_is_complete")
             }
         )
         == 1
@@ -62,7 +64,11 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
 def test_a_state_passes_within_measured_noise(judge: Callable[..., Judged]) -> None:
     judged = judge("NixlConnector", "qwen3_5")
     assert set(judged.outcomes.values()) == {"PASS"}
-    notes = [evidence.notes for name, evidence in judged.evidence.items() if name.startswith("agree")]
+    notes = [
+        evidence.notes
+        for name, evidence in judged.evidence.items()
+        if name.startswith("outputs_match_the_oracle")
+    ]
     assert len(notes) >= 10
     for note in notes:
         assert note["largest difference"] <= note["tolerance"] == note["noise"] < 0.1
@@ -80,7 +86,7 @@ TWO = (
     "--kv-family=llama,gemma3",
     "--kv-topology=P1D1",
     "-k",
-    "n63 or n64 or n95 or two_at_once or partial_hit or comes_up",
+    "n63 or n64 or n95 or two_at_once or partial_hit or engines_start",
 )
 
 
@@ -96,7 +102,7 @@ def test_two_families_by_the_command(plain: Command) -> None:
     failed = {name for name, outcome in plain.outcomes.items() if outcome == "FAIL"}
     assert failed == {
         f"kv::engine/{case}[gemma3-P1D1-n{n}]"
-        for case in ("bytes::window_is_whole", "outputs::agree")
+        for case in ("bytes::sliding_window_is_complete", "outputs::outputs_match_the_oracle")
         for n in lost
     }
     assert plain.left() == []

@@ -14,14 +14,17 @@ from .command import Command
 from .judged import Judged
 
 STOPPED = {
-    "all_come_back",
-    "arrive",
-    "others_untouched",
-    "spares_computing",
-    "agree",
+    "all_blocks_are_freed",
+    "attention_kv_arrives",
+    "unowned_blocks_are_unchanged",
+    "d_computes_only_missing_tokens",
+    "outputs_match_the_oracle",
 }  # cases that need a hand-over that ended
-DUMB = {"arrive", "others_untouched"}  # cases that need KV that was given
-WRONG_KV = {"arrive", "agree"}  # bytes and, so large are the mistakes here, what D says
+DUMB = {"attention_kv_arrives", "unowned_blocks_are_unchanged"}  # cases that need KV that was given
+WRONG_KV = {
+    "attention_kv_arrives",
+    "outputs_match_the_oracle",
+}  # bytes and, so large are the mistakes here, what D says
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Wrong:
 
 SHORT = 0.2
 # A D that never reads has P's address only after its last step, and tells P that it is done in the next one, which may not come.
-FIRST_WORD = {"all_come_back"}
+FIRST_WORD = {"all_blocks_are_freed"}
 MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance ambiguous
 
 WRONG = [
@@ -60,7 +63,7 @@ WRONG = [
     Wrong("MovesNothing", WRONG_KV, "never written", topology="P2D1", scale=SHORT, unsure=FIRST_WORD),
     Wrong("LateByOne", WRONG_KV, rf"{MOVED}.*\+32", variants="n64 n200"),
     Wrong("DropsTail", WRONG_KV, r"tokens 192-198 of all 4 layers was never written"),
-    Wrong("SwapsBlocks", {"arrive"}, rf"in all 1024 rows: {MOVED}.*\+32, 512 times"),
+    Wrong("SwapsBlocks", {"attention_kv_arrives"}, rf"in all 1024 rows: {MOVED}.*\+32, 512 times"),
     Wrong("SwapsHeads", WRONG_KV, "head 0 and head 1 are exchanged"),
     Wrong(
         "SwapsLayers",
@@ -70,42 +73,51 @@ WRONG = [
     Wrong("ForgetsLayer", WRONG_KV, r"tokens 0-198 of model\.layers\.3\.self_attn\.attn holds zeros"),
     Wrong(
         "OneBit",
-        {"arrive"},
+        {"attention_kv_arrives"},
         r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that stand nowhere",
     ),
-    Wrong("OneBit", {"arrive"}, r"token 5 of model\.layers\.5\.self_attn\.attn, K only", family="gemma3"),
+    Wrong(
+        "OneBit",
+        {"attention_kv_arrives"},
+        r"token 5 of model\.layers\.5\.self_attn\.attn, K only",
+        family="gemma3",
+    ),
     Wrong(
         "HalfAWindow",
         WRONG_KV,
         r"tokens 168-191 of model\.layers\.0\.self_attn\.attn.* was never written",
         family="gemma3",
     ),
-    Wrong("WritesNull", {"others_untouched"}, "blocks 0 of D changed.*block 0 is the null block"),
-    Wrong("WritesOutside", {"others_untouched"}, r"blocks \d+ of D changed, which belong to no request"),
+    Wrong("WritesNull", {"unowned_blocks_are_unchanged"}, "blocks 0 of D changed.*block 0 is the null block"),
+    Wrong(
+        "WritesOutside",
+        {"unowned_blocks_are_unchanged"},
+        r"blocks \d+ of D changed, which belong to no request",
+    ),
     # The recurrent state.
     Wrong(
         "RollsConvolution",
-        {"state_arrives", "agree"},
+        {"recurrent_state_arrives", "outputs_match_the_oracle"},
         "convolution K garbled, convolution Q garbled, convolution V garbled$",
         family="qwen3_5",
         variants="two_at_once",
     ),
     Wrong(
         "ZeroesState",
-        {"state_arrives", "agree"},
+        {"recurrent_state_arrives", "outputs_match_the_oracle"},
         "recurrent state zero$",
         family="qwen3_5",
         variants="two_at_once",
     ),
     Wrong(
         "NoTruncation",
-        {"state_arrives", "agree"},
+        {"recurrent_state_arrives", "outputs_match_the_oracle"},
         r"D runs \+1 tokens through a state that has seen them already",
         family="qwen3_5",
         variants="n63",
     ),
     # When and what it reports.
-    Wrong("ReportsEarly", {*WRONG_KV, "all_come_back"}, "never written", scale=SHORT),
+    Wrong("ReportsEarly", {*WRONG_KV, "all_blocks_are_freed"}, "never written", scale=SHORT),
     Wrong(
         "NeverFinishes",
         {"completes"},
@@ -119,24 +131,35 @@ WRONG = [
         r"D raised AssertionError in _update_from_kv_xfer_finished \(scheduler.py:\d+\)",
         blocked=STOPPED,
     ),
-    Wrong("KeepsBlocks", {"all_come_back"}, r"P still holds 7 of \d+ blocks and 1 requests", scale=SHORT),
+    Wrong(
+        "KeepsBlocks", {"all_blocks_are_freed"}, r"P still holds 7 of \d+ blocks and 1 requests", scale=SHORT
+    ),
     Wrong(
         "RecomputesQuietly",
-        {"spares_computing"},
+        {"d_computes_only_missing_tokens"},
         "D recomputed the prompt: get_num_new_matched_tokens announced nothing",
         blocked=DUMB,
         variants="n63 n200",
         scale=SHORT,
         unsure=FIRST_WORD,
     ),
-    Wrong("AnnouncesLess", {"spares_computing"}, "get_num_new_matched_tokens announced less than P had"),
+    Wrong(
+        "AnnouncesLess",
+        {"d_computes_only_missing_tokens"},
+        "get_num_new_matched_tokens announced less than P had",
+    ),
     Wrong(
         "AnnouncesMore",
         {"completes"},
         r"D raised AssertionError in schedule \(scheduler.py:\d+\)",
         blocked=STOPPED,
     ),
-    Wrong("NoHandover", {"spares_computing"}, "request_finished returned None for its params", blocked=DUMB),
+    Wrong(
+        "NoHandover",
+        {"d_computes_only_missing_tokens"},
+        "request_finished returned None for its params",
+        blocked=DUMB,
+    ),
     # How it fails.
     Wrong(
         "CrashesInLoad",
@@ -176,61 +199,68 @@ WRONG = [
     ),
     Wrong(
         "RaisesAtStart",
-        {"comes_up"},
+        {"engines_start"},
         "P did not start: ValueError: no such fabric",
         blocked=STOPPED | {"completes"},
     ),
     Wrong(
         "CrashesAtStart",
-        {"comes_up"},
+        {"engines_start"},
         r"P was killed by SIGSEGV in register_kv_caches \(wrong_connectors.py:\d+\)",
         blocked=STOPPED | {"completes"},
     ),
     # How it ends.
     Wrong(
         "LeavesThread",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         r"after shutdown P still has 1 threads \(kv-forgotten\)",
         variants="two_at_once",
     ),
     Wrong(
         "LeavesPort",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)",
         variants="two_at_once",
     ),
     Wrong(
         "LeavesProcess",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         r"after shutdown P still has 1 processes \(\d+\)",
         variants="two_at_once",
     ),
     Wrong(
         "RaisesInShutdown",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         "shutdown of P raised OSError: the fabric was gone",
         variants="two_at_once",
     ),
     Wrong(
         "RankRaisesInShutdown",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         "shutdown of D raised OSError: the fabric of rank 1 was gone",
         variants="two_at_once",
         topology="P1D2",
     ),
     Wrong(
-        "DiesInShutdown", {"leaves_nothing"}, "P left with exit code 3 in shutdown", variants="two_at_once"
+        "DiesInShutdown",
+        {"no_threads_ports_or_processes_left"},
+        "P left with exit code 3 in shutdown",
+        variants="two_at_once",
     ),
     Wrong(
         "HangsInShutdown",
-        {"leaves_nothing"},
+        {"no_threads_ports_or_processes_left"},
         r"P did not answer within \d s in shutdown \(wrong_connectors.py:\d+\)",
         variants="two_at_once",
         scale=SHORT,
     ),
     # What it is.
     Wrong(
-        "NoHMA", {"groups_stay_apart"}, "NoHMA does not inherit SupportsHMA", family="gemma3", variants="n64"
+        "NoHMA",
+        {"hybrid_allocator_stays_on"},
+        "NoHMA does not inherit SupportsHMA",
+        family="gemma3",
+        variants="n64",
     ),
 ]
 
@@ -256,7 +286,7 @@ def test_a_mistake_is_caught_and_named_and_nothing_else_is(
 
 def _main(wrong: Wrong) -> str:
     """The case that says most: the one about bytes, state or the end, before the one about what D says in the end."""
-    return min(wrong.fails - {"agree", "all_come_back"} or wrong.fails)
+    return min(wrong.fails - {"outputs_match_the_oracle", "all_blocks_are_freed"} or wrong.fails)
 
 
 def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> None:
@@ -266,10 +296,14 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
         if module.startswith("engine/")
         for case in load_module(module)[1]
     }
-    alone = {min(wrong.fails - {"agree"}) for wrong in WRONG if len(wrong.fails - {"agree"}) == 1}
+    alone = {
+        min(wrong.fails - {"outputs_match_the_oracle"})
+        for wrong in WRONG
+        if len(wrong.fails - {"outputs_match_the_oracle"}) == 1
+    }
     assert cases - alone == {
-        "agree",
-        "window_is_whole",
+        "outputs_match_the_oracle",
+        "sliding_window_is_complete",
     }  # the outputs judge what all others do; upstream itself breaks the window
 
 

@@ -15,7 +15,7 @@ LLAMA = "llama3_1_8b"
 def test_a_start_that_waits_for_ever_is_waited_for(
     judge: Callable[..., Judged], scale: float, waited: int
 ) -> None:
-    case = "taken_port_is_no_reason_to_wait"
+    case = "start_on_taken_port_does_not_hang"
     judged = judge("Upstream", LLAMA, scale=scale, only=lambda planned: planned.case.name == case)
     assert judged.findings[case].happened.endswith(
         f"still waits in set_xfer_handshake_metadata after {waited} s"
@@ -25,12 +25,15 @@ def test_a_start_that_waits_for_ever_is_waited_for(
 @pytest.mark.parametrize(("scale", "outcome"), [(0.5, "FAIL"), (1.0, "FAIL"), (3.0, "PASS")])
 def test_what_was_told_to_end_has_its_time(judge: Callable[..., Judged], scale: float, outcome: str) -> None:
     judged = judge(
-        "EndsSlowly", LLAMA, scale=scale, only=lambda planned: planned.case.name == "leaves_nothing"
+        "EndsSlowly",
+        LLAMA,
+        scale=scale,
+        only=lambda planned: planned.case.name == "no_threads_ports_or_processes_left",
     )
-    assert judged.outcomes == {"leaves_nothing": outcome}, judged.findings
+    assert judged.outcomes == {"no_threads_ports_or_processes_left": outcome}, judged.findings
 
 
 def test_a_port_that_is_closed_soon_after_the_end_is_given_back(judge: Callable[..., Judged]) -> None:
     judged = judge("ClosesLate", LLAMA, only=lambda planned: planned.module == "interface/shutdown")
     assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
-    assert judged.evidence["another_one_can_follow"].notes["ports"] != "none"
+    assert judged.evidence["next_engine_starts_on_same_port"].notes["ports"] != "none"

@@ -36,152 +36,178 @@ WRONG = [
     Wrong(
         "CopiesTheConfiguration",
         {
-            "base_keeps_what_it_was_given": r"the base class of the (scheduler|worker) half has .* as _vllm_config"
+            "base_class_gets_constructor_arguments": r"the base class of the (scheduler|worker) half has .* as _vllm_config"
         },
     ),
     Wrong(
         "TakesNoKeywords",
         {
-            "hooks_take_what_vllm_passes": r"has start_load_kv\(self, forward_context\): got an unexpected keyword argument"
+            "hooks_accept_vllm_arguments": r"has start_load_kv\(self, forward_context\): got an unexpected keyword argument"
         },
     ),
     Wrong(
         "WaitsInACoroutine",
-        {"hooks_take_what_vllm_passes": r"WaitsInACoroutine\.on_new_request is a coroutine"},
+        {"hooks_accept_vllm_arguments": r"WaitsInACoroutine\.on_new_request is a coroutine"},
     ),
     Wrong(
         "ForgetsToInherit",
         {
-            "allocator_is_what_the_class_says": r"does not inherit SupportsHMA, so vLLM turned the hybrid memory allocator off"
+            "supports_hma_matches_hybrid_allocator": r"does not inherit SupportsHMA, so vLLM turned the hybrid memory allocator off"
         },
         geometry="gemma3_1b",
     ),
     # What it says of itself.
     Wrong(
         "AnswersNothing",
-        {"graphs_are_a_yes_or_no": r"requires_piecewise_for_cudagraph\(\{\}\) returned None"},
+        {
+            "requires_piecewise_for_cudagraph_returns_bool": r"requires_piecewise_for_cudagraph\(\{\}\) returned None"
+        },
     ),
     Wrong(
         "PromisesByMethod",
-        {"promises_are_bools": r"requires_kv_delivery of the \w+ half is a method and no property"},
+        {
+            "capability_properties_are_bools": r"requires_kv_delivery of the \w+ half is a method and no property"
+        },
     ),
     Wrong(
         "LoadsTheFirstGroup",
         {
-            "loaded_groups_are_those_of_the_load": r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the others"
+            "get_loaded_kv_cache_group_ids_names_loaded_groups": r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the others"
         },
         geometry="gemma3_1b",
     ),
     Wrong(
         "NamesAGroupTwice",
         {
-            "loaded_groups_are_those_of_the_load": r"returned \(0, 0\), and vLLM expects group numbers, each once"
+            "get_loaded_kv_cache_group_ids_names_loaded_groups": r"returned \(0, 0\), and vLLM expects group numbers, each once"
         },
     ),
     Wrong(
         "CountsSourcesTwice",
-        {"optional_hooks_answer": r"get_external_cache_hit_sources\(request, 1\) returned"},
+        {"optional_hooks_return_their_types": r"get_external_cache_hit_sources\(request, 1\) returned"},
     ),
     Wrong(
-        "PushesForEver", {"optional_hooks_answer": r"has_pending_push_work\(\) is True with no request left"}
+        "PushesForEver",
+        {"optional_hooks_return_their_types": r"has_pending_push_work\(\) is True with no request left"},
     ),
     Wrong(
         "GivesNoEvents",
-        {"optional_hooks_answer": r"take_events\(\) returned None, and vLLM makes a list of it"},
+        {"optional_hooks_return_their_types": r"take_events\(\) returned None, and vLLM makes a list of it"},
     ),
-    Wrong("AsksForNoLayout", {"layout_asked_for_is_one": r"returned 'BHND'; vLLM knows LBHNC, LBNHC"}),
+    Wrong(
+        "AsksForNoLayout",
+        {"get_required_kvcache_layout_names_a_layout": r"returned 'BHND'; vLLM knows LBHNC, LBNHC"},
+    ),
     Wrong(
         "FlattensMemory",
         {
-            "registers_in_the_layout_that_was_resolved[LBNHC]": r"register_kv_caches raised RuntimeError: view size is not"
+            "register_kv_caches_takes_resolved_layout[LBNHC]": r"register_kv_caches raised RuntimeError: view size is not"
         },
     ),
     # The start.
     Wrong(
         "SharesTheProcess",
         {
-            "worker_half_starts_alone": r"get_handshake_metadata raised RuntimeError: there is no scheduler half"
+            "worker_half_starts_without_scheduler_half": r"get_handshake_metadata raised RuntimeError: there is no scheduler half"
         },
     ),
     Wrong(
         "PlaysBothRoles",
-        {"scheduler_half_starts_alone": r"the scheduler half built a worker half in its own process"},
+        {
+            "scheduler_half_runs_without_worker_half": r"the scheduler half built a worker half in its own process"
+        },
     ),
     Wrong(
         "AsksForItsRank",
         dict.fromkeys(
-            ("scheduler_half_starts_alone", "loaded_groups_are_those_of_the_load", "optional_hooks_answer"),
+            (
+                "scheduler_half_runs_without_worker_half",
+                "get_loaded_kv_cache_group_ids_names_loaded_groups",
+                "optional_hooks_return_their_types",
+            ),
             NO_RANK,
         ),
     ),
     Wrong(
         "ReadsLayersOfGroups",
         dict.fromkeys(
-            ("starts_in_vllms_order", "scheduler_half_starts_alone", "loaded_groups_are_those_of_the_load"),
+            (
+                "engine_starts_in_vllm_call_order",
+                "scheduler_half_runs_without_worker_half",
+                "get_loaded_kv_cache_group_ids_names_loaded_groups",
+            ),
             NO_LAYERS,
         ),
         geometry="kimi_k2_5_eagle3",
         topology="P2D2",
         matrix=FULL,
     ),
-    Wrong("CountsInWords", {"starts_in_vllms_order": r"get_finished_count\(\) returned 'all'"}),
+    Wrong("CountsInWords", {"engine_starts_in_vllm_call_order": r"get_finished_count\(\) returned 'all'"}),
     Wrong(
         "SpeaksUnasked",
         {
-            "starts_in_vllms_order": r"without any request the worker half reports finished_recving = \{'cmpl-of-another-engine'\}"
+            "engine_starts_in_vllm_call_order": r"without any request the worker half reports finished_recving = \{'cmpl-of-another-engine'\}"
         },
     ),
     Wrong(
         "HasItsOwnId",
         {
-            "both_halves_have_vllms_engine_id": r"vLLM gave the engine the engine_id \S+, and the worker half's object"
+            "both_halves_keep_engine_id": r"vLLM gave the engine the engine_id \S+, and the worker half's object"
         },
     ),
     Wrong(
         "NeedsRankZero",
         {
-            "metadata_of_some_ranks[no_rank]": r"set_xfer_handshake_metadata_pp_aware raised KeyError: \(0, 0\)"
+            "set_xfer_handshake_metadata_takes_any_ranks[no_rank]": r"set_xfer_handshake_metadata_pp_aware raised KeyError: \(0, 0\)"
         },
     ),
     Wrong(
         "Upstream",
         {
-            "taken_port_is_no_reason_to_wait": r"another one with the same port still waits in set_xfer_handshake_metadata after 2 s"
+            "start_on_taken_port_does_not_hang": r"another one with the same port still waits in set_xfer_handshake_metadata after 2 s"
         },
     ),
     Wrong(
         "PublishesALock",
         {
-            "published_metadata_travel": r"a NixlHandshakePayload of get_handshake_metadata does not survive pickle"
+            "worker_metadata_survives_pickle": r"a NixlHandshakePayload of get_handshake_metadata does not survive pickle"
         },
     ),
     Wrong(
         "LooksEveryNameUp",
         {
-            "every_layer_is_registered": r"register_kv_caches raised KeyError: 'model\.layers\.35\.self_attn\.attn'"
+            "register_kv_caches_takes_every_layer": r"register_kv_caches raised KeyError: 'model\.layers\.35\.self_attn\.attn'"
         },
     ),
     Wrong(
         "HandsOverEveryGroup",
         {
-            "other_groups_stay_out": r"group 6 is not transferred .*, and its blocks \[\d+.*\] are among what P hands over"
+            "untransferred_groups_stay_out": r"group 6 is not transferred .*, and its blocks \[\d+.*\] are among what P hands over"
         },
         geometry="gemma3_1b",
     ),
     # The end.
     Wrong(
         "LeavesAThread",
-        {"leaves_nothing": r"after shutdown of both halves there are still 1 threads \(poller\)"},
+        {
+            "no_threads_ports_or_processes_left": r"after shutdown of both halves there are still 1 threads \(poller\)"
+        },
     ),
     Wrong(
         "EndsOnce",
-        {"twice_is_once": r"shutdown raised AttributeError: 'EndsOnce' object has no attribute 'running'"},
+        {
+            "shutdown_twice_is_harmless": r"shutdown raised AttributeError: 'EndsOnce' object has no attribute 'running'"
+        },
     ),
     Wrong(
         "EndsWhatItRegistered",
-        {"twice_is_once[half_built]": r"shutdown raised AttributeError: .* no attribute 'registered'"},
+        {
+            "shutdown_twice_is_harmless[half_built]": r"shutdown raised AttributeError: .* no attribute 'registered'"
+        },
     ),
-    Wrong("KeepsAFile", {"another_one_can_follow": r"has 2 more open files than after the first one's"}),
+    Wrong(
+        "KeepsAFile", {"next_engine_starts_on_same_port": r"has 2 more open files than after the first one's"}
+    ),
 ]
 
 
@@ -236,4 +262,8 @@ def test_a_connector_that_transfers_nothing_breaks_no_rule(
     judged = judge("Nothing", geometry)
     passed = {name.partition("[")[0] for name, outcome in judged.outcomes.items() if outcome == "PASS"}
     assert set(judged.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}
-    assert {"scheduler_half_starts_alone", "starts_in_vllms_order", "every_layer_is_registered"} <= passed
+    assert {
+        "scheduler_half_runs_without_worker_half",
+        "engine_starts_in_vllm_call_order",
+        "register_kv_caches_takes_every_layer",
+    } <= passed

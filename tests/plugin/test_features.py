@@ -87,18 +87,21 @@ def test_what_cases_of_the_suite_need():
         planned.id: features.needed(planned)
         for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked
     }
-    assert needs["kv::engine/bytes::arrive[gemma3-P1D2-partial_hit]"] == (
+    assert needs["kv::engine/bytes::attention_kv_arrives[gemma3-P1D2-partial_hit]"] == (
         "full-attention",
         "sliding-window",
         "prefix-hit",
         "tp-heterogeneous",
     )
-    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-failed]"] == (
+    assert needs["kv::bytes/transport_faults::every_request_ends[llama3_1_8b-P1D1.b16-failed]"] == (
         "full-attention",
         "load-failure-fail",
     )
-    assert needs["kv::bytes/faults::ends[llama3_1_8b-P1D1.b16-not_notified]"] == ("full-attention", "lease")
-    assert needs["kv::bytes/pool::rows_arrive[qwen3_5_35b_a3b-P2D2.b16-hit1]"] == (
+    assert needs["kv::bytes/transport_faults::every_request_ends[llama3_1_8b-P1D1.b16-not_notified]"] == (
+        "full-attention",
+        "lease",
+    )
+    assert needs["kv::bytes/pool::attention_kv_arrives[qwen3_5_35b_a3b-P2D2.b16-hit1]"] == (
         "full-attention",
         "mamba-state",
         "prefix-hit",

@@ -12,8 +12,8 @@ IDS = [
     "test_of_theirs.py::test_one",
     *(f"kv::engine/bytes::arrive[llama-P1D1-n{n}]" for n in range(4)),
     "kv::engine/bytes::arrive[qwen3_5-P1D1-n1]",
-    *(f"kv::bytes/pool::rows_arrive[gemma3_1b-P1D1.b16-n{n}]" for n in range(3)),
-    *(f"kv::bytes/pool::rows_arrive[qwen3_5_35b_a3b-P2D2.outer-n{n}]" for n in range(2)),
+    *(f"kv::bytes/pool::attention_kv_arrives[gemma3_1b-P1D1.b16-n{n}]" for n in range(3)),
+    *(f"kv::bytes/pool::attention_kv_arrives[qwen3_5_35b_a3b-P2D2.outer-n{n}]" for n in range(2)),
 ]
 
 

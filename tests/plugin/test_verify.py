@@ -169,7 +169,7 @@ def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other:
     """`other`: it was a later start that failed, in a way of its own; that says nothing against the report."""
     cell, sentence = Cell("llama", "P1D1"), "P did not start: ValueError: one size only"
     start = CaseResult(
-        id="kv::engine/start::comes_up[llama-P1D1]",
+        id="kv::engine/start::engines_start[llama-P1D1]",
         rule="KV-START-001",
         outcome=Outcome.FAIL,
         cell=cell,

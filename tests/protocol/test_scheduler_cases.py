@@ -11,7 +11,13 @@ import pytest
 from pytest_kvconform.plan import Planned, load_module
 from tests.engine.judged import Judged
 
-MODULES = ("protocol/hooks", "protocol/matched", "protocol/metadata", "protocol/finished", "protocol/loads")
+MODULES = (
+    "protocol/hooks",
+    "protocol/matched_tokens",
+    "protocol/connector_metadata",
+    "protocol/request_finished",
+    "protocol/loads",
+)
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 
 
@@ -39,37 +45,37 @@ WRONG = [
     Wrong(
         "AnswersFractions",
         "KV-MATCH-001",
-        "answers_tokens_and_whether_they_come_later[handed_over]",
+        "returns_int_or_none_and_bool[handed_over]",
         r"returned \(53\.0, True\): the first",
     ),
     Wrong(
         "AnswersAlone",
         "KV-MATCH-001",
-        "answers_tokens_and_whether_they_come_later[plain]",
+        "returns_int_or_none_and_bool[plain]",
         r"returned 0, and vLLM unpacks",
     ),
     Wrong(
         "FallsBelowZero",
         "KV-MATCH-001",
-        "answers_tokens_and_whether_they_come_later[hit]",
+        "returns_int_or_none_and_bool[hit]",
         r"53 tokens, 48\) returned \(-11, True\)",
     ),
     Wrong(
         "AnnouncesMore",
         "KV-MATCH-002",
-        "never_more_than_there_is[1] never_more_than_there_is[b]",
+        "at_most_the_uncomputed_tokens[1] at_most_the_uncomputed_tokens[b]",
         r"returned \(\d+, True\): there are only \d+",
     ),
     Wrong(
         "ForgetsTheHit",
         "KV-MATCH-002",
-        "never_more_than_a_hit_leaves[b]",
+        "at_most_the_tokens_after_a_local_hit[b]",
         r"49 tokens, 16\) returned \(49, True\): there are only 33",
     ),
     Wrong(
         "NothingComesLater",
         "KV-MATCH-003",
-        "nothing_does_not_come_later[2b+1]",
+        "zero_tokens_is_never_async[2b+1]",
         r"returned \(0, True\)",
         "qwen3_5_35b_a3b",
         "P2D2",
@@ -77,175 +83,175 @@ WRONG = [
     Wrong(
         "AnswersOnce",
         "KV-MATCH-004",
-        "asking_again_gives_the_same_answer asking_in_vain_begins_nothing a_load_waits_for_room",
+        "repeated_call_returns_the_same call_without_free_blocks_starts_no_load load_without_room_starts_later",
         r"0",
     ),
     Wrong(
         "AnswersLess",
         "KV-MATCH-004",
-        "asking_again_gives_the_same_answer asking_in_vain_begins_nothing",
+        "repeated_call_returns_the_same call_without_free_blocks_starts_no_load",
         r"\(52, True\)",
     ),
     Wrong(
         "AnswersAgain",
         "KV-MATCH-005",
-        "answers_nothing_once_it_has_loaded[preempted]",
+        "returns_zero_after_the_load[preempted]",
         r"instead of \(0, False\)",
     ),
     Wrong(
         "NeverSure",
         "KV-MATCH-006",
-        "answers_in_the_end[handed_over]",
+        "none_is_followed_by_an_answer[handed_over]",
         r"\(None, False\) every time|knew no answer",
     ),
     # What it makes of blocks.
     Wrong(
         "LoadsByBlocks",
         "KV-MATCH-007",
-        "loads_nothing_when_told_of_nothing[discarded]",
+        "update_state_after_alloc_with_zero_tokens_starts_no_load[discarded]",
         r"told of 0 tokens, and the metadata names blocks \[",
     ),
     Wrong(
         "LoadsTwice",
         "KV-MATCH-007 KV-META-003",
-        "loads_nothing_when_told_of_nothing[second_call]",
+        "update_state_after_alloc_with_zero_tokens_starts_no_load[second_call]",
         r"told of 0 tokens|is ordered in steps",
     ),
     Wrong(
         "DropsTheLastBlock",
         "KV-MATCH-008",
-        "loads_into_blocks_of_its_own[no_hit]",
+        "load_fills_the_allocated_blocks[no_hit]",
         r"no load is ordered into blocks \[\d+\]",
     ),
     Wrong(
         "LoadsIntoNeighbours",
         "KV-MATCH-008",
-        "loads_into_blocks_of_its_own[no_hit]",
+        "load_fills_the_allocated_blocks[no_hit]",
         r"which are none of the request's",
     ),
     # What it does to requests.
     Wrong(
         "CutsPlainPrompts",
         "KV-MATCH-009",
-        "a_new_request_stays_what_it_is[plain]",
+        "on_new_request_leaves_request_unchanged[plain]",
         r"a request of 53 tokens and max_tokens 3 has 52 and 3",
     ),
     Wrong(
         "CutsAgain",
         "KV-MATCH-009",
-        "a_new_request_stays_what_it_is[prefill_preempted]",
+        "on_new_request_leaves_request_unchanged[prefill_preempted]",
         r"53 tokens has 52 after a preemption",
     ),
     Wrong(
         "ComputesAhead",
         "KV-HOOK-003",
-        "the_scheduler_can_go_on[D]",
+        "scheduler_assertions_hold[D]",
         r"vLLM's scheduler of D0 stopped with AssertionError",
     ),
     # What it tells its workers.
     Wrong(
         "TellsADict",
         "KV-META-001",
-        "travels_to_the_workers[empty]",
+        "metadata_survives_pickle[empty]",
         r"returned a dict, which is no KVConnectorMetadata",
     ),
     Wrong(
         "TellsALock",
         "KV-META-001",
-        "travels_to_the_workers[empty]",
+        "metadata_survives_pickle[empty]",
         r"does not survive pickle: TypeError: cannot pickle '_thread.lock'",
     ),
     Wrong(
         "TakesTheEnds",
         "KV-META-002",
-        "leaves_the_schedulers_output_alone[D]",
+        "build_connector_meta_leaves_scheduler_output_unchanged[D]",
         r"changed scheduler_output\.finished_req_ids",
     ),
     Wrong(
         "RepeatsLoads",
         "KV-META-003",
-        "orders_a_load_once[no_hit]",
+        "load_is_in_one_step_only[no_hit]",
         r"is ordered in steps \[|mentions it: the state of a step|still mentions",
     ),
     Wrong(
         "RepeatsSends",
         "KV-META-003",
-        "tells_of_an_end_once[p-length]",
+        "finished_request_is_in_one_step_only[p-length]",
         r"mentions it: the state of a step is not reset|still mentions",
     ),
     Wrong(
         "ReusesTheList",
         "KV-META-004",
-        "is_not_changed_afterwards[prefill]",
+        "metadata_does_not_change_after_its_step[prefill]",
         r"named block \d.* and names cmpl-P0-0000 now",
     ),
     # How it ends requests.
     Wrong(
         "AnswersParamsAlone",
         "KV-FINISH-001",
-        "answers_whether_it_keeps_the_blocks[plain-length]",
+        "returns_bool_and_params[plain-length]",
         rf"{ENDED}\(\w+\) returned",
     ),
     Wrong(
         "KeepsByNumber",
         "KV-FINISH-001",
-        "answers_whether_it_keeps_the_blocks[p-length]",
+        "returns_bool_and_params[p-length]",
         rf"{ENDED}\(\w+\) returned \([01], ",
     ),
     Wrong(
         "AddsASet",
         "KV-FINISH-002",
-        "params_travel_as_json[p-length]",
+        "params_survive_json[p-length]",
         r"Object of type set is not JSON serializable",
     ),
     Wrong(
         "AddsNumberedKeys",
         "KV-FINISH-002",
-        "params_travel_as_json[p-length]",
+        "params_survive_json[p-length]",
         r"do not come back from JSON as they went: 'ranks'",
     ),
-    Wrong("AddsProtection", "KV-FINISH-002", "params_travel_as_json[p-stop]", r"params are a mappingproxy"),
+    Wrong("AddsProtection", "KV-FINISH-002", "params_survive_json[p-stop]", r"params are a mappingproxy"),
     Wrong(
         "Remembers",
         "KV-FINISH-003",
-        "everything_comes_back[p-abort-new]",
+        "every_block_is_freed[p-abort-new]",
         r"the connector still remembers cmpl-[PD]0-\d+: notes\.key",
     ),
     Wrong(
         "HoldsABlock",
         "KV-FINISH-003",
-        "everything_comes_back[p-length]",
+        "every_block_is_freed[p-length]",
         r"1 of 100 blocks did not come back",
     ),
     Wrong(
         "KeepsTheAborted",
         "KV-FINISH-004",
-        "an_abandoned_prefill_is_not_kept[p-abort-running]",
+        "aborted_prefill_is_freed_at_once[p-abort-running]",
         r"returned True: P keeps blocks that nobody reads",
     ),
     Wrong(
         "HandsOverOldBlocks",
         "KV-FINISH-005",
-        "hands_over_the_blocks_of_the_end[preempted]",
+        "params_name_the_final_blocks[preempted]",
         r"are none of \[|leave out blocks",
     ),
     Wrong(
         "GivesBlocksAway",
         "KV-FINISH-006",
-        "keeps_the_blocks_that_it_hands_over[p-length]",
+        "handed_over_blocks_are_kept_until_sent[p-length]",
         r"P gave .* away before anybody has read them",
     ),
     # How it takes reports.
     Wrong(
         "ForgetsLateLoads",
         "KV-LOAD-001",
-        "a_load_ends_when_it_is_reported[late]",
+        "request_resumes_when_load_is_reported[late]",
         r"was reported, and it still waits",
     ),
     Wrong(
         "CountsOneRank",
         "KV-LOAD-002",
-        "every_rank_is_waited_for[in_turn] every_rank_sends[in_turn]",
+        "load_ends_with_the_last_rank[in_turn] send_ends_with_the_last_rank[in_turn]",
         r"although rank",
         "qwen3_5_35b_a3b",
         "P2D2",
@@ -253,7 +259,7 @@ WRONG = [
     Wrong(
         "CountsAPeer",
         "KV-LOAD-002 KV-LOAD-001 KV-LOAD-004 KV-FINISH-003",  # nothing comes to an end
-        "every_rank_is_waited_for[in_turn] every_rank_sends[in_turn]",
+        "load_ends_with_the_last_rank[in_turn] send_ends_with_the_last_rank[in_turn]",
         r"still",
         "qwen3_5_35b_a3b",
         "P2D2",
@@ -261,31 +267,31 @@ WRONG = [
     Wrong(
         "KnowsEveryLoad",
         "KV-LOAD-003",
-        "reports_are_taken_as_they_come[unknown]",
+        "update_connector_output_takes_any_report[unknown]",
         r"update_connector_output raised KeyError",
     ),
     Wrong(
         "WantsASet",
         "KV-LOAD-003",
-        "reports_are_taken_as_they_come[nothing]",
+        "update_connector_output_takes_any_report[nothing]",
         r"update_connector_output raised TypeError",
     ),
     Wrong(
         "HidesErrors",
         "KV-LOAD-004",
-        "a_failed_load_ends_its_request[request]",
+        "failed_load_ends_its_request[request]",
         r"failed, and its request ends with 'stop'",
     ),
     Wrong(
         "FreesTheCancelled",
         "KV-LOAD-005",
-        "a_cancelled_load_gives_everything_back[begun]",
+        "aborted_load_frees_blocks_after_its_report[begun]",
         r"blocks of cmpl-D0-\d+ are free, and its load may",
     ),
     Wrong(
         "CannotReset",
         "KV-LOAD-006",
-        "the_cache_can_be_emptied_at_any_time[loading]",
+        "reset_cache_works_at_any_time[loading]",
         r"reset_cache raised RuntimeError: a load is under way",
     ),
     # How it fails.
@@ -301,31 +307,31 @@ WRONG = [
     Wrong(
         "Crashes",
         "KV-HOOK-002",
-        "every_hook_comes_back[loading]",
+        "every_hook_returns_soon[loading]",
         r"died of SIGSEGV, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
     ),
     Wrong(
         "PrintsAndAborts",
         "KV-HOOK-002",
-        "every_hook_comes_back[loading]",
+        "every_hook_returns_soon[loading]",
         r"died of SIGABRT, in update_state_after_alloc",
     ),
     Wrong(
         "LeavesAtOnce",
         "KV-HOOK-002",
-        "every_hook_comes_back[loading]",
+        "every_hook_returns_soon[loading]",
         r"ended with exit code 0, in update_state_after_alloc",
     ),
     Wrong(
         "WaitsForWorkers",
         "KV-HOOK-002",
-        "every_hook_comes_back[loading]",
+        "every_hook_returns_soon[loading]",
         r"^build_connector_meta took 1\.\d s and 1\.\d s in steps \d+ and \d+ of D0",
     ),
     Wrong(
         "OneAtATime",
         "KV-HOOK-002 KV-MATCH-004",
-        "every_hook_comes_back[loading]",
+        "every_hook_returns_soon[loading]",
         r"nobody reports what is loading, .* another request is WAITING",
     ),
 ]
@@ -367,7 +373,7 @@ def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
 
 
 def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(judge: Callable[..., Judged]) -> None:
-    wrong = Wrong("StandsStill", "KV-HOOK-002", "every_hook_comes_back[loading]", "", scale=SHORT)
+    wrong = Wrong("StandsStill", "KV-HOOK-002", "every_hook_returns_soon[loading]", "", scale=SHORT)
     judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=SHORT, only=chosen(wrong))
     said = [finding.happened for finding in judged.findings.values()]
     assert len(said) == 3 and "BLOCKED" in judged.outcomes.values()

@@ -32,39 +32,44 @@ class Declines:
         return self.connector
 
 
-START, LATER = "interface/lifecycle", "protocol/params"
+START, LATER = "interface/startup", "protocol/kv_transfer_params"
 CLEAN = [
     Declines(
         "DeclinesMemory",
         START,
-        "starts_in_vllms_order[D]",
+        "engine_starts_in_vllm_call_order[D]",
         "NotImplementedError: sliding windows are not supported",
     ),
     Declines(
         "DeclinesIntroduction",
         START,
-        "starts_in_vllms_order[D]",
+        "engine_starts_in_vllm_call_order[D]",
         "ValueError: this engine has sliding windows, and they are not supported",
     ),
     Declines(
         "NothingBehindHits",
-        "protocol/hits",
-        "loads_what_a_hit_leaves[3b_b]",
+        "protocol/prefix_cache_hits",
+        "load_starts_after_the_local_hit[3b_b]",
         "behind a hit D is given nothing, and has computed the rest",
         HIT,
         "llama3_1_8b",
     ),
 ]
 SILENT = [  # no case fails: there is nothing to look at
-    Declines("AnnouncesNothing", LATER, "reads_keys_by_name[reordered]", ""),
-    Declines("HandsNothingOver", LATER, "reads_keys_by_name[reordered]", ""),
+    Declines("AnnouncesNothing", LATER, "params_are_read_by_key[reordered]", ""),
+    Declines("HandsNothingOver", LATER, "params_are_read_by_key[reordered]", ""),
 ]
 WRONG = [
-    Declines("Stumbles", START, "starts_in_vllms_order[D]", ""),
-    Declines("SaysNoWord", START, "starts_in_vllms_order[D]", ""),
-    Declines("DeclinesTooLate", LATER, "reads_keys_by_name[reordered]", ""),
+    Declines("Stumbles", START, "engine_starts_in_vllm_call_order[D]", ""),
+    Declines("SaysNoWord", START, "engine_starts_in_vllm_call_order[D]", ""),
+    Declines("DeclinesTooLate", LATER, "params_are_read_by_key[reordered]", ""),
     Declines(
-        "LoadsTooLittleBehindHits", "protocol/hits", "loads_what_a_hit_leaves[3b_b]", "", HIT, "llama3_1_8b"
+        "LoadsTooLittleBehindHits",
+        "protocol/prefix_cache_hits",
+        "load_starts_after_the_local_hit[3b_b]",
+        "",
+        HIT,
+        "llama3_1_8b",
     ),
 ]
 
@@ -113,7 +118,7 @@ def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
 @pytest.mark.parametrize("connector", ["DeclinesMemory", "DeclinesIntroduction"])
 def test_where_there_is_nothing_to_decline_everything_passes(jury: Jury, connector: str) -> None:
     found = judged(jury, Declines(connector, START, "", "", geometry="llama3_1_8b"))
-    assert found.failed == {"taken_port_is_no_reason_to_wait"}, (
+    assert found.failed == {"start_on_taken_port_does_not_hang"}, (
         found.findings
     )  # as NixlConnector itself: docs/findings.md
     assert set(found.outcomes.values()) == {"PASS", "FAIL"}

@@ -12,7 +12,13 @@ import pytest
 from pytest_kvconform.plan import Planned, load_module
 from tests.engine.judged import Judged
 
-MODULES = ("protocol/params", "protocol/hits", "protocol/aborts", "protocol/multi", "protocol/stores")
+MODULES = (
+    "protocol/kv_transfer_params",
+    "protocol/prefix_cache_hits",
+    "protocol/aborts",
+    "protocol/multi_connector",
+    "protocol/stores",
+)
 
 
 @dataclass(frozen=True)
@@ -45,31 +51,31 @@ WRONG = [
     Wrong(
         "AnswersStrangers",
         "KV-PARAMS-001",
-        r"lets_others_pass\[[pd]-of_a\w+\]",
+        r"requests_without_own_params_are_ignored\[[pd]-of_a\w+\]",
         r"answered \(False, \{'served_by'",
     ),
     Wrong(
         "NamesStrangers",
         "KV-PARAMS-001",
-        rf"lets_others_pass\[[pd]-{STRANGE}\]",
+        rf"requests_without_own_params_are_ignored\[[pd]-{STRANGE}\]",
         r"metadata of step 1 names cmpl-[PD]0-0000, whose",
     ),
     Wrong(
         "TrustsAddresses",
         "KV-PARAMS-002",
-        r"finds_out_in_time\[missing\]",
+        r"corrupted_params_fail_only_their_request\[missing\]",
         rf"^with remote_host, remote_port missing: {FOR_EVER}$",
     ),
     Wrong(
         "TrustsGroups",
         "KV-PARAMS-002",
-        r"finds_out_that_there_are_no_blocks\[emptied\]",
+        r"corrupted_lists_fail_only_their_request\[emptied\]",
         r"a load of nothing: the metadata names no block to load from",
     ),
     Wrong(
         "TrustsGroups",
         "KV-PARAMS-002",
-        r"finds_out_that_there_are_no_blocks\[emptied\]",
+        r"corrupted_lists_fail_only_their_request\[emptied\]",
         r"^with remote_block_ids emptied: the request waits for a load of nothing",
         geometry="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -77,50 +83,50 @@ WRONG = [
     Wrong(
         "TrustsNames",
         "KV-PARAMS-002",
-        r"finds_out_in_time\[(list|object)\]",
+        r"corrupted_params_fail_only_their_request\[(list|object)\]",
         r"^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable type: '(list|dict)' \(base_scheduler",
     ),
     Wrong(
         "RemembersTheUnusable",
         "KV-PARAMS-002",
-        r"finds_out_in_time\[\w+\]|finds_out_that_there_are_no_blocks\[(?!longer|negative|huge)\w+\]",
+        r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]",
         r"the connector still remembers it: connector_scheduler\.refused\.item",
     ),
     Wrong(
         "WantsEveryKey",
         "KV-PARAMS-003",
-        r"asks_for_no_more_than_it_needs",
+        r"null_keys_may_be_left_out",
         r"^asked with \{'do_remote_decode': True\}, P hands nothing",
     ),
     Wrong(
         "ReadsInOrder",
         "KV-PARAMS-004",
-        r"reads_keys_by_name\[(reordered|with_more)\]",
+        r"params_are_read_by_key\[(reordered|with_more)\]",
         r"D announces 0 tokens and orders another load",
     ),
     Wrong(
         "ServesOnce",
         "KV-PARAMS-004",
-        r"reads_keys_by_name\[twice\]",
+        r"params_are_read_by_key\[twice\]",
         r"of two requests with the same params the second one is gone",
     ),
     Wrong(
         "TakesTurns",
         "KV-PARAMS-005",
-        r"survives_its_own_answer|survives_a_strange_question\[(?!missing|null|empty)\w+\]",
+        r"p_survives_params_of_an_earlier_turn|p_survives_corrupted_params\[(?!missing|null|empty)\w+\]",
         rf"update_state_after_alloc raised AssertionError|{FOR_EVER}",
     ),
     # Hits.
     Wrong(
         "SilentWithoutALoad",
         "KV-HIT-001",
-        r"lets_p_go_without_a_load\[dropped\]",
+        r"p_is_notified_without_a_load\[dropped\]",
         r"P keeps 3 blocks for it, and no step's metadata tells",
     ),
     Wrong(
         "SilentWithoutALoad",
         "KV-HIT-001",
-        r"lets_p_go_without_a_load\[(dropped|whole)\]",
+        r"p_is_notified_without_a_load\[(dropped|whole)\]",
         r"and no step's metadata tells P$",
         geometry="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -128,13 +134,13 @@ WRONG = [
     Wrong(
         "StopsEarly",
         "KV-HIT-002",
-        r"loads_what_a_hit_leaves\[(2b\+5|3b|2b\+1)_b\]",
+        r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]",
         r"answered \(5, True\), which ends at 21|ends at \d+$",
     ),
     Wrong(
         "LeavesStatesOut",
         "KV-HIT-003",
-        r"brings_every_state\[(hit|diverged|one_token_left)\]",
+        r"load_includes_every_state\[(hit|diverged|one_token_left)\]",
         r"behind 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)",
         geometry="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -142,7 +148,7 @@ WRONG = [
     Wrong(
         "LoadsTheLastToken",
         "KV-HIT-004",
-        r"stops_where_p_stops\[(?!1\])[\w+-]+\]",
+        r"load_ends_where_p_stopped\[(?!1\])[\w+-]+\]",
         r"P computed \d+, and D loads \d+: the state is of another token",
         geometry="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -151,62 +157,62 @@ WRONG = [
     Wrong(
         "KeepsWhatLoads",
         "KV-ABORT-001",
-        r"spares_the_others_on_d\[(?!waiting|asked)\w+\]",
+        r"abort_leaves_other_requests_alone\[(?!waiting|asked)\w+\]",
         r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
     ),
     Wrong(
         "ForgetsTheOthers",
         "KV-ABORT-001",
-        r"spares_the_others_on_d\[\w+\]",
+        r"abort_leaves_other_requests_alone\[\w+\]",
         r"which was given 0 tokens, computed 53$",
     ),
     Wrong(
         "SilentAtTheEnd",
         "KV-ABORT-002",
-        r"lets_p_go_before_a_load\[(waiting|asked)\]",
+        r"abort_before_the_load_notifies_p\[(waiting|asked)\]",
         r"P keeps 4 blocks for it, and no step's metadata",
     ),
     # Neighbours.
     Wrong(
         "LoadsByBlocks",
         "KV-MULTI-001",
-        r"leaves_the_load_to_another\[first\]",
+        r"loads_nothing_if_another_connector_loads\[first\]",
         r"orders a load into blocks \[",
     ),
     Wrong(
         "SilentWithoutALoad",
         "KV-MULTI-001",
-        r"leaves_the_load_to_another\[first\]",
+        r"loads_nothing_if_another_connector_loads\[first\]",
         r"no step's metadata tells P",
     ),
     Wrong(
         "ActsWhenAsked",
         "KV-MULTI-001",
-        r"loads_as_if_it_were_alone\[unsure_last\]",
+        r"loads_the_same_as_alone\[unsure_last\]",
         r"with the neighbour unsure_last 0",
     ),
     Wrong(
         "KeepsStrangers",
         "KV-MULTI-002",
-        r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]",
+        r"keeps_only_its_own_blocks\[neighbour-\w+\]",
         r"returned \(True, None\)",
     ),
     Wrong(
         "KnowsEveryReport",
         "KV-LOAD-003",
-        r"keeps_blocks_of_its_own_accord\[neighbour-\w+\]",
+        r"keeps_only_its_own_blocks\[neighbour-\w+\]",
         r"nobody has kept",
     ),
     Wrong(
         "ReusesTheDict",
         "KV-MULTI-003",
-        r"shares_the_params\[last\]",
+        r"shares_the_params_dict\[last\]",
         r"params of request 1 have \['neighbour-0', 'neighbour-1'",
     ),
     Wrong(
         "IsTheOnlyOne",
         "KV-MULTI-004",
-        r"publishes_through_another\[\w+\]",
+        r"handshake_metadata_reaches_scheduler_half\[\w+\]",
         r"and through MultiConnector nothing$",
     ),
 ]
@@ -214,17 +220,20 @@ WRONG_STORES = [
     Wrong(
         "AnnouncesTheRest",
         "KV-STORE-001",
-        r"serves_a_conversation\[forgotten\]",
+        r"growing_prompts_can_be_loaded\[forgotten\]",
         r"tokens, \d+ of which were ever computed, \d+ were announced",
     ),
     Wrong(
         "CountsTokens",
         "KV-STORE-002",
-        r"announces_nothing_that_nobody_saved\[(?!nothing)\w+\]",
+        r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]",
         r"nobody has saved a block",
     ),
     Wrong(
-        "CountsQuestions", "KV-STORE-003", r"answers_the_same_again", r"asked four times about one request"
+        "CountsQuestions",
+        "KV-STORE-003",
+        r"repeated_lookup_returns_the_same",
+        r"asked four times about one request",
     ),
 ]
 
@@ -288,7 +297,7 @@ def test_a_right_connector_passes(
 ) -> None:
     judged = judge(connector, geometry, topology, only=of(MODULES[:4]))
     passed = {name for name, outcome in judged.outcomes.items() if outcome == "PASS"}
-    assert set(judged.outcomes) - passed <= {"lets_p_go_without_a_load[whole]"}, judged.findings
+    assert set(judged.outcomes) - passed <= {"p_is_notified_without_a_load[whole]"}, judged.findings
     assert len(passed) > 30
     assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
 
@@ -296,7 +305,7 @@ def test_a_right_connector_passes(
 def test_a_right_store_passes(judge: Callable[..., Judged], tmp_path: Path) -> None:
     judged = judge("Store", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
     assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
-    served = judged.evidence["serves_a_conversation[forgotten]"].external_tokens
+    served = judged.evidence["growing_prompts_can_be_loaded[forgotten]"].external_tokens
     assert served > 100, "nothing was loaded"
 
 
@@ -306,7 +315,7 @@ def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
     judged = judge("Silent", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
     assert judged.failed == set()
     unsaid = {name for name, outcome in judged.outcomes.items() if outcome == "NOT-APPLICABLE"}
-    assert unsaid == {"serves_a_conversation[forgotten]", "answers_the_same_again"}
+    assert unsaid == {"growing_prompts_can_be_loaded[forgotten]", "repeated_lookup_returns_the_same"}
 
 
 # ---- vLLM's own: docs/findings.md ----------------------------------------------------------------------------------------------
@@ -315,19 +324,22 @@ def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
 def test_vllms_nixl_connector_trusts_params(judge: Callable[..., Judged]) -> None:
     judged = judge("NixlConnector", "llama3_1_8b", only=of(PARAMS))
     said = {name: finding.happened for name, finding in judged.findings.items()}
-    assert said["finds_out_in_time[missing]"] == (
+    assert said["corrupted_params_fail_only_their_request[missing]"] == (
         f"with remote_engine_id, remote_request_id, remote_host, remote_port missing: {FOR_EVER}"
     )
-    assert said["finds_out_in_time[list]"].startswith(
+    assert said["corrupted_params_fail_only_their_request[list]"].startswith(
         "with remote_engine_id list: on_new_request raised TypeError: unhashable type: 'list'"
     )
     asserts = "update_state_after_alloc raised AssertionError (pull_scheduler.py:186)"
-    assert said["finds_out_that_there_are_no_blocks[missing]"] == f"with remote_block_ids missing: {asserts}"
-    assert said["finds_out_that_there_are_no_blocks[emptied]"].endswith(
+    assert (
+        said["corrupted_lists_fail_only_their_request[missing]"]
+        == f"with remote_block_ids missing: {asserts}"
+    )
+    assert said["corrupted_lists_fail_only_their_request[emptied]"].endswith(
         "the metadata names no block to load from"
     )
-    assert said["survives_a_strange_question[flag]"] == f"with do_remote_prefill flag: {asserts}"
-    assert said["survives_its_own_answer"] == f"with params of an earlier turn: {FOR_EVER}"
+    assert said["p_survives_corrupted_params[flag]"] == f"with do_remote_prefill flag: {asserts}"
+    assert said["p_survives_params_of_an_earlier_turn"] == f"with params of an earlier turn: {FOR_EVER}"
     assert {finding.rule for finding in judged.findings.values()} == {"KV-PARAMS-002", "KV-PARAMS-005"}
 
 
@@ -338,9 +350,12 @@ def test_vllms_nixl_connector_is_right_about_the_rest(judge: Callable[..., Judge
 
 def test_vllms_example_of_a_store_announces_what_it_has_not(judge: Callable[..., Judged]) -> None:
     judged = judge("ExampleConnector", "llama3_1_8b", only=of(STORES))
-    assert judged.failed == {"serves_a_conversation[kept]", "serves_a_conversation[forgotten]"}
-    assert "returned (-16, False)" in judged.findings["serves_a_conversation[kept]"].happened
+    assert judged.failed == {
+        "growing_prompts_can_be_loaded[kept]",
+        "growing_prompts_can_be_loaded[forgotten]",
+    }
+    assert "returned (-16, False)" in judged.findings["growing_prompts_can_be_loaded[kept]"].happened
     assert (
         "start_load_kv raised FileNotFoundError"
-        in judged.findings["serves_a_conversation[forgotten]"].happened
+        in judged.findings["growing_prompts_can_be_loaded[forgotten]"].happened
     )

@@ -8,7 +8,7 @@ from pytest_kvconform.result import CaseResult, Outcome
 from tests.engine.judged import Jury
 from tests.juries import fixtures
 
-MODULES = ("protocol/peers", "protocol/lease", "protocol/side_channel", "protocol/ranks")
+MODULES = ("protocol/peers", "protocol/lease", "protocol/rank_reports")
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'  # seconds; NixlConnector itself gets it from the suite
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another
 Said = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why

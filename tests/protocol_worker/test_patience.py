@@ -51,7 +51,7 @@ def test_what_counts_as_held_up_is_longer(
         """What is said of a request that took as long as the one that came with it, whose peer does not answer."""
         ended = Ended("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
         monkeypatch.setattr(peers, "look", lambda *_: StorySeen({"bad": ended, "own": ended}))
-        return peers.others_go_on(bench(scale), "mute")
+        return peers.unreachable_peer_delays_no_other_request(bench(scale), "mute")
 
     assert judge(limit - 0.1).looked_at == 1
     with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):

@@ -7,7 +7,7 @@ import pytest
 from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
-from pytest_kvconform.suite.protocol._peers import all_right
+from pytest_kvconform.suite._peer_observations import all_right
 
 LEASE_S = 4.0
 

@@ -39,76 +39,108 @@ class WrongRanks(Wrong):
     topology: str = field(default="P1D2", kw_only=True)
 
 
-UNREACHABLE = "unreachable_fails_alone[dead] unreachable_fails_alone[mute]"
-OTHERS = "others_go_on[dead] others_go_on[mute] strangers_go_on"
-TOO_LATE = "too_late_is_noticed[late] too_late_is_noticed[overtaken]"
+UNREACHABLE = "unreachable_peer_fails_only_its_request[dead] unreachable_peer_fails_only_its_request[mute]"
+OTHERS = "unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_other_request[mute] unreachable_peer_delays_no_new_peer"
+TOO_LATE = "load_after_the_lease_is_detected[late] load_after_the_lease_is_detected[overtaken]"
 STOOD_THERE = "was given what stood there by then, and ended well"
 HELD_UP = "holds up requests that have nothing to do with it"
 WRONG = [
     Wrong("NeverGivesUp", on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline"), scale=SHORT),
     Wrong(
         "RaisesWhenUnreachable",
-        on(f"{UNREACHABLE} restarted[stranger]", "D raised RuntimeError .*every peer can be reached"),
-        f"{OTHERS} restarted[met]",
+        on(
+            f"{UNREACHABLE} restarted_peer_is_a_new_engine[stranger]",
+            "D raised RuntimeError .*every peer can be reached",
+        ),
+        f"{OTHERS} restarted_peer_is_a_new_engine[met]",
     ),
-    Wrong("HoldsAllBack", on("others_go_on[dead] strangers_go_on", HELD_UP)),
-    Wrong("OneAtATime", on("strangers_go_on", HELD_UP)),
+    Wrong(
+        "HoldsAllBack",
+        on("unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_new_peer", HELD_UP),
+    ),
+    Wrong("OneAtATime", on("unreachable_peer_delays_no_new_peer", HELD_UP)),
     Wrong(
         "WaitsForPeers",
-        on(OTHERS, HELD_UP) | on("does_not_wait[meeting]", r"start_load_kv of D took \d\.\d\d s"),
+        on(OTHERS, HELD_UP)
+        | on("start_load_kv_does_not_wait_for_p[meeting]", r"start_load_kv of D took \d\.\d\d s"),
     ),
-    Wrong("WaitsForReads", on("does_not_wait[reading]", r"start_load_kv of D took \d\.\d\d s")),
+    Wrong(
+        "WaitsForReads",
+        on("start_load_kv_does_not_wait_for_p[reading]", r"start_load_kv of D took \d\.\d\d s"),
+    ),
     Wrong(
         "TakesAnybody",
-        on("restarted[stranger]", "what the old engine had was given what nobody can have")
+        on(
+            "restarted_peer_is_a_new_engine[stranger]",
+            "what the old engine had was given what nobody can have",
+        )
         | on(TOO_LATE, STOOD_THERE),
     ),
-    Wrong("RemembersAddresses", on("restarted[met]", "for what the new engine has ended with an error")),
+    Wrong(
+        "RemembersAddresses",
+        on("restarted_peer_is_a_new_engine[met]", "for what the new engine has ended with an error"),
+    ),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
-    Wrong("LooksBefore", on("too_late_is_noticed[overtaken]", STOOD_THERE)),
+    Wrong("LooksBefore", on("load_after_the_lease_is_detected[overtaken]", STOOD_THERE)),
     Wrong(
         "NeverExpires",
-        on("gives_back", "without a deadline"),
-        f"{TOO_LATE} late_notice_is_harmless",
+        on("expired_lease_frees_blocks", "without a deadline"),
+        f"{TOO_LATE} late_notification_is_ignored",
         scale=SHORT,
     ),
     Wrong(
-        "ExpiresEarly", on("gives_back", r"back 3\.\d\d s after the request had come, and its lease is 4 s")
+        "ExpiresEarly",
+        on("expired_lease_frees_blocks", r"back 3\.\d\d s after the request had come, and its lease is 4 s"),
     ),
     Wrong(
         "HearsLateReaders",
-        on("late_notice_is_harmless", "P raised AssertionError in _update_from_kv_xfer_finished"),
-        f"{TOO_LATE} gives_back",
+        on("late_notification_is_ignored", "P raised AssertionError in _update_from_kv_xfer_finished"),
+        f"{TOO_LATE} expired_lease_frees_blocks",
     ),
     Wrong(
-        "NoHeartbeats", on("kept_while_wanted[waiting] kept_while_wanted[loading]", "does not tell P in time")
+        "NoHeartbeats",
+        on(
+            "blocks_are_kept_while_d_waits[waiting] blocks_are_kept_while_d_waits[loading]",
+            "does not tell P in time",
+        ),
     ),
-    Wrong("SpeaksWhenScheduled", on("kept_while_wanted[waiting]", "before it was scheduled")),
-    Wrong("SpeaksUntilScheduled", on("kept_while_wanted[loading]", "for its load to end")),
+    Wrong("SpeaksWhenScheduled", on("blocks_are_kept_while_d_waits[waiting]", "before it was scheduled")),
+    Wrong("SpeaksUntilScheduled", on("blocks_are_kept_while_d_waits[loading]", "for its load to end")),
     Wrong(
         "BelievesEveryMessage",
-        on("outlives_nonsense", r"has not met before ended with an error\nP logged \w+Error"),
+        on(
+            "listener_survives_garbage_messages", r"has not met before ended with an error\nP logged \w+Error"
+        ),
     ),
     WrongRanks(
-        "RepeatsItself", on("reports_once", "rank 1 of D named request .* 2 times in finished_recving")
+        "RepeatsItself",
+        on("each_rank_reports_once", "rank 1 of D named request .* 2 times in finished_recving"),
     ),
-    WrongRanks("ForgetsToSay", on("reports_once", "rank 1 of D never named request"), scale=SHORT),
+    WrongRanks("ForgetsToSay", on("each_rank_reports_once", "rank 1 of D never named request"), scale=SHORT),
     WrongRanks(
         "NamesWhatItGaveUp",
-        on("reports_what_waits[D]", "in finished_recving: it never waited for a load"),
-        "tells_a_failure_once reports_what_was_aborted",
+        on("only_waiting_requests_are_reported[D]", "in finished_recving: it never waited for a load"),
+        "failed_load_is_reported_once aborted_load_is_reported_at_its_end",
     ),
     WrongRanks(
         "NamesEveryEnd",
-        on("reports_what_waits[P]", "in finished_sending: request_finished did not ask to keep its blocks"),
-        "reports_once reports_what_waits[D] tells_a_failure_once needs_no_forward reports_what_was_aborted",
+        on(
+            "only_waiting_requests_are_reported[P]",
+            "in finished_sending: request_finished did not ask to keep its blocks",
+        ),
+        "each_rank_reports_once only_waiting_requests_are_reported[D] failed_load_is_reported_once load_ends_in_idle_steps aborted_load_is_reported_at_its_end",
     ),
-    WrongRanks("RepeatsFailures", on("tells_a_failure_once", r"rank 1 reported block \d+ \d+ times")),
-    WrongRanks("NeedsForward", on("needs_no_forward", "it ended when D had something to compute")),
+    WrongRanks("RepeatsFailures", on("failed_load_is_reported_once", r"rank 1 reported block \d+ \d+ times")),
+    WrongRanks("NeedsForward", on("load_ends_in_idle_steps", "it ended when D had something to compute")),
     WrongRanks(
-        "ForgetsAborted", on("reports_what_was_aborted", "ranks 0, 1 of D did not report it"), scale=SHORT
+        "ForgetsAborted",
+        on("aborted_load_is_reported_at_its_end", "ranks 0, 1 of D did not report it"),
+        scale=SHORT,
     ),
-    WrongRanks("DropsAborted", on("reports_what_was_aborted", "reported it before its transfers had ended")),
+    WrongRanks(
+        "DropsAborted",
+        on("aborted_load_is_reported_at_its_end", "reported it before its transfers had ended"),
+    ),
 ]
 
 
@@ -141,7 +173,13 @@ def test_a_right_connector_passes_every_case(judge: Callable[..., Said], topolog
 
 @pytest.mark.parametrize(
     ("topology", "fails"),
-    [("P1D1", {"strangers_go_on", *TOO_LATE.split(), "outlives_nonsense"}), ("P1D2", set())],
+    [
+        (
+            "P1D1",
+            {"unreachable_peer_delays_no_new_peer", *TOO_LATE.split(), "listener_survives_garbage_messages"},
+        ),
+        ("P1D2", set()),
+    ],
 )
 def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: str, fails: set[str]) -> None:
     said = judge("NixlConnector", topology)
@@ -158,8 +196,8 @@ def test_a_long_lease_is_not_waited_for(judge: Callable[..., Said]) -> None:
     }
     assert blocked == {
         *TOO_LATE.split(),
-        "gives_back",
-        "late_notice_is_harmless",
-        "kept_while_wanted[waiting]",
-        "kept_while_wanted[loading]",
+        "expired_lease_frees_blocks",
+        "late_notification_is_ignored",
+        "blocks_are_kept_while_d_waits[waiting]",
+        "blocks_are_kept_while_d_waits[loading]",
     }

@@ -22,7 +22,7 @@ from pytest_kvconform.rigs.bench import (
 )
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
-from pytest_kvconform.suite.bytes import _store
+from pytest_kvconform.suite.bytes import _stores
 from tests.juries import looked_for_in, must_be_installed
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 
 @dataclass
 class Said:
-    """What the cases of one cell said, by the last words of their ids: "rows_arrive[n55]"."""
+    """What the cases of one cell said, by the last words of their ids: "attention_kv_arrives[n55]"."""
 
     passed: set[str] = field(default_factory=set)
     failed: dict[str, Finding] = field(default_factory=dict)
@@ -96,12 +96,12 @@ def judge(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
     said = judge("Right")
     assert (said.failed, said.blocked) == ({}, {})
-    assert set(said.declined) == {f"rows_arrive[{n}]" for n in ("n2", "n15", "n16", "hit3")}
-    assert set(said.declined.values()) == {_store.SMALL}
+    assert set(said.declined) == {f"attention_kv_arrives[{n}]" for n in ("n2", "n15", "n16", "hit3")}
+    assert set(said.declined.values()) == {_stores.SMALL}
     assert (
         said.moved > 10_000_000
-        and "spares_computing[n17]" in said.passed
-        and "rows_arrive[preempted_on_d]" in said.passed
+        and "d_computes_only_missing_tokens[n17]" in said.passed
+        and "attention_kv_arrives[preempted_on_d]" in said.passed
     )
 
 
@@ -109,7 +109,7 @@ def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
 def test_a_miss_on_an_unlike_engine_is_right(judge: Callable[..., Said], cell: str) -> None:
     said = judge("Right", "n2 n49 n55 n211", cell)
     assert (said.failed, said.blocked) == ({}, {})
-    assert _store.UNLIKE in said.declined.values() and "comes_up" in said.passed
+    assert _stores.UNLIKE in said.declined.values() and "engines_start" in said.passed
     assert not said.moved
 
 
@@ -127,21 +127,27 @@ class Wrong:
 
 
 WRONG = [
-    Wrong("NeverSaves", "spares_computing", "announced nothing of a prompt that was saved"),
-    Wrong("AnnouncesLess", "spares_computing", "announced less than the whole blocks that were saved"),
-    Wrong("LoadsNothing", "rows_arrive", "no byte of .* was written"),
-    Wrong("LoadsLateByOne", "rows_arrive", r"blocks are mixed up \(0 holds 2, 1 holds 0, 2 holds 1\)"),
+    Wrong("NeverSaves", "d_computes_only_missing_tokens", "announced nothing of a prompt that was saved"),
+    Wrong(
+        "AnnouncesLess",
+        "d_computes_only_missing_tokens",
+        "announced less than the whole blocks that were saved",
+    ),
+    Wrong("LoadsNothing", "attention_kv_arrives", "no byte of .* was written"),
+    Wrong(
+        "LoadsLateByOne", "attention_kv_arrives", r"blocks are mixed up \(0 holds 2, 1 holds 0, 2 holds 1\)"
+    ),
     Wrong(
         "WrongLayer",
-        "rows_arrive",
+        "attention_kv_arrives",
         r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
     ),
-    Wrong("SwapsPlanes", "rows_arrive", "K and V are exchanged"),
-    Wrong("CountsTokens", "rows_arrive", "the store takes one prompt for another", "n55 reused"),
-    Wrong("FirstBlockOnly", "rows_arrive", "rows of another request", "two_at_once"),
+    Wrong("SwapsPlanes", "attention_kv_arrives", "K and V are exchanged"),
+    Wrong("CountsTokens", "attention_kv_arrives", "the store takes one prompt for another", "n55 reused"),
+    Wrong("FirstBlockOnly", "attention_kv_arrives", "rows of another request", "two_at_once"),
     Wrong(
         "OverwritesHits",
-        "others_untouched",
+        "rest_of_d_pool_is_unchanged",
         r"wrote outside its own blocks: block \d+ holds tokens 0-15",
         "hit1",
     ),
@@ -157,8 +163,8 @@ def test_a_wrong_store_fails_in_one_sentence(judge: Callable[..., Said], wrong: 
 
 def test_vllms_example_needs_nothing_but_its_name(judge: Callable[..., Said]) -> None:
     said = judge("ExampleConnector", "n17 n55 hit1")
-    assert set(said.failed) == {"spares_computing[n17]", "others_untouched[hit1]"}
-    assert "rows_arrive[n55]" in said.passed and said.moved
+    assert set(said.failed) == {"d_computes_only_missing_tokens[n17]", "rest_of_d_pool_is_unchanged[hit1]"}
+    assert "attention_kv_arrives[n55]" in said.passed and said.moved
 
 
 def test_a_family_that_vllm_does_not_start_without_hma(judge: Callable[..., Said]) -> None:

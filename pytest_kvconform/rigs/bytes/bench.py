@@ -71,7 +71,7 @@ class ByteBench:
             try:
                 p, d = self._engines(longest)
             except EngineFailed as failed:
-                on = f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}"
+                on = f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             seen = observe_transfer(
                 transfer, p, d, self.limits, lambda: next(self.names), self.bench.subject.profile == "store"

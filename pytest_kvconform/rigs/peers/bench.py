@@ -115,7 +115,8 @@ class PeerBench:
             (actor.failed for actor in first if actor.failed and actor.failed.how == "refused"), None
         ):
             raise Blocked(
-                f"stands on kv::bytes/start::comes_up[{cell}]: {refused.sentence}", refused=refused.declined
+                f"stands on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
+                refused=refused.declined,
             )
         return {
             name: replace(

@@ -161,7 +161,8 @@ class FaultBench:
                 engine.end()
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/start::comes_up[{cell}]: {failed.sentence}", refused=failed.declined
+                f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
+                refused=failed.declined,
             ) from None
         self._pairs[cell, policy] = pair[0], pair[1]
         self._introduce(cell, policy, *pair)

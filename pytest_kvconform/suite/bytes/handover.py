@@ -6,10 +6,10 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._ended import came_to_an_end, said_last
-from pytest_kvconform.suite._spared import computed_what_it_had_to
-from pytest_kvconform.suite.bytes._seen import look, moved, owed, settled
-from pytest_kvconform.suite.bytes._store import gave_back, is_store
+from pytest_kvconform.suite._outcomes import came_to_an_end, said_last
+from pytest_kvconform.suite._recomputed_tokens import computed_what_it_had_to
+from pytest_kvconform.suite.bytes._observations import look, moved, owed, settled
+from pytest_kvconform.suite.bytes._stores import gave_back, is_store
 from pytest_kvconform.suite.bytes._transfers import transfers
 
 
@@ -39,7 +39,7 @@ def _counted(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 @case("KV-HANDOVER-002", variants=_counted)
-def spares_computing(bench: Bench, transfer: Transfer) -> Evidence:
+def d_computes_only_missing_tokens(bench: Bench, transfer: Transfer) -> Evidence:
     """D computes what it was not given, and no more."""
     seen = settled(bench, transfer)
     if is_store(bench):

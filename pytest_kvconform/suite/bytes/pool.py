@@ -12,13 +12,13 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite.bytes._seen import finding, given, moved, settled, wrong_words
-from pytest_kvconform.suite.bytes._store import is_store, refuse_inventions
+from pytest_kvconform.suite.bytes._observations import finding, given, moved, settled, wrong_words
+from pytest_kvconform.suite.bytes._stores import is_store, refuse_inventions
 from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
 
 
 @case("KV-BYTES-001", variants=transfers)
-def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
+def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """Rows of attention layers that D's next forward reads and that have a block are P's, on every rank."""
     if is_store(bench):
         refuse_inventions(settled(bench, transfer))
@@ -40,7 +40,7 @@ def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
-def state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
+def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """The state from which D goes on is P's after exactly the tokens that D does not compute, on every rank."""
     seen = given(bench, transfer)
     for r in seen.requests:
@@ -59,7 +59,7 @@ def state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
-def window_is_whole(bench: Bench, transfer: Transfer) -> Evidence:
+def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
     """Every token of every window that D's next forward reads has a block on D."""
     seen = given(bench, transfer)
     for r in seen.requests:
@@ -88,7 +88,7 @@ def window_is_whole(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-BYTES-002", variants=transfers)
-def others_untouched(bench: Bench, transfer: Transfer) -> Evidence:
+def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing of D's pool that was not due has changed, up to the end of the transfer."""
     seen = settled(bench, transfer)
     for check in [check for r in seen.requests for check in r.checks] + list(seen.audits[1]):
@@ -100,7 +100,7 @@ def others_untouched(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-BYTES-003", variants=transfers)
-def source_untouched(bench: Bench, transfer: Transfer) -> Evidence:
+def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing of P's pool has changed but what P computed."""
     seen = settled(bench, transfer)
     for check in seen.audits[0]:

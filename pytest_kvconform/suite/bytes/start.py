@@ -10,7 +10,7 @@ from pytest_kvconform.suite.bytes._transfers import longest
 
 
 @case("KV-START-001")
-def comes_up(bench: Bench, variant: None) -> Evidence:
+def engines_start(bench: Bench, variant: None) -> Evidence:
     """Both engines start and register the memory of every layer on every rank."""
     try:
         p, d = bench.pattern.facts(longest(bench.cell, bench.settings.matrix))

@@ -6,13 +6,13 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite._given_back import nothing_held
+from pytest_kvconform.suite._released_blocks import nothing_held
+from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import everything
-from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-BLOCKS-001", variants=everything)
-def all_come_back(bench: Bench, scenario: Scenario) -> Evidence:
+def all_blocks_are_freed(bench: Bench, scenario: Scenario) -> Evidence:
     """Blocks of every group and requests are free again within seconds, not when a lease runs out."""
     seen = settled(bench, scenario)
     assert seen.usage is not None

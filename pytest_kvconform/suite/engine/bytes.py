@@ -11,8 +11,8 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handover import Observation
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
-from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 def _given(bench: Bench, scenario: Scenario) -> Observation:
@@ -20,13 +20,13 @@ def _given(bench: Bench, scenario: Scenario) -> Observation:
     seen = settled(bench, scenario)
     for r in seen.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
-            on = f"stands on kv::engine/handover::spares_computing[{bench.cell}-{scenario}]: D was given nothing for {r.name}"
+            on = f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D was given nothing for {r.name}"
             raise Blocked(on, refused=True)
     return seen
 
 
 @case("KV-BYTES-001", variants=transfers)
-def arrive(bench: Bench, scenario: Scenario) -> Evidence:
+def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """Rows that are due and have a block on D equal P's, bit for bit."""
     seen = _given(bench, scenario)
     for r in seen.requests:
@@ -52,7 +52,7 @@ def arrive(bench: Bench, scenario: Scenario) -> Evidence:
 
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
-def window_is_whole(bench: Bench, scenario: Scenario) -> Evidence:
+def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
     """Every token of every window that D's next forward reads has a block on D: none of them lies on the null block."""
     seen = _given(bench, scenario)
     looked_at = 0
@@ -79,7 +79,7 @@ def window_is_whole(bench: Bench, scenario: Scenario) -> Evidence:
 
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
-def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
+def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """The recurrent state from which D goes on is P's, after exactly the tokens that D does not compute."""
     seen = _given(bench, scenario)
     for r in seen.requests:
@@ -121,7 +121,7 @@ def state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
 
 
 @case("KV-BYTES-002", variants=transfers)
-def others_untouched(bench: Bench, scenario: Scenario) -> Evidence:
+def unowned_blocks_are_unchanged(bench: Bench, scenario: Scenario) -> Evidence:
     """Blocks that belong to nobody stay as they were, the null block among them."""
     seen = _given(bench, scenario)
     for r in seen.requests:

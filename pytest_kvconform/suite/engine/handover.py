@@ -6,10 +6,10 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite._ended import came_to_an_end, said_last
-from pytest_kvconform.suite._spared import computed_what_it_had_to
+from pytest_kvconform.suite._outcomes import came_to_an_end, said_last
+from pytest_kvconform.suite._recomputed_tokens import computed_what_it_had_to
+from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
-from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-HANDOVER-001", variants=everything)
@@ -39,7 +39,7 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
 
 
 @case("KV-HANDOVER-002", variants=transfers)
-def spares_computing(bench: Bench, scenario: Scenario) -> Evidence:
+def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence:
     """D computes what it was not given, and no more: counted in the scheduler's own output, not in what the connector says."""
     seen = settled(bench, scenario)
     return computed_what_it_had_to(seen.requests, seen.decoder.block_size, moved(seen))

@@ -7,12 +7,12 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handover import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import handovers
-from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-OUTPUT-001", variants=handovers)
-def agree(bench: Bench, scenario: Scenario) -> Evidence:
+def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
     """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies the KV."""
     seen = settled(bench, scenario)
     worst = 0.0

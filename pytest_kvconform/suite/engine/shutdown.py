@@ -7,19 +7,19 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import situations
-from pytest_kvconform.suite.engine._settled import moved, settled
 
 
 @case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
-def leaves_nothing(bench: Bench, scenario: Scenario) -> Evidence:
+def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evidence:
     """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
     seen = settled(bench, scenario)
     try:
         ends = bench.leftovers()
     except EngineFailed as failed:
         if failed.how == "refused":
-            on = f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}"
+            on = f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
             raise Blocked(on, refused=failed.declined) from None
         raise Violation(
             Finding(

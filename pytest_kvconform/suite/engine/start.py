@@ -10,7 +10,7 @@ from pytest_kvconform.suite.engine._scenarios import has_state, has_window
 
 
 @case("KV-START-001")
-def comes_up(bench: Bench, _: None) -> Evidence:
+def engines_start(bench: Bench, _: None) -> Evidence:
     """Both engines start."""
     try:
         p, d = bench.facts_of_engines()
@@ -38,7 +38,7 @@ def comes_up(bench: Bench, _: None) -> Evidence:
 
 
 @case("KV-START-002", applies=lambda cell: has_window(cell) or has_state(cell))
-def groups_stay_apart(bench: Bench, _: None) -> Evidence:
+def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
     """The hybrid memory allocator stays on: vLLM turns it off in silence for a class that does not inherit SupportsHMA."""
     try:
         facts = bench.facts_of_engines()
@@ -61,5 +61,5 @@ def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     from pytest_kvconform.result import Blocked
 
     return Blocked(
-        f"stands on kv::engine/start::comes_up[{bench.cell}]: {failed.sentence}", refused=failed.declined
+        f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}", refused=failed.declined
     )

@@ -15,7 +15,7 @@ ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
 
 
 @case("KV-LAYOUT-001", inside=True)
-def layout_asked_for_is_one(rig: Rig, _: None) -> Evidence:
+def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
     answers = [
@@ -38,7 +38,7 @@ def layout_asked_for_is_one(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-CAPS-001", applies=once, inside=True)
-def graphs_are_a_yes_or_no(rig: Rig, _: None) -> Evidence:
+def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
     """requires_piecewise_for_cudagraph answers with a bool, for no extra configuration and for the engine's own."""
     config = rig.host.config("P", "fail", 16, True, {})
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
@@ -53,7 +53,7 @@ def graphs_are_a_yes_or_no(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
-def promises_are_bools(rig: Rig, which: str) -> Evidence:
+def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
     """vLLM reads supports_divergent_local_hybrid_hits and requires_kv_delivery as attributes: a method would always be true."""
     connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
     names = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery")
@@ -76,7 +76,7 @@ def promises_are_bools(rig: Rig, which: str) -> Evidence:
 
 
 @case("KV-CAPS-003", inside=True)
-def loaded_groups_are_those_of_the_load(rig: Rig, _: None) -> Evidence:
+def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evidence:
     """The groups that a load fills are groups that are transferred; a hand-over of a request's own blocks fills them all."""
     d = rig.side("D")
     hand_over = rig.subject.profile == "p2p"
@@ -110,7 +110,7 @@ def loaded_groups_are_those_of_the_load(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), inside=True)
-def optional_hooks_answer(rig: Rig, role: str) -> Evidence:
+def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
     """Events, pending work, hit sources and the cache's reset: before, during and after a request every answer is of its kind."""
     side = rig.side(role)
     asked = _answers(rig, side)

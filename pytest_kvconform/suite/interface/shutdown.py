@@ -26,7 +26,7 @@ MOMENT_S = 4.0  # that what was told to end may take to do so; times --kv-timeou
 
 
 @case("KV-SHUTDOWN-001", applies=once, inside=True)
-def leaves_nothing(rig: Rig, _: None) -> Evidence:
+def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
     """After a start and shutdown of both halves there is no thread, listening port or process that was not there before."""
     half = WorkerHalf(rig, "P")
     before = set(threads()), set(listening_sockets(os.getpid()))
@@ -62,7 +62,7 @@ def _left(known: set[str], ports: set[str]) -> dict[str, list[Any]]:
 
 
 @case("KV-SHUTDOWN-002", applies=once, variants=lambda cell, matrix: ("started", "half_built"), inside=True)
-def twice_is_once(rig: Rig, which: str) -> Evidence:
+def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
     """shutdown() can be called again, and on halves that were built and never registered."""
     half = WorkerHalf(rig, "P")
     if which == "started":
@@ -81,7 +81,7 @@ def twice_is_once(rig: Rig, which: str) -> Evidence:
 
 
 @case("KV-SHUTDOWN-003", applies=once, inside=True)
-def another_one_can_follow(rig: Rig, _: None) -> Evidence:
+def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
     """The same process starts a second engine on the same port, and holds no more files and memory after it than after the first one."""
     held, ports = Counter[str](), []
     for _engine in range(2):

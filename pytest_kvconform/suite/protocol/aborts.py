@@ -5,16 +5,22 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, spread
-from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    SAME,
+    hands_over,
+    let_go,
+    several,
+    spread,
+    while_it_waits,
+)
 
 ENDED = "request_finished"
 STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running", "preempted")
 
 
 @case("KV-ABORT-001", variants=spread(*STATES), inside=True)
-def spares_the_others_on_d(rig: Rig, state: str) -> Evidence:
+def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     """One of two requests of D is aborted: the other one loads and ends as ever, the report of the first may come late, nothing is left."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")
@@ -73,7 +79,7 @@ def _bring(d: Side, id: str, state: str) -> None:
 
 
 @case("KV-ABORT-002", variants=spread("waiting", "asked"), inside=True)
-def lets_p_go_before_a_load(rig: Rig, state: str) -> Evidence:
+def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     """D gives a request up before it had a block: P, which keeps blocks for it, is told."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")

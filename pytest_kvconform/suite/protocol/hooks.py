@@ -11,8 +11,16 @@ import itertools
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, crowd, end, endings, hands_over, settle, spread
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    crowd,
+    end,
+    endings,
+    hands_over,
+    settle,
+    several,
+    spread,
+)
 
 SOON_S = (
     1.0  # a hook takes microseconds, and the whole engine stands still for as long; times --kv-timeout-scale
@@ -31,7 +39,7 @@ def no_hook_raises(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-HOOK-002", variants=spread("loading", "kept"), inside=True)
-def every_hook_comes_back(rig: Rig, what: str) -> Evidence:
+def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     """While a load, or the blocks of an end, wait for workers that report nothing, every hook comes back soon, and others go on."""
     p = side = rig.side("P")
     if what == "loading":
@@ -65,7 +73,7 @@ def every_hook_comes_back(rig: Rig, what: str) -> Evidence:
 
 
 @case("KV-HOOK-003", variants=spread("P", "D"), inside=True)
-def the_scheduler_can_go_on(rig: Rig, role: str) -> Evidence:
+def scheduler_assertions_hold(rig: Rig, role: str) -> Evidence:
     """With requests of every kind at once, what the connector answers and does never makes vLLM's own assertions fail."""
     side = crowd(rig, role)
     return Evidence(looked_at=len(side.steps), unit="steps", notes={"calls": len(side.calls)})

@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
 from pytest_kvconform.rigs.bench import RELEASE_S, Bench
 from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
-from pytest_kvconform.suite.protocol._peers import (
+from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
     WRONG,
@@ -38,12 +38,14 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     """A story in which P has given its blocks back."""
     seen = _look(bench, name, rule, owns)
     if not seen.numbers["freed"]:
-        raise Blocked("stands on kv::protocol/lease::gives_back: P has not given the blocks back")
+        raise Blocked(
+            "stands on kv::protocol/lease::expired_lease_frees_blocks: P has not given the blocks back"
+        )
     return seen
 
 
 @case("KV-LEASE-001", applies=one_rank, variants=lambda cell, matrix: ("late", "overtaken"))
-def too_late_is_noticed(bench: Bench, variant: str) -> Evidence:
+def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request, or computes it: it does not take what stands in the blocks by now for the prompt's."""
     seen = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
     ended = seen.requests["late"]
@@ -66,7 +68,7 @@ def too_late_is_noticed(bench: Bench, variant: str) -> Evidence:
 
 
 @case("KV-LEASE-002", applies=one_rank)
-def gives_back(bench: Bench, variant: None) -> Evidence:
+def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     """P gives back what nobody comes for, not before its lease is over, soon after, and once."""
     seen = _look(bench, "late", "KV-LEASE-002", "")
     handed, lease = seen.handed["late"], bench.pattern.peers.lease_s
@@ -97,7 +99,7 @@ def gives_back(bench: Bench, variant: None) -> Evidence:
 
 
 @case("KV-LEASE-003", applies=one_rank)
-def late_notice_is_harmless(bench: Bench, variant: None) -> Evidence:
+def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     """D reads, and says so, when P does not know the request any more: P goes on, and the next hand-over is right."""
     looked_at = 0
     for name in COMES:
@@ -112,7 +114,7 @@ def late_notice_is_harmless(bench: Bench, variant: None) -> Evidence:
 
 
 @case("KV-LEASE-004", applies=one_rank, variants=lambda cell, matrix: ("waiting", "loading"))
-def kept_while_wanted(bench: Bench, variant: str) -> Evidence:
+def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     """A request that waits on D for longer than a lease finds its blocks as they were."""
     seen = _look(bench, variant, "KV-LEASE-004", "P D6")
     if seen.slow:

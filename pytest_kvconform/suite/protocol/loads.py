@@ -6,8 +6,7 @@ from model_matrix import parse_topology
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Report, Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group, settle, spread
+from pytest_kvconform.suite.protocol._scenarios import PROMPT, hands_over, one_group, settle, several, spread
 
 ASKED = "get_num_new_matched_tokens"
 
@@ -54,7 +53,7 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
 @case(
     "KV-LOAD-001", variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True
 )
-def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
+def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
     count = 2 if when in ("in_turn", "backwards") else 1
     p, d, seconds = _pair(rig, count)
@@ -79,7 +78,7 @@ def a_load_ends_when_it_is_reported(rig: Rig, when: str) -> Evidence:
     variants=lambda cell, matrix: ("in_turn", "backwards", "twice_in_turn"),
     inside=True,
 )
-def every_rank_is_waited_for(rig: Rig, order: str) -> Evidence:
+def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """The load has ended when the last rank has reported it: get_finished_count agrees with the number of reports."""
     p, d, [id] = _pair(rig)
     ranks = list(range(d.ranks))
@@ -102,7 +101,7 @@ def every_rank_is_waited_for(rig: Rig, order: str) -> Evidence:
     variants=lambda cell, matrix: ("in_turn", "backwards"),
     inside=True,
 )
-def every_rank_sends(rig: Rig, order: str) -> Evidence:
+def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """P's blocks are its own until the last rank has reported that they were read."""
     hands_over(rig)
     p = rig.side("P")
@@ -125,7 +124,7 @@ def every_rank_sends(rig: Rig, order: str) -> Evidence:
 
 
 @case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("first", "last"), inside=True)
-def a_failure_on_one_rank_is_one_of_the_load(rig: Rig, which: str) -> Evidence:
+def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     """A load that failed on one rank has failed, and is over when every rank has reported it."""
     p, d, [id] = _pair(rig, policy="recompute")
     ranks = range(d.ranks)
@@ -151,7 +150,7 @@ def a_failure_on_one_rank_is_one_of_the_load(rig: Rig, which: str) -> Evidence:
 
 
 @case("KV-LOAD-003", variants=spread("nothing", "empty", "unknown", "twice", "ended"), inside=True)
-def reports_are_taken_as_they_come(rig: Rig, what: str) -> Evidence:
+def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
     """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
     p, d, [id] = _pair(rig)
     if what == "ended":
@@ -174,7 +173,7 @@ def reports_are_taken_as_they_come(rig: Rig, what: str) -> Evidence:
 
 
 @case("KV-LOAD-004", variants=spread("request", "one_of_two"), inside=True)
-def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
+def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """Under the policy `fail` the request ends with an error, once, and no other one does."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=seconds[:1])
@@ -194,7 +193,7 @@ def a_failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
 
 
 @case("KV-LOAD-004", variants=spread("request", "one_of_two", "preempted_later"), inside=True)
-def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
+def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
     id, asked = seconds[0], len(d.calls_of(ASKED, seconds[0]))
@@ -222,7 +221,7 @@ def a_failed_load_is_computed(rig: Rig, what: str) -> Evidence:
 
 
 @case("KV-LOAD-004", applies=one_group, variants=spread("fail", "recompute"), inside=True)
-def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evidence:
+def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
     p, d, [id] = _pair(rig, policy=policy)
     second = d.blocks(id)[0][1]
@@ -241,7 +240,7 @@ def a_block_that_failed_is_a_part_of_its_request(rig: Rig, policy: str) -> Evide
 
 
 @case("KV-LOAD-005", variants=spread("begun", "under_way", "reported", "one_of_two", "one_rank"), inside=True)
-def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
+def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
     """Blocks of a request that is aborted while it loads stay until the load is reported, and come back then."""
     p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
     id = seconds[0]
@@ -274,7 +273,7 @@ def a_cancelled_load_gives_everything_back(rig: Rig, when: str) -> Evidence:
 
 
 @case("KV-LOAD-006", variants=spread("loading", "sending", "idle"), inside=True)
-def the_cache_can_be_emptied_at_any_time(rig: Rig, when: str) -> Evidence:
+def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
     """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
     p, d, seconds = _pair(rig)
     if when == "idle":

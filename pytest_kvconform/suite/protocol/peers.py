@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence
+from pytest_kvconform.result import Blocked, Evidence, HarnessError
 from pytest_kvconform.rigs.bench import REQUEST_S, Bench
-from pytest_kvconform.rigs.peers.scenarios import STALL_S
-from pytest_kvconform.suite.protocol._peers import (
+from pytest_kvconform.rigs.peers.scenarios import QUESTIONS, STALL_S
+from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
     WRONG,
@@ -30,7 +30,7 @@ HELD_UP = 0.8  # of the time that one takes: what takes as long has waited for i
 
 
 @case("KV-PEER-001", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
-def unreachable_fails_alone(bench: Bench, variant: str) -> Evidence:
+def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """The request for which P cannot be reached ends, and the next one of D is right."""
     seen = look(bench, variant, "KV-PEER-001", OWNS[variant])
     bad, limit = seen.requests["bad"], REQUEST_S * bench.settings.timeout_scale
@@ -56,14 +56,14 @@ def unreachable_fails_alone(bench: Bench, variant: str) -> Evidence:
 
 
 @case("KV-PEER-003", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
-def others_go_on(bench: Bench, variant: str) -> Evidence:
+def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """Requests that come from a peer that D has met, or from nobody, do not wait until the other one has failed."""
     met = {"good": "a request whose P D has met before"} if variant == "dead" else {}
     return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
 
 
 @case("KV-PEER-004", applies=one_rank)
-def strangers_go_on(bench: Bench, variant: None) -> Evidence:
+def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence:
     """Nor does a request that comes from a peer that D has not met yet."""
     return _not_held_up(
         "KV-PEER-004", bench, "mute", {"good": "a request whose P answers, and which D has not met before,"}
@@ -88,7 +88,7 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
 
 
 @case("KV-PEER-002", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
-def restarted(bench: Bench, variant: str) -> Evidence:
+def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
     seen = look(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
@@ -113,7 +113,7 @@ def restarted(bench: Bench, variant: str) -> Evidence:
 
 
 @case("KV-PEER-005", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
-def does_not_wait(bench: Bench, variant: str) -> Evidence:
+def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P stands still, and the load ends well when P goes on."""
     seen = look(bench, "stalled", "KV-PEER-005", "D2 P2")
     (watched,) = engine(seen, "D2").watched
@@ -143,3 +143,15 @@ def does_not_wait(bench: Bench, variant: str) -> Evidence:
         {variant: f"P stood still for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))
+
+
+@case("KV-SIDE-001", applies=one_rank)
+def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
+    """After a thousand messages that make no sense a D that P has never met gets what P has computed, and P lives."""
+    seen = look(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")
+    sent = int(seen.numbers["sent"])
+    if sent < QUESTIONS // 2:
+        raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
+    words = f"after {sent} messages that make no sense to the port on which P listens, a request of a D that P has not met before"
+    rows = all_right("KV-SIDE-001", seen, bench.pattern.limits.request, {"stranger": words})
+    return evidence(rows, "rows", seen, messages=sent, ports=int(seen.numbers["ports"]))

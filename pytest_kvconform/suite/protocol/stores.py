@@ -5,8 +5,8 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol.multi import _dense
+from pytest_kvconform.suite.protocol._scenarios import several
+from pytest_kvconform.suite.protocol.multi_connector import _dense
 
 ASKED = "get_num_new_matched_tokens"
 TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prompts of one conversation
@@ -45,7 +45,7 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
 
 
 @case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), inside=True)
-def serves_a_conversation(rig: Rig, cache: str) -> Evidence:
+def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     """Each prompt is the one before and more; D's own prefix cache is kept, or forgotten before each. Every answer can be loaded."""
     side = _store(rig)
     known, turns = 0, []
@@ -70,7 +70,7 @@ def serves_a_conversation(rig: Rig, cache: str) -> Evidence:
     variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"),
     inside=True,
 )
-def announces_nothing_that_nobody_saved(rig: Rig, saved: str) -> Evidence:
+def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     """Of a prompt that shares less than a block with what was saved, nothing is announced, as often as it is asked."""
     side = _store(rig)
     b = side.block_size
@@ -91,7 +91,7 @@ def announces_nothing_that_nobody_saved(rig: Rig, saved: str) -> Evidence:
 
 
 @case("KV-STORE-003", applies=_dense, inside=True)
-def answers_the_same_again(rig: Rig, variant: None) -> Evidence:
+def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times about a prompt that was saved, a store says the same, unless it does not know yet."""
     side = _store(rig)
     prompt = rig.prompt(several("3b+5", side.block_size))

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell, NotApplicable
-from pytest_kvconform.rigs.scheduler.leaks import integers
-from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
+from pytest_kvconform.rigs.scheduler.leaks import integers, mentions, walk
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side, Step
+
+_LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
+
+
+def lengths(cell: Cell, matrix: str) -> list[str]:
+    """One token, and both sides of the boundaries of blocks."""
+    short = ["1", "2", "b-1", "b", "b+1", "2b"]
+    return short if matrix == "quick" else [*short, "2b-1", "2b+1", "3b-1", "3b", "3b+1"]
+
+
+def several(length: str, block: int) -> int:
+    """Number of tokens: several("2b+1", 16) is 33."""
+    match = _LENGTH.fullmatch(length)
+    assert match is not None, length
+    times = 0 if match["times"] is None else int(match["times"] or 1)
+    return times * block + int(match["rest"] or 0)
+
 
 PROMPT = "3b+5"  # several blocks, the last one partly filled
 
@@ -135,3 +153,29 @@ def settle(*sides: Side) -> None:
     for side in sides:
         loading = [id for id in side.kept() if side.cancelled(id)]
         side.step(received=loading, sent=[id for id in side.kept() if id not in loading])
+
+
+SHORTEST = 8  # of a word that can stand for one engine or one request
+SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
+
+
+def words(params: dict[str, Any]) -> frozenset[str]:
+    """What of P's params can be found again: ids of its engine and of its request."""
+    return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
+
+
+def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
+    """Where in the metadata of these steps P's words stand."""
+    return frozenset(place for step in steps for name in names for place in mentions(step.metadata, name))
+
+
+def while_it_waits(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
+    """Where P's words stand as long as D has no block for the request: renewals of a lease, for one. The engine is of no use afterwards."""
+    d.starve()
+    d.add(prompt, params, id=SAME)
+    return places([d.step() for _ in range(2)], words(params))
+
+
+def let_go(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
+    """Whether some step of D says of P's request what no step says while it waits."""
+    return not places(d.steps, words(params)) <= waiting

@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.bench import side_of
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._spared import computed_once, whole_blocks
+from pytest_kvconform.suite._recomputed_tokens import computed_once, whole_blocks
 
 SMALL = "D has every whole block before the last token already, and a store may keep whole blocks only"
 UNLIKE = "the store gives nothing of what an engine of another shape has saved, and D computes it: a miss is always right"
@@ -34,7 +34,7 @@ def nothing_given(bench: Bench, seen: TransferObservation, transfer: Transfer) -
     if not alike(bench.cell):
         raise NotApplicable(UNLIKE)
     raise Blocked(
-        f"stands on kv::bytes/handover::spares_computing[{bench.cell}-{transfer}]: the store gave D nothing",
+        f"stands on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: the store gave D nothing",
         refused=True,
     )
 

@@ -7,9 +7,15 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, settle
-from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    SAME,
+    hands_over,
+    let_go,
+    settle,
+    several,
+    while_it_waits,
+)
 
 PLACED, ENDED = "update_state_after_alloc", "request_finished"
 PLACES = ("first", "last")  # of the neighbour
@@ -39,7 +45,7 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
 
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, inside=True)
-def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
+def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
     from pytest_kvconform.rigs.scheduler.fake_connector import beside, children
 
@@ -83,7 +89,7 @@ def leaves_the_load_to_another(rig: Rig, where: str) -> Evidence:
     variants=lambda cell, matrix: ("first", "last", "unsure_first", "unsure_last"),
     inside=True,
 )
-def loads_as_if_it_were_alone(rig: Rig, where: str) -> Evidence:
+def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
     from pytest_kvconform.rigs.scheduler.fake_connector import children
 
@@ -130,7 +136,7 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 
 
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, inside=True)
-def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
+def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
     from pytest_kvconform.rigs.scheduler.fake_connector import children
 
@@ -159,7 +165,7 @@ def keeps_blocks_of_its_own_accord(rig: Rig, who: str) -> Evidence:
 
 
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
-def shares_the_params(rig: Rig, where: str) -> Evidence:
+def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
     from pytest_kvconform.rigs.scheduler.fake_connector import children
 
@@ -191,7 +197,7 @@ def shares_the_params(rig: Rig, where: str) -> Evidence:
 
 
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
-def publishes_through_another(rig: Rig, where: str) -> Evidence:
+def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
     from pytest_kvconform.rigs.scheduler.fake_connector import beside
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf

@@ -6,8 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import walk
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import (
+from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     crowd,
     end,
@@ -15,6 +14,7 @@ from pytest_kvconform.suite.protocol._scenes import (
     hands_over,
     names_loads_alone,
     settle,
+    several,
     spread,
 )
 
@@ -26,7 +26,7 @@ def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
 
 
 @case("KV-META-001", variants=_situations, inside=True)
-def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
+def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
     """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too. The recorder judges each."""
     if situation == "empty":
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
@@ -39,7 +39,7 @@ def travels_to_the_workers(rig: Rig, situation: str) -> Evidence:
 
 
 @case("KV-META-002", variants=spread("P", "D"), inside=True)
-def leaves_the_schedulers_output_alone(rig: Rig, role: str) -> Evidence:
+def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) -> Evidence:
     """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
     side = crowd(rig, role)
     said = [
@@ -55,7 +55,7 @@ def leaves_the_schedulers_output_alone(rig: Rig, role: str) -> Evidence:
 
 
 @case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), inside=True)
-def orders_a_load_once(rig: Rig, situation: str) -> Evidence:
+def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     """The blocks that a load is to fill stand in the metadata of one step."""
     hands_over(rig)
     names_loads_alone(rig)
@@ -78,7 +78,7 @@ def orders_a_load_once(rig: Rig, situation: str) -> Evidence:
 
 
 @case("KV-META-003", variants=endings, inside=True)
-def tells_of_an_end_once(rig: Rig, ending: str) -> Evidence:
+def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     """After its end a request is in the metadata of one step at most: to be sent, to be given up, to be told to P."""
     side, id, sides = end(rig, ending)
     last = len(side.steps)
@@ -93,7 +93,7 @@ def tells_of_an_end_once(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-META-003", inside=True)
-def forgets_what_it_has_told(rig: Rig, variant: None) -> Evidence:
+def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -109,7 +109,7 @@ def forgets_what_it_has_told(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-META-004", variants=spread("prefill", "decode"), inside=True)
-def is_not_changed_afterwards(rig: Rig, role: str) -> Evidence:
+def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
     """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import lengths, several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, names_loads_alone, settle, spread
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    hands_over,
+    lengths,
+    names_loads_alone,
+    settle,
+    several,
+    spread,
+)
 
 ASKED = "get_num_new_matched_tokens"
 TIMES = 4  # that a question is repeated
@@ -35,7 +42,7 @@ def _answers(*sides: Side) -> Evidence:
 
 
 @case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), inside=True)
-def answers_tokens_and_whether_they_come_later(rig: Rig, situation: str) -> Evidence:
+def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     """The answer is (int or None, bool) in every situation."""
     length = several(PROMPT, rig.side("P").block_size)
     if situation in ("handed_over", "hit"):
@@ -50,21 +57,21 @@ def answers_tokens_and_whether_they_come_later(rig: Rig, situation: str) -> Evid
 
 
 @case("KV-MATCH-002", variants=lengths, inside=True)
-def never_more_than_there_is(rig: Rig, length: str) -> Evidence:
+def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
     """Of a prompt of any length, one token and whole blocks included, no more is announced than is not computed yet."""
     p = rig.side("P")
     return _tour(rig, rig.prompt(several(length, p.block_size)))
 
 
 @case("KV-MATCH-002", variants=spread("b", "2b", "3b"), inside=True)
-def never_more_than_a_hit_leaves(rig: Rig, warm: str) -> Evidence:
+def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
     """Behind a local prefix hit there is less to announce."""
     b = rig.side("P").block_size
     return _tour(rig, rig.prompt(3 * b + 1), warm=several(warm, b))
 
 
 @case("KV-MATCH-003", variants=spread("b+1", "2b+1", "3b+1"), inside=True)
-def nothing_does_not_come_later(rig: Rig, length: str) -> Evidence:
+def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
     b = rig.side("P").block_size
     size = several(length, b)
@@ -72,7 +79,7 @@ def nothing_does_not_come_later(rig: Rig, length: str) -> Evidence:
 
 
 @case("KV-MATCH-004", inside=True)
-def asking_again_gives_the_same_answer(rig: Rig, variant: None) -> Evidence:
+def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -96,7 +103,7 @@ def asking_again_gives_the_same_answer(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-MATCH-004", inside=True)
-def asking_in_vain_begins_nothing(rig: Rig, variant: None) -> Evidence:
+def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence:
     """While D has no block to give, it is asked in every step, and no step orders anything; then there is one load, and nothing is left."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -129,7 +136,7 @@ def asking_in_vain_begins_nothing(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-MATCH-004", inside=True)
-def a_load_waits_for_room(rig: Rig, variant: None) -> Evidence:
+def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     """Two loads where there is room for one: the second begins when the first request has ended, and loads what it was to load before."""
     hands_over(rig)
     p, probe = rig.side("P"), rig.side("D")
@@ -156,7 +163,7 @@ def a_load_waits_for_room(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-MATCH-005", variants=spread("preempted", "preempted_twice", "one_token"), inside=True)
-def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
+def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     """What P kept is gone when D has read it: asked again, the connector has nothing."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -186,7 +193,7 @@ def answers_nothing_once_it_has_loaded(rig: Rig, why: str) -> Evidence:
 
 
 @case("KV-MATCH-006", variants=spread("handed_over", "plain"), inside=True)
-def answers_in_the_end(rig: Rig, who: str) -> Evidence:
+def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     """None keeps a request waiting; in the end there is another answer."""
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, d.block_size))
@@ -207,7 +214,7 @@ def answers_in_the_end(rig: Rig, who: str) -> Evidence:
 
 
 @case("KV-MATCH-007", variants=spread("discarded", "second_call"), inside=True)
-def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
+def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str) -> Evidence:
     """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
     hands_over(rig)
     names_loads_alone(rig)
@@ -237,7 +244,7 @@ def loads_nothing_when_told_of_nothing(rig: Rig, why: str) -> Evidence:
 
 
 @case("KV-MATCH-008", variants=spread("no_hit", "hit", "starved"), inside=True)
-def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
+def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -279,7 +286,7 @@ def loads_into_blocks_of_its_own(rig: Rig, situation: str) -> Evidence:
 
 
 @case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), inside=True)
-def a_new_request_stays_what_it_is(rig: Rig, who: str) -> Evidence:
+def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
     """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, d.block_size))

@@ -20,7 +20,7 @@ from pytest_kvconform.suite.interface._cells import has_groups, once
 
 
 @case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
-def base_keeps_what_it_was_given(rig: Rig, which: str) -> Evidence:
+def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
     """After the constructor the base class has the configuration, the role and the KV cache configuration that vLLM passed."""
     if which == "worker":
         half = WorkerHalf(rig, "P")
@@ -51,7 +51,7 @@ def base_keeps_what_it_was_given(rig: Rig, which: str) -> Evidence:
 
 
 @case("KV-CLASS-002", applies=once, inside=True)
-def hooks_take_what_vllm_passes(rig: Rig, _: None) -> Evidence:
+def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
     """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
     found, signatures = connector_class(rig), 0
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
@@ -93,7 +93,7 @@ def hooks_take_what_vllm_passes(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-CLASS-003", applies=has_groups, inside=True)
-def allocator_is_what_the_class_says(rig: Rig, _: None) -> Evidence:
+def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     """The hybrid memory allocator is on if the class can finish all groups, and vLLM did not turn it off in silence."""
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))

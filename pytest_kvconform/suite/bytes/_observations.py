@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.bytes.bench import block_size, side_of
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite.bytes._store import is_store, nothing_given
+from pytest_kvconform.suite.bytes._stores import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 
@@ -58,7 +58,7 @@ def given(bench: Bench, transfer: Transfer) -> TransferObservation:
             nothing_given(bench, seen, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(
-                f"stands on kv::bytes/handover::spares_computing: D was given nothing for {r.name} of {transfer}",
+                f"stands on kv::bytes/handover::d_computes_only_missing_tokens: D was given nothing for {r.name} of {transfer}",
                 refused=True,
             )
     return replace(seen, requests=judged)

@@ -10,9 +10,7 @@ from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
 from pytest_kvconform.rigs.scheduler.recorder import HookRaised
 from pytest_kvconform.rigs.scheduler.rig import Rig, SchedulerStopped, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import PROMPT, hands_over, one_group
-from pytest_kvconform.suite.protocol._spoiled import OF_LISTS, OF_VALUES, spoiled
+from pytest_kvconform.suite.protocol._scenarios import PROMPT, hands_over, one_group, several
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 STRANGE: dict[str, dict[str, Any] | None] = {
@@ -45,7 +43,7 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
 
 
 @case("KV-PARAMS-001", variants=_strangers, inside=True)
-def lets_others_pass(rig: Rig, who: str) -> Evidence:
+def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     """Of a request without params, or with keys of somebody else, the connector takes no notice."""
     hands_over(rig)
     role, _, which = who.partition("-")
@@ -68,7 +66,7 @@ def lets_others_pass(rig: Rig, who: str) -> Evidence:
 
 
 @case("KV-PARAMS-003", applies=_one_rank, inside=True)
-def asks_for_no_more_than_it_needs(rig: Rig, variant: None) -> Evidence:
+def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
     hands_over(rig)
     prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
@@ -94,7 +92,7 @@ def asks_for_no_more_than_it_needs(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), inside=True)
-def reads_keys_by_name(rig: Rig, way: str) -> Evidence:
+def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     """On its way through a router a dict may change its order, gain keys and go through JSON again: D loads the same."""
     hands_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -144,13 +142,13 @@ def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
 
 
 @case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, inside=True)
-def finds_out_in_time(rig: Rig, how: str) -> Evidence:
+def corrupted_params_fail_only_their_request(rig: Rig, how: str) -> Evidence:
     """Each field of P's answer in turn is not what it should be. D's engine lives; the request is computed, fails, or loads what P has."""
     return _each_field(rig, how, lists=False)
 
 
 @case("KV-PARAMS-002", variants=_ways_of_lists, inside=True)
-def finds_out_that_there_are_no_blocks(rig: Rig, how: str) -> Evidence:
+def corrupted_lists_fail_only_their_request(rig: Rig, how: str) -> Evidence:
     """The same for fields that hold lists, as block ids do."""
     return _each_field(rig, how, lists=True)
 
@@ -171,7 +169,7 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
 
 
 @case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, inside=True)
-def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
+def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
     """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
     hands_over(rig)
     prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
@@ -181,7 +179,7 @@ def survives_a_strange_question(rig: Rig, how: str) -> Evidence:
 
 
 @case("KV-PARAMS-005", applies=_one_rank, inside=True)
-def survives_its_own_answer(rig: Rig, variant: None) -> Evidence:
+def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
     hands_over(rig)
     p = rig.side("P")
@@ -242,3 +240,57 @@ def _received(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names
     side.step()
     left = leaks(side)
     return left[0].replace(id, "it") if left else ""
+
+
+GONE = object()  # the key is left out
+MUCH = 1 << 62
+
+
+def _each(value: Any, leaf: Any) -> Any:
+    """The same lists, with another value in place of each that is none."""
+    return [_each(inner, leaf) for inner in value] if isinstance(value, list) else leaf
+
+
+def _emptied(value: list[Any]) -> list[Any]:
+    """Lists of lists keep the outer ones: block ids by KV cache group, and no block in any group."""
+    return [_emptied(inner) for inner in value if isinstance(inner, list)]
+
+
+_ANY: dict[str, Callable[[Any], Any]] = {
+    "missing": lambda value: GONE,
+    "null": lambda value: None,
+    "text": lambda value: "nonsense",
+    "number": lambda value: 7,
+    "flag": lambda value: not value,
+    "list": lambda value: ["nonsense"],
+    "object": lambda value: {"nonsense": [1]},
+    "negative": lambda value: _each(value, -1),
+    "huge": lambda value: _each(value, MUCH),
+    "hostile": lambda value: "\x00../\n" * 4096,
+}
+OF_VALUES = _ANY | {
+    "empty": lambda value: "" if isinstance(value, str) else {},
+    "fraction": lambda value: 0.5,
+}
+OF_LISTS = _ANY | {
+    "empty": lambda value: [],
+    "emptied": _emptied,
+    "texts": lambda value: _each(value, "nonsense"),
+    "nulls": lambda value: _each(value, None),
+    "shorter": lambda value: value[:-1],
+    "longer": lambda value: [*value, *value],
+}
+
+
+def spoiled(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
+    """Field -> the params with this field spoiled: those whose value is a list, or all others. What has the value already is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for field, value in params.items():
+        if isinstance(value, list) != lists:
+            continue
+        other = (OF_LISTS if lists else OF_VALUES)[how](value)
+        if other is GONE:
+            found[field] = {key: kept for key, kept in params.items() if key != field}
+        elif other != value or type(other) is not type(value):
+            found[field] = params | {field: other}
+    return found

@@ -33,7 +33,7 @@ def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
     variants=lambda cell, matrix: roles(cell, matrix) if once(cell) or matrix != "quick" else (),
     inside=True,
 )
-def worker_half_starts_alone(rig: Rig, role: str) -> Evidence:
+def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
     """The worker half is built, registered and asked what it publishes before there is a scheduler."""
     half = WorkerHalf(rig, role)
     half.construct()
@@ -44,7 +44,7 @@ def worker_half_starts_alone(rig: Rig, role: str) -> Evidence:
 
 
 @case("KV-ROLE-002", variants=roles, inside=True)
-def scheduler_half_starts_alone(rig: Rig, role: str) -> Evidence:
+def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
     """In a process without process groups, KV memory or a worker half, the scheduler half sees a request through to its end."""
     if has_process_groups() or has_worker_half():
         raise HarnessError("the process of the case has process groups or a worker half before it began")
@@ -68,7 +68,7 @@ def scheduler_half_starts_alone(rig: Rig, role: str) -> Evidence:
 
 
 @case("KV-LIFE-001", applies=each_memory, variants=roles, inside=True)
-def starts_in_vllms_order(rig: Rig, role: str) -> Evidence:
+def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
     """Worker half, memory, scheduler half, count of reports, published metadata; then two steps in which nothing is computed."""
     half = WorkerHalf(rig, role)
     side = half.start()
@@ -90,7 +90,7 @@ def starts_in_vllms_order(rig: Rig, role: str) -> Evidence:
 
 
 @case("KV-LIFE-002", applies=once, variants=roles, inside=True)
-def both_halves_have_vllms_engine_id(rig: Rig, role: str) -> Evidence:
+def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
     """vLLM's engine_id is left as it is, and every engine_id that a half or a part of it keeps is this one."""
     half = WorkerHalf(rig, role)
     given = half.config.kv_transfer_config.engine_id
@@ -125,7 +125,7 @@ def _engine_ids(connector: Any) -> dict[str, str]:
     variants=lambda cell, matrix: ("no_rank", "one_rank", "two_stages"),
     inside=True,
 )
-def metadata_of_some_ranks(rig: Rig, which: str) -> Evidence:
+def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidence:
     """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
     half = WorkerHalf(rig, "P")
     half.construct()
@@ -156,7 +156,7 @@ def metadata_of_some_ranks(rig: Rig, which: str) -> Evidence:
 
 
 @case("KV-LIFE-004", applies=once, inside=True)
-def taken_port_is_no_reason_to_wait(rig: Rig, _: None) -> Evidence:
+def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     """A second engine with the port of the first one: the start raises or finds another port, and does not wait for ever."""
     half = WorkerHalf(rig, "P")
     half.start()
@@ -188,7 +188,7 @@ def taken_port_is_no_reason_to_wait(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-WIRE-001", applies=once, variants=roles, inside=True)
-def published_metadata_travel(rig: Rig, role: str) -> Evidence:
+def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     """What the worker half publishes, and what it says at the end of a step, are of vLLM's classes and survive pickling."""
     half = WorkerHalf(rig, role)
     side = half.start()
@@ -226,7 +226,7 @@ def published_metadata_travel(rig: Rig, role: str) -> Evidence:
 
 
 @case("KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), inside=True)
-def every_layer_is_registered(rig: Rig, which: str) -> Evidence:
+def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     """Every layer of the model is registered, beside a name in no group whose tensor is another layer's."""
     half = WorkerHalf(rig, "P")
     half.construct()
@@ -248,7 +248,7 @@ def every_layer_is_registered(rig: Rig, which: str) -> Evidence:
     variants=lambda cell, matrix: ("LBHNC", "LBNHC") if matrix == "quick" else ("LBHNC", "LBNHC", "BLHNC"),
     inside=True,
 )
-def registers_in_the_layout_that_was_resolved(rig: Rig, layout: str) -> Evidence:
+def register_kv_caches_takes_resolved_layout(rig: Rig, layout: str) -> Evidence:
     """Whatever the connector asked for, it registers memory in the layout that vLLM resolved, and works in a step."""
     half = WorkerHalf(rig, "P", layout=layout)
     side = half.start()

@@ -7,9 +7,14 @@ from model_matrix.geometries import State
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import lengths, several
-from pytest_kvconform.suite.protocol._scenes import hands_over
-from pytest_kvconform.suite.protocol._told import SAME, let_go, while_it_waits
+from pytest_kvconform.suite.protocol._scenarios import (
+    SAME,
+    hands_over,
+    lengths,
+    let_go,
+    several,
+    while_it_waits,
+)
 
 ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
 HITS = (
@@ -34,7 +39,7 @@ def _end_of(p: Side, first: str) -> int:
 
 
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), inside=True)
-def lets_p_go_without_a_load(rig: Rig, why: str) -> Evidence:
+def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     """D loads nothing, since its own cache has the prompt or since vLLM drops the answer: P is told all the same."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -64,7 +69,7 @@ def lets_p_go_without_a_load(rig: Rig, why: str) -> Evidence:
 
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, inside=True)
-def loads_what_a_hit_leaves(rig: Rig, hit: str) -> Evidence:
+def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     """D loads up to the same token whatever it has, and what it has it does not load."""
     hands_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -100,7 +105,7 @@ def loads_what_a_hit_leaves(rig: Rig, hit: str) -> Evidence:
     variants=lambda cell, matrix: ("no_hit", "hit", "diverged", "one_token_left"),
     inside=True,
 )
-def brings_every_state(rig: Rig, situation: str) -> Evidence:
+def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -140,7 +145,7 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
 
 
 @case("KV-HIT-004", variants=_stops, inside=True)
-def stops_where_p_stops(rig: Rig, length: str) -> Evidence:
+def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     """D loads no more tokens than P has computed; of a model with states just as many, which cannot be taken back, and not the last."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")

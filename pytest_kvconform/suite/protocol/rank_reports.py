@@ -10,7 +10,7 @@ from pytest_kvconform.rigs.bench import RELEASE_S, Bench
 from pytest_kvconform.rigs.peers.messages import Watched
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
-from pytest_kvconform.suite.protocol._peers import (
+from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     all_right,
     any_ranks,
@@ -28,7 +28,7 @@ OWNS = " ".join(RANKS)
 
 
 @case("KV-RANK-001", applies=any_ranks)
-def reports_once(bench: Bench, variant: None) -> Evidence:
+def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank names every request once, whichever rank was slow."""
     _look_at_reports(bench, "handed_over", "KV-RANK-001")
     seen = look(bench, "handed_over", "KV-RANK-001", OWNS)
@@ -73,7 +73,7 @@ def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
                             diagnosis="vLLM counts reports by request and not by rank, so the second one of a rank stands for another's",
                         )
     if failed and any(_not_waiting(seen, role) for role in "PD"):
-        raise Blocked("stands on kv::protocol/ranks::reports_what_waits")
+        raise Blocked("stands on kv::protocol/rank_reports::only_waiting_requests_are_reported")
     if failed:
         raise failed
 
@@ -83,7 +83,7 @@ def _counts(watched: Watched, where: str) -> Counter[str]:
 
 
 @case("KV-RANK-002", applies=any_ranks, variants=lambda cell, matrix: ("P", "D"))
-def reports_what_waits(bench: Bench, role: str) -> Evidence:
+def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
     """A rank names requests that wait for a load, or whose blocks P keeps, and no other ones."""
     story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
     seen = observe(bench, story)
@@ -121,7 +121,7 @@ def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
 
 
 @case("KV-RANK-003", applies=any_ranks)
-def tells_a_failure_once(bench: Bench, variant: None) -> Evidence:
+def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank."""
     seen = look(bench, "failed", "KV-RANK-003", OWNS)
     request, looked_at = seen.requests["failed"], 0
@@ -160,7 +160,7 @@ def tells_a_failure_once(bench: Bench, variant: None) -> Evidence:
 
 
 @case("KV-RANK-004", applies=any_ranks)
-def needs_no_forward(bench: Bench, variant: None) -> Evidence:
+def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
     seen = look(bench, "quiet", "KV-RANK-004", OWNS)
     ended = seen.requests["quiet"]
@@ -182,7 +182,7 @@ def needs_no_forward(bench: Bench, variant: None) -> Evidence:
 
 
 @case("KV-RANK-005", applies=any_ranks)
-def reports_what_was_aborted(bench: Bench, variant: None) -> Evidence:
+def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
     """A load whose request was aborted is reported when its last transfer has ended, and then its blocks are free."""
     seen = look(bench, "aborted", "KV-RANK-005", OWNS)
     request = seen.ids["aborted"]

@@ -7,8 +7,8 @@ from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, Ended, EngineSeen, StorySeen
-from pytest_kvconform.suite.bytes._seen import wrong_words
-from pytest_kvconform.suite.bytes._store import is_store
+from pytest_kvconform.suite.bytes._observations import wrong_words
+from pytest_kvconform.suite.bytes._stores import is_store
 
 RIGHT, COMPUTED, REFUSED, WRONG, STUCK = (
     "right",

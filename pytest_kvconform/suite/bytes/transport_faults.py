@@ -24,8 +24,8 @@ from pytest_kvconform.rigs.scenario import (
     Transfer,
     tokens,
 )
-from pytest_kvconform.suite.bytes._seen import finding, moved, wrong_words
-from pytest_kvconform.suite.bytes._store import is_store
+from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
+from pytest_kvconform.suite.bytes._stores import is_store
 
 PROMPTS = (
     Prompt(tokens(20)),
@@ -123,7 +123,7 @@ def _repeats(transfer: Transfer) -> bool:
 
 
 @case("KV-FAIL-001", variants=_all)
-def ends(bench: Bench, transfer: Transfer) -> Evidence:
+def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends as the policy says, and no engine dies, hangs or raises."""
     found = _look(bench, transfer)
     seen, failed = found.seen, _failed_requests(found.seen)
@@ -169,25 +169,25 @@ def ends(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-BYTES-001", variants=_judged_by_bytes)
-def rows_arrive(bench: Bench, transfer: Transfer) -> Evidence:
+def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """What was loaded is right on every rank, whatever became of the other request."""
     return _bytes_right(bench, _settled(bench, transfer).seen, "KV-BYTES-001")
 
 
 @case("KV-FAIL-002", variants=_reusing)
-def source_is_kept(bench: Bench, transfer: Transfer) -> Evidence:
+def p_keeps_blocks_until_the_last_read(bench: Bench, transfer: Transfer) -> Evidence:
     """P's blocks are not free before the last transfer has read them: a slow one reads what P computed."""
     return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-002")
 
 
 @case("KV-FAIL-003", variants=_repeating)
-def readers_are_counted(bench: Bench, transfer: Transfer) -> Evidence:
+def repeated_notification_counts_once(bench: Bench, transfer: Transfer) -> Evidence:
     """The same when every notification comes twice."""
     return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-003")
 
 
 @case("KV-FAIL-004", variants=_failing)
-def nothing_written_later(bench: Bench, transfer: Transfer) -> Evidence:
+def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> Evidence:
     """After the end of a request whose load failed nothing changes in D's pool."""
     found = _settled(bench, transfer)
     for check in (
@@ -210,7 +210,7 @@ def nothing_written_later(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-FAIL-005", variants=_waited_for)
-def all_come_back(bench: Bench, transfer: Transfer) -> Evidence:
+def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """D gives every block back as soon as the request has ended, P at the latest when its lease is over."""
     found = _settled(bench, transfer)
     assert found.seen.usage is not None
@@ -237,7 +237,7 @@ def all_come_back(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 @case("KV-FAIL-006", variants=_with_traces)
-def next_is_right(bench: Bench, transfer: Transfer) -> Evidence:
+def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
     """Another prompt is handed over on the same engines without faults, and every byte is right."""
     after = _settled(bench, transfer).after
     assert after is not None
@@ -291,7 +291,7 @@ def _settled(bench: Bench, transfer: Transfer) -> FaultSeen:
     """The observation, if every request came to its end."""
     found = _look(bench, transfer)
     if found.seen.failed or found.seen.stuck:
-        raise Blocked(f"stands on kv::bytes/faults::ends[{bench.cell}-{transfer}]")
+        raise Blocked(f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 
 
@@ -313,7 +313,9 @@ def _bytes_right(bench: Bench, seen: TransferObservation, rule: str) -> Evidence
                 raise Violation(finding(bench, seen, r, check, rule))
     due = sum(check.rows_due for r in seen.requests for check in r.checks)
     if not due:
-        raise Blocked(f"stands on kv::bytes/faults::ends[{bench.cell}-{seen.transfer}]: D was given nothing")
+        raise Blocked(
+            f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{seen.transfer}]: D was given nothing"
+        )
     return Evidence(
         looked_at=due, unit="rows", bytes_moved=moved(seen), notes={"seconds": round(seen.seconds, 3)}
     )

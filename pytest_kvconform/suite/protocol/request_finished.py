@@ -6,8 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._prompts import several
-from pytest_kvconform.suite.protocol._scenes import (
+from pytest_kvconform.suite.protocol._scenarios import (
     ENDINGS,
     PREFILLS,
     PROMPT,
@@ -15,6 +14,7 @@ from pytest_kvconform.suite.protocol._scenes import (
     endings,
     hands_over,
     settle,
+    several,
     spread,
 )
 
@@ -26,14 +26,14 @@ def _ends(*sides: Side) -> Evidence:
 
 
 @case("KV-FINISH-001", variants=endings, inside=True)
-def answers_whether_it_keeps_the_blocks(rig: Rig, ending: str) -> Evidence:
+def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
     """At every end the answer is (bool, dict or None)."""
     _, _, sides = end(rig, ending)
     return _ends(*sides)
 
 
 @case("KV-FINISH-002", variants=spread("p-length", "p-stop"), inside=True)
-def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
+def params_survive_json(rig: Rig, ending: str) -> Evidence:
     """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
     hands_over(rig)
     p, first, _ = end(rig, ending)
@@ -49,7 +49,7 @@ def params_travel_as_json(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-FINISH-003", variants=spread(*ENDINGS), inside=True)
-def everything_comes_back(rig: Rig, ending: str) -> Evidence:
+def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
     _, _, sides = end(rig, ending)
     settle(*sides)
@@ -58,7 +58,7 @@ def everything_comes_back(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-FINISH-003", variants=spread("length+abort", "abort+stop", "stop+length"), inside=True)
-def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
+def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
     """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):
@@ -83,7 +83,7 @@ def ends_between_two_steps_are_all_told(rig: Rig, ends: str) -> Evidence:
     variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]),
     inside=True,
 )
-def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
+def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
     hands_over(rig)
     p, id, _ = end(rig, ending)
@@ -111,7 +111,7 @@ def an_abandoned_prefill_is_not_kept(rig: Rig, ending: str) -> Evidence:
     variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"),
     inside=True,
 )
-def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
+def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     """Params name the blocks that P has at the end, whatever blocks it had before."""
     hands_over(rig)
     p = rig.side("P")
@@ -153,7 +153,7 @@ def hands_over_the_blocks_of_the_end(rig: Rig, way: str) -> Evidence:
 
 
 @case("KV-FINISH-006", variants=spread("p-length", "p-stop"), inside=True)
-def keeps_the_blocks_that_it_hands_over(rig: Rig, ending: str) -> Evidence:
+def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     """Blocks that params name are P's until the workers report them as sent, and free then."""
     hands_over(rig)
     p, id, _ = end(rig, ending)
