@@ -8,7 +8,7 @@ import time
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
-from pytest_kvconform.rigs.scheduler.rig import Report, Rig
+from pytest_kvconform.rigs.scheduler.rig import Rig, WorkerReport
 
 RULE = "KV-LOAD-001"
 runs: list[int] = []
@@ -20,22 +20,30 @@ def hands_over(rig: Rig, variant: None) -> Evidence:
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(3 * p.block_size + 5)
     first, second = rig.hand_over(p, d, prompt, max_tokens=2)
-    params = p.params(first)
+    params = p.kv_transfer_params(first)
     assert params["remote_request_id"] == first and isinstance(params["remote_block_ids"][0], list)
-    assert p.status(first) == "FINISHED_LENGTH_CAPPED" and p.kept() == (first,) and p.alive() == ()
+    assert (
+        p.status(first) == "FINISHED_LENGTH_CAPPED"
+        and p.delayed_free_requests() == (first,)
+        and p.unfinished_requests() == ()
+    )
     step = d.step()
-    assert d.parked(second) and step.scheduled == {} and d.announced(second) == (len(prompt), True)
+    assert (
+        d.waits_for_remote_kv(second)
+        and step.scheduled == {}
+        and d.matched_tokens(second) == (len(prompt), True)
+    )
     assert not d.step().mentions(second) and step.mentions(second)
     blocks = {block for group in d.blocks(second) for block in group}
-    assert blocks and all(map(d.owns, blocks)) and not any(map(p.owns, blocks))
-    assert blocks <= step.orders(second)
+    assert blocks and all(map(d.owns_block, blocks)) and not any(map(p.owns_block, blocks))
+    assert blocks <= step.block_ids_for(second)
     d.step(received=[second])
     step = d.step()
     assert step.scheduled == {second: (len(prompt) - 1, len(prompt))}
-    assert len(step.said[second].tokens) == 1 and step.said[second].finish is None
+    assert len(step.outputs[second].tokens) == 1 and step.outputs[second].finish is None
     assert d.run() == 1 and d.results[second].finish == "length" and d.status(second) == "gone"
-    assert d.computed_by_itself(second) == 1
-    assert p.free() < p.free_at_start and "the scheduler still knows" in p.leaks()[0]
+    assert d.locally_computed_tokens(second) == 1
+    assert p.free_blocks() < p.free_blocks_at_start and "the scheduler still knows" in p.leaks()[0]
     p.step(sent=[first])
     assert p.leaks() == d.leaks() == ()
     return DONE
@@ -44,7 +52,7 @@ def hands_over(rig: Rig, variant: None) -> Evidence:
 @case(RULE, inside=True)
 def remembers_calls(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
-    id = p.add(rig.prompt(5), rig.ask_prefill(), max_tokens=3)
+    id = p.add(rig.prompt(5), rig.prefill_params(), max_tokens=3)
     p.run()
     hooks = [call.hook for call in p.calls if call.request == id]
     assert hooks == [
@@ -67,7 +75,7 @@ def remembers_calls(rig: Rig, variant: None) -> Evidence:
 def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
     d = rig.side("D", blocks=20)
     prompt = rig.prompt(3 * d.block_size)
-    d.hit(prompt, 2 * d.block_size)
+    d.warm_prefix_cache(prompt, 2 * d.block_size)
     id = d.add(prompt, max_tokens=4)
     assert d.step().scheduled == {id: (2 * d.block_size, 3 * d.block_size)}
     d.preempt(id)
@@ -80,11 +88,11 @@ def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
         3 * d.block_size,
     ]
     other = d.add(prompt)
-    d.starve()  # what was in the prefix cache is lost
-    assert d.step().scheduled == {} and d.free() == 0 and d.status(other) == "WAITING"
-    d.starve(False)
+    d.take_all_free_blocks()  # what was in the prefix cache is lost
+    assert d.step().scheduled == {} and d.free_blocks() == 0 and d.status(other) == "WAITING"
+    d.return_taken_blocks()
     assert d.step().scheduled == {other: (0, 3 * d.block_size)}
-    assert d.leaks() == () and d.free() == 20
+    assert d.leaks() == () and d.free_blocks() == 20
     return DONE
 
 
@@ -93,25 +101,25 @@ def ends_as_it_is_told(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     stops, aborted, goes_on = (p.add(rig.prompt(9, seed=n), max_tokens=3, stop=n == 0) for n in range(3))
     step = p.step()
-    assert step.said[stops].finish == "stop" and step.said[goes_on].finish is None
+    assert step.outputs[stops].finish == "stop" and step.outputs[goes_on].finish is None
     p.abort(aborted)
-    assert p.status(aborted) == "gone" and p.step().ended == {stops, aborted}
+    assert p.status(aborted) == "gone" and p.step().finished == {stops, aborted}
     p.run()
-    assert p.results[goes_on].finish == "length" and set(p.ended) == {stops, aborted, goes_on}
+    assert p.results[goes_on].finish == "length" and set(p.finished) == {stops, aborted, goes_on}
     return DONE
 
 
 @case(RULE, inside=True)
 def waits_for_every_rank(rig: Rig, variant: None) -> Evidence:
     p, d = rig.side("P"), rig.side("D", policy="recompute")
-    _, id = rig.load(p, d, rig.prompt(40))
+    _, id = rig.hand_over_and_load(p, d, rig.prompt(40))
     assert d.ranks == 2
-    d.step(ranks=(Report(received=[id], failed=[id]), Report()))
-    assert d.parked(id)
-    d.step(ranks=(Report(), Report(received=[id])))
-    assert not d.parked(id)
+    d.step(ranks=(WorkerReport(received=[id], failed=[id]), WorkerReport()))
+    assert d.waits_for_remote_kv(id)
+    d.step(ranks=(WorkerReport(), WorkerReport(received=[id])))
+    assert not d.waits_for_remote_kv(id)
     d.run()
-    assert d.computed_by_itself(id) == 40
+    assert d.locally_computed_tokens(id) == 40
     return DONE
 
 

@@ -1,7 +1,7 @@
 """A second connector for vLLM's MultiConnector, that answers what a case wants it to. It has nothing, and moves nothing.
 
-side = rig.side("D", transfer=beside("first"))        # MultiConnector([Neighbour, the subject])
-subject, neighbour = children(side)
+side = rig.side("D", transfer=with_fake_connector("first"))        # MultiConnector([FakeConnector, the subject])
+subject, neighbour = multi_connector_children(side)
 neighbour.connector.loads = True                      # it announces what is missing of every prompt, and so it is chosen
 subject.calls_of(...)                                 # calls of the subject's hooks, with the checks of recorder.py
 """
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Side
 
 
-class Neighbour(KVConnectorBase_V1, SupportsHMA):
-    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between steps; `unsure`: as often it
+class FakeConnector(KVConnectorBase_V1, SupportsHMA):
+    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between steps; `none_answers`: as often it
     answers None first; `keeps`: it keeps the blocks of every request that ends; `params`: what it returns then.
     """
 
-    loads, unsure, keeps = False, 0, False
+    loads, none_answers, keeps = False, 0, False
     params: dict[str, Any] | None = None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.unsure:
-            self.unsure -= 1
+        if self.none_answers:
+            self.none_answers -= 1
             return None, False
         missing = request.num_tokens - 1 - num_computed_tokens if self.loads else 0
         return (missing, True) if missing > 0 else (0, False)
@@ -79,7 +79,7 @@ class Child:
         return tuple(call for call in self.recorder.calls if call.hook in names and call.request == id)
 
 
-def beside(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
+def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
     """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of the neighbour."""
 
     def both(subject: KVTransferConfig) -> KVTransferConfig:
@@ -87,7 +87,7 @@ def beside(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
             name: value for name, value in asdict(subject).items() if name != "engine_id"
         }  # MultiConnector passes its own
         neighbour = {
-            "kv_connector": "Neighbour",
+            "kv_connector": "FakeConnector",
             "kv_connector_module_path": __name__,
             "kv_role": subject.kv_role,
         }
@@ -103,11 +103,11 @@ def beside(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
     return both
 
 
-def children(side: Side) -> tuple[Child, Child]:
+def multi_connector_children(side: Side) -> tuple[Child, Child]:
     """The subject and its neighbour on a side that was made with `beside`; from now on their calls are recorded."""
     found = []
     for index, connector in enumerate(side.connector._connectors):
-        recorder = Recorder(side.rig.host.note)
-        found.append(Child(recorder.watch(connector), index, recorder))
+        recorder = Recorder(side.rig.host.note_running_hook)
+        found.append(Child(recorder.wrap_hooks(connector), index, recorder))
     first, second = found
-    return (second, first) if isinstance(first.connector, Neighbour) else (first, second)
+    return (second, first) if isinstance(first.connector, FakeConnector) else (first, second)

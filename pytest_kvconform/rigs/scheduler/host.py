@@ -30,7 +30,7 @@ from model_matrix import Side as Memory
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.linux import die_with_parent
-from pytest_kvconform.rigs.scheduler.recorder import HookRaised, place_of
+from pytest_kvconform.rigs.scheduler.recorder import HookRaised, location_of
 from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, SchedulerStopped
 from pytest_kvconform.subject import Subject
 
@@ -150,15 +150,20 @@ class Host:
         for role in "PD":
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits
-                self.kv_config(role, self.config(role, "fail", 1, True, {}), APART * index + BLOCKS + 1)
+                self.kv_config(role, self.vllm_config(role, max_seqs=1), APART * index + BLOCKS + 1)
         self.structured_output = StructuredOutputManager(
             self._configs["D", True]
         )  # no request asks it for anything
 
     # ---- what sides are made of ---------------------------------------------------------------------------------------------------
 
-    def config(
-        self, role: str, policy: str, max_seqs: int, prefix_caching: bool, extra: Mapping[str, Any]
+    def vllm_config(
+        self,
+        role: str,
+        policy: str = "fail",
+        max_seqs: int = 16,
+        prefix_caching: bool = True,
+        extra: Mapping[str, Any] | None = None,
     ) -> Any:
         """A VllmConfig of its own for one side: copied where sides differ, shared where they do not."""
         from vllm.config import KVTransferConfig
@@ -176,7 +181,7 @@ class Host:
             if folder and given.get(folder) == self.spec.folder
             else {}
         )  # of each case
-        more = given | own | extra
+        more = given | own | dict(extra or {})
         config.kv_transfer_config = KVTransferConfig(
             **fields | ({"kv_connector_extra_config": more} if more else {})
         )
@@ -207,7 +212,7 @@ class Host:
 
         return get_hash_fn_by_name(self._configs["P", True].cache_config.prefix_caching_hash_algo)
 
-    def note(self, hook: str) -> None:
+    def note_running_hook(self, hook: str) -> None:
         """Say which hook runs now; "": none."""
         self._hook[:] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
 
@@ -242,7 +247,7 @@ class Host:
             os.waitpid(pid, 0)
         pid, line = self._spare or self._fork()
         started, log_from = time.monotonic(), os.lseek(2, 0, os.SEEK_END)
-        self.note("")
+        self.note_running_hook("")
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
@@ -358,7 +363,7 @@ def _child(host: Host, line: Connection) -> NoReturn:
         kind, value, refused = _outcome(lambda: case(Rig(host, rule), variant))
     except BaseException as error:
         traceback.print_exc()
-        value = f"{type(error).__name__}: {error} ({place_of(error)})".replace(":  (", " (")
+        value = f"{type(error).__name__}: {error} ({location_of(error)})".replace(":  (", " (")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

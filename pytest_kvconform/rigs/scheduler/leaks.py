@@ -105,8 +105,8 @@ def leaks(side: Side) -> tuple[str, ...]:
     for name in ("finished_recving_kv_req_ids", "failed_recving_kv_req_ids"):
         if found := getattr(scheduler, name):
             left.append(f"scheduler.{name} holds {', '.join(sorted(found))}")
-    if missing := side.free_at_start - pool.get_num_free_blocks():
-        left.append(f"{missing} of {side.free_at_start} blocks did not come back")
+    if missing := side.free_blocks_at_start - pool.get_num_free_blocks():
+        left.append(f"{missing} of {side.free_blocks_at_start} blocks did not come back")
     if held := [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]:
         left.append(f"blocks {', '.join(map(str, held[:8]))} still have owners")
     for index, manager in enumerate(side.manager.coordinator.single_type_managers):
@@ -114,7 +114,7 @@ def leaks(side: Side) -> tuple[str, ...]:
             left.append(f"group {index} still has blocks of {', '.join(owners)}")
         if counted := sorted(getattr(manager, "num_cached_block", ())):
             left.append(f"group {index} still counts cached blocks of {', '.join(counted)}")
-    for request in side.ended:
-        if places := mentions(side.own_state(), request):
+    for request in side.finished:
+        if places := mentions(side.connector_state(), request):
             left.append(f"the connector still remembers {request}: {', '.join(places[:4])}")
     return tuple(left)

@@ -57,12 +57,12 @@ class HookRaised(Exception):
     """A hook of the connector raised. `where` is the innermost line outside vLLM's scheduler and this project: "connector.py:12"."""
 
     def __init__(self, hook: str, error: BaseException):
-        self.hook, self.error, self.where = hook, error, place_of(error)
+        self.hook, self.error, self.where = hook, error, location_of(error)
         text = (str(error).strip().splitlines() or [""])[0][:200]
         super().__init__(f"{hook} raised {type(error).__name__}{f': {text}' if text else ''} ({self.where})")
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """ "connector.py:12", the innermost frame of an exception that is not this file's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "no frame"
@@ -77,14 +77,14 @@ class Recorder:
         self.step = 0
         self.depth = 0  # a hook of the base class may call another one: only the outermost is vLLM's call
 
-    def watch(self, connector: Any) -> Any:
+    def wrap_hooks(self, connector: Any) -> Any:
         """Wrap every hook that the object has. Returns the object."""
         for hook in HOOKS:
             if (method := getattr(connector, hook, None)) is not None:
                 setattr(connector, hook, self._wrap(hook, method))
         return connector
 
-    def guard(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call code of the connector. Raises HookRaised."""
         self.note(hook)
         try:
@@ -105,7 +105,7 @@ class Recorder:
             self.depth += 1
             started = time.perf_counter()
             try:
-                result = self.guard(hook, method, *args, **kwargs)
+                result = self.call(hook, method, *args, **kwargs)
             finally:
                 self.depth -= 1
             seconds = time.perf_counter() - started

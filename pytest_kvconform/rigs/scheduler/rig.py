@@ -5,17 +5,17 @@ it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request, KVOutp
 scheduler builds the connector itself. There is no worker: the case says what one would report.
 
     p, d = rig.side("P"), rig.side("D")
-    first = p.add(rig.prompt(100), rig.ask_prefill())        # a request that asks P for a hand-over
+    first = p.add(rig.prompt(100), rig.prefill_params())        # a request that asks P for a hand-over
     p.run()                                                  # steps until no request is left; P's blocks stay while D has not read
-    second = d.add(rig.prompt(100), p.params(first))         # params go through JSON, as they do between servers
+    second = d.add(rig.prompt(100), p.kv_transfer_params(first))         # params go through JSON, as they do between servers
     step = d.step()                                          # schedule(), then update_from_output()
-    assert d.parked(second)                                  # an asynchronous load: nobody has reported it yet
+    assert d.waits_for_remote_kv(second)                                  # an asynchronous load: nobody has reported it yet
     d.step(received=[second])                                # every rank reports it
     d.run()
     p.step(sent=[first])
     p.leaks(), d.leaks()                                     # sentences; empty: nothing is left
 
-`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`, `rig.broken(...)` makes one; a hook that
+`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`, `rig.violation(...)` makes one; a hook that
 raises, an answer that vLLM cannot use and a scheduler that stops become violations by themselves. `side.calls` has every call of a hook.
 
 Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) gives out 256 * k + 1 and up, so
@@ -32,13 +32,20 @@ from typing import TYPE_CHECKING, Any
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.scenario import tokens
-from pytest_kvconform.rigs.scheduler.side import APART, Report, Said, SchedulerStopped, Side, Step
+from pytest_kvconform.rigs.scheduler.side import (
+    APART,
+    RequestOutput,
+    SchedulerStopped,
+    Side,
+    Step,
+    WorkerReport,
+)
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-__all__ = ["APART", "BLOCKS", "Report", "Rig", "Said", "SchedulerStopped", "Side", "Step"]
+__all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "SchedulerStopped", "Side", "Step", "WorkerReport"]
 
 BLOCKS = 100  # of a side, the null block not included
 TOKENS_FROM = 10_000  # far above the block ids of every side
@@ -89,7 +96,7 @@ class Rig:
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
         first = APART * len(self._sides)
-        vllm_config = self.host.config(role, policy, max_seqs, prefix_caching, config or {})
+        vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
@@ -104,7 +111,7 @@ class Rig:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No token is a block id, too."""
         return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
-    def ask_prefill(self) -> dict[str, Any]:
+    def prefill_params(self) -> dict[str, Any]:
         """The params with which a proxy asks P for a hand-over; none for a store."""
         if self.subject.profile == "store":
             return {}
@@ -119,44 +126,42 @@ class Rig:
         Raises NotApplicable if P hands nothing over: a store has nothing where no worker has saved.
         """
         prompt = tuple(prompt)
-        first = p.add(prompt, self.ask_prefill() or None)
+        first = p.add(prompt, self.prefill_params() or None)
         p.run(lambda: first in p.results)
-        return first, d.add(prompt, p.params(first), max_tokens=max_tokens, **more)
+        return first, d.add(prompt, p.kv_transfer_params(first), max_tokens=max_tokens, **more)
 
-    def load(
+    def hand_over_and_load(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
         """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no asynchronous load."""
         first, second = self.hand_over(p, d, prompt, max_tokens, **more)
-        self.begin(d, second)
+        self.start_loads(d, second)
         return first, second
 
-    def answered(self, d: Side, *ids: str) -> Step:
+    def step_until_matched(self, d: Side, *ids: str) -> Step:
         """The steps of D until the connector knows how much there is to load for these requests: one, or more. Returns the last."""
         for _ in range(UNSURE):
             step = d.step()
-            if not any(map(d.unsure, ids)):
+            if not any(map(d.match_is_pending, ids)):
                 break
         return step
 
-    def begin(self, d: Side, *ids: str) -> Step:
+    def start_loads(self, d: Side, *ids: str) -> Step:
         """The steps of D in which loads of these requests begin: see `answered`. Returns the last.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """
-        self.answered(d, *ids)
-        if missing := [id for id in ids if not d.parked(id)]:
-            said = (
-                f"{self.subject.connector} begins no asynchronous load: it answered {d.announced(missing[0])}"
-            )
-            raise NotApplicable(said, refused=d.declined(missing[0]))
+        self.step_until_matched(d, *ids)
+        if missing := [id for id in ids if not d.waits_for_remote_kv(id)]:
+            said = f"{self.subject.connector} begins no asynchronous load: it answered {d.matched_tokens(missing[0])}"
+            raise NotApplicable(said, refused=d.declined_to_load(missing[0]))
         return d.steps[-1]
 
     def patience(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
 
-    def broken(
+    def violation(
         self,
         rule: str,
         happened: str,
@@ -177,12 +182,12 @@ class Rig:
             )
         )
 
-    def no_leaks(self, *sides: Side) -> None:
+    def require_no_leaks(self, *sides: Side) -> None:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended."""
         for side in sides:
             if left := side.leaks():
-                side.needs_no_other_reports()
-                raise self.broken(
+                side.require_standard_reports()
+                raise self.violation(
                     LEFT,
                     f"after every request has ended, on {side.name} {left[0]}",
                     differs="; ".join(left[1:]),

@@ -26,7 +26,7 @@ SAID = 7  # the token that the scripted worker samples
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """What one rank says at the end of a step: ids of requests; `invalid` block ids (one KV cache group only)."""
 
     sent: Iterable[str] = ()
@@ -36,7 +36,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Said:
+class RequestOutput:
     """What one step said about one request."""
 
     tokens: tuple[int, ...]
@@ -50,18 +50,18 @@ class Step:
 
     number: int  # from 1
     scheduled: dict[str, tuple[int, int]]  # request -> tokens [first, end) that are computed in it
-    said: dict[str, Said]
+    outputs: dict[str, RequestOutput]
     metadata: Any  # the connector's, after the way to a worker (pickle)
-    loads_within: bool  # scheduler_output.has_sync_kv_loads: a synchronous load happens in this step
-    ended: frozenset[str]  # requests whose end the workers are told of
+    has_sync_kv_loads: bool  # scheduler_output.has_sync_kv_loads: a synchronous load happens in this step
+    finished: frozenset[str]  # finished_req_ids: requests of whose end the workers are notified
     preempted: frozenset[str]
-    given: Any  # the metadata's own object, which the connector may still hold
+    metadata_object: Any  # the metadata's own object, which the connector may still hold
 
     def mentions(self, request: str) -> bool:
         """Whether the metadata holds the id of a request in any place."""
         return bool(mentions(self.metadata, request))
 
-    def orders(self, request: str) -> frozenset[int]:
+    def block_ids_for(self, request: str) -> frozenset[int]:
         """Block ids, or other listed numbers, that the metadata holds if it mentions a request: the orders for its load or its save."""
         return integers(self.metadata) if self.mentions(request) else frozenset()
 
@@ -70,7 +70,7 @@ class Side:
     """One engine without workers. Made by `Rig.side`.
 
     Attributes: `scheduler`, `manager` (KVCacheManager), `connector`: vLLM's own objects; `ranks`: workers that report; `block_size`:
-    tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group; `ended`: ids of requests that have ended; `steps`: all steps.
+    tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group; `finished`: ids of requests that have ended; `steps`: all steps.
     """
 
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
@@ -85,10 +85,10 @@ class Side:
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"
         self.config, self.kv_config, self.first_block = config, kv_config, first_block
-        self.recorder = Recorder(rig.host.note)
+        self.recorder = Recorder(rig.host.note_running_hook)
         self.steps: list[Step] = []
-        self.ended: list[str] = []
-        self.results: dict[str, Said] = {}  # of requests that ended with an output
+        self.finished: list[str] = []
+        self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.worker: Callable[[Any], Any] | None = (
             None  # a real one instead of the script: SchedulerOutput -> KVConnectorOutput
@@ -98,7 +98,7 @@ class Side:
         create = KVConnectorFactory.create_connector
 
         def create_connector(*args: Any, **kwargs: Any) -> Any:
-            return self.recorder.watch(self.recorder.guard("__init__", create, *args, **kwargs))
+            return self.recorder.wrap_hooks(self.recorder.call("__init__", create, *args, **kwargs))
 
         KVConnectorFactory.create_connector = create_connector
         try:
@@ -118,7 +118,7 @@ class Side:
             manager.block_size for manager in self.manager.coordinator.single_type_managers
         )
         self._set_aside_blocks(first_block)
-        self.free_at_start = self.manager.block_pool.get_num_free_blocks()
+        self.free_blocks_at_start = self.manager.block_pool.get_num_free_blocks()
         self.ranks = config.parallel_config.world_size
         self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
         self._hash = rig.host.hash_function()
@@ -187,21 +187,21 @@ class Side:
         failed: Iterable[str] = (),
         invalid: Iterable[int] = (),
         *,
-        ranks: tuple[Report, ...] | None = None,
+        ranks: tuple[WorkerReport, ...] | None = None,
     ) -> Step:
         """One step of the engine: schedule(), what the workers report, update_from_output().
 
         Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as well. `ranks` says instead what
         each rank reports. Raises Violation if vLLM's scheduler cannot go on with what the connector answered.
         """
-        report = Report(sent, [*received, *failed], failed, invalid)
+        report = WorkerReport(sent, [*received, *failed], failed, invalid)
         reports = ranks or (report,) * self.ranks
         self.recorder.step = len(self.steps) + 1
         output = self._guarded(self.scheduler.schedule)
         given = output.kv_connector_metadata
         metadata = pickle.loads(pickle.dumps(given))
         ended, preempted = frozenset(output.finished_req_ids), frozenset(output.preempted_req_ids or ())
-        said: dict[str, Said] = {}
+        said: dict[str, RequestOutput] = {}
         scheduled = {
             id: (
                 self.scheduler.requests[id].num_computed_tokens - number,
@@ -216,12 +216,12 @@ class Side:
         for batch in self._guarded(self.scheduler.update_from_output, output, whole).values():
             for one in batch.outputs:
                 finish = None if one.finish_reason is None else str(one.finish_reason)
-                said[one.request_id] = Said(tuple(one.new_token_ids), finish, one.kv_transfer_params)
+                said[one.request_id] = RequestOutput(tuple(one.new_token_ids), finish, one.kv_transfer_params)
         self.results |= {id: one for id, one in said.items() if one.finish}
         self._note_ends()
-        loads_within = output.has_sync_kv_loads
+        has_sync_kv_loads = output.has_sync_kv_loads
         self.steps.append(
-            Step(len(self.steps) + 1, scheduled, said, metadata, loads_within, ended, preempted, given)
+            Step(len(self.steps) + 1, scheduled, said, metadata, has_sync_kv_loads, ended, preempted, given)
         )
         return self.steps[-1]
 
@@ -230,24 +230,33 @@ class Side:
         `sent` every kept block as sent. Returns the number of steps; raises Violation if `limit` steps are not enough.
         """
         for number in range(limit + 1):
-            if until() if until is not None else not self.alive() and not (sent and self.kept()):
+            if (
+                until()
+                if until is not None
+                else not self.unfinished_requests() and not (sent and self.delayed_free_requests())
+            ):
                 return number
             self.step(
-                received=[id for id in self.alive() if self.parked(id)], sent=self.kept() if sent else ()
+                received=[id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)],
+                sent=self.delayed_free_requests() if sent else (),
             )
-        waiting = ", ".join(f"{id} is {self.status(id)}" for id in self.alive()) or "nobody waits"
-        if again := [(id, loads) for id in self.alive() if (loads := self.loads_begun(id)) > AGAIN]:
-            raise self.rig.broken(
+        waiting = (
+            ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "nobody waits"
+        )
+        if again := [
+            (id, loads) for id in self.unfinished_requests() if (loads := self.loads_started(id)) > AGAIN
+        ]:
+            raise self.rig.violation(
                 "KV-MATCH-005",
                 f"{again[0][0]} was loaded {again[0][1]} times: each time it is asked about it is announced again",
             )
-        self.needs_no_other_reports()
-        if unsure := [id for id in self.alive() if self.unsure(id)]:
-            raise self.rig.broken(
+        self.require_standard_reports()
+        if unsure := [id for id in self.unfinished_requests() if self.match_is_pending(id)]:
+            raise self.rig.violation(
                 "KV-MATCH-006",
                 f"in {limit} steps get_num_new_matched_tokens knew no answer for {unsure[0]}: it waits",
             )
-        raise self.rig.broken(
+        raise self.rig.violation(
             "KV-LOAD-001", f"after {limit} steps {self.name} has not come to the end it was run to: {waiting}"
         )
 
@@ -262,30 +271,31 @@ class Side:
         """Preempt a running request in the next step: the scheduler finds no block for it."""
         self._preempting = id
 
-    def starve(self, on: bool = True) -> None:
-        """Take every free block away, so that nothing can be allocated; `on=False` gives them back, without what they cached."""
+    def take_all_free_blocks(self) -> None:
+        """Take every free block from the pool, so that vLLM can allocate none. What the blocks cached is lost."""
         pool = self.manager.block_pool
-        if on:
-            self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
-        else:
-            pool.free_blocks(reversed(self._taken))
-            self._taken = []
+        self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
 
-    def hit(self, prompt: Iterable[int], tokens: int) -> None:
+    def return_taken_blocks(self) -> None:
+        """Free the blocks that `take_all_free_blocks` took."""
+        self.manager.block_pool.free_blocks(reversed(self._taken))
+        self._taken = []
+
+    def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
         """Compute the first `tokens` tokens of a prompt with a request that the connector is told nothing about, so that they stand in the
         prefix cache of this side. What a later request hits of them, whole blocks that every KV cache group has, is vLLM's to say.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
 
-    def drop_cache(self) -> None:
+    def evict_prefix_cache(self) -> None:
         """Forget the prefix cache: free blocks keep no hash."""
         pool = self.manager.block_pool
         pool.evict_blocks(
             {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
         )
 
-    def budget(self, tokens: int) -> None:
+    def set_token_budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""
         self.scheduler.max_num_scheduled_tokens = tokens
 
@@ -296,7 +306,7 @@ class Side:
         request = self.scheduler.requests.get(id)
         return "gone" if request is None else str(request.status.name)
 
-    def parked(self, id: str) -> bool:
+    def waits_for_remote_kv(self, id: str) -> bool:
         """Whether a request waits for its KV."""
         request = self.scheduler.requests.get(id)
         return (
@@ -305,25 +315,27 @@ class Side:
             and id not in self.scheduler.finished_recving_kv_req_ids
         )
 
-    def alive(self) -> tuple[str, ...]:
+    def unfinished_requests(self) -> tuple[str, ...]:
         """Requests that have not ended."""
         return tuple(id for id, request in self.scheduler.requests.items() if not request.is_finished())
 
-    def kept(self) -> tuple[str, ...]:
+    def delayed_free_requests(self) -> tuple[str, ...]:
         """Requests that have ended and whose blocks the connector keeps (it returned True), or that were cancelled while loading."""
         return tuple(id for id, request in self.scheduler.requests.items() if request.is_finished())
 
-    def computed(self, id: str) -> int:
+    def num_computed_tokens(self, id: str) -> int:
         """vLLM's num_computed_tokens of a living request."""
         return int(self.scheduler.requests[id].num_computed_tokens)
 
-    def cancelled(self, id: str) -> bool:
+    def finished_while_loading(self, id: str) -> bool:
         """Whether a request ended while it was loading, and nobody has reported the load yet: the scheduler keeps its blocks, and the
         connector did not ask for it.
         """
-        return id in self.kept() and not any(call.result[0] for call in self.calls_of("request_finished", id))
+        return id in self.delayed_free_requests() and not any(
+            call.result[0] for call in self.calls_of("request_finished", id)
+        )
 
-    def computed_by_itself(self, id: str) -> int:
+    def locally_computed_tokens(self, id: str) -> int:
         """Prompt tokens of a request that went through this side's model, each counted once."""
         spans = [step.scheduled[id] for step in self.steps if id in step.scheduled]
         return len({token for first, end in spans for token in range(first, min(end, len(self.prompts[id])))})
@@ -332,15 +344,15 @@ class Side:
         """Block ids of a request, by KV cache group; 0 is the null block."""
         return tuple(tuple(ids) for ids in self.manager.get_block_ids(id))
 
-    def owns(self, block: int) -> bool:
+    def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""
         return self.first_block < block < self.first_block + APART
 
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         """Number of free blocks."""
         return int(self.manager.block_pool.get_num_free_blocks())
 
-    def params(self, id: str) -> dict[str, Any]:
+    def kv_transfer_params(self, id: str) -> dict[str, Any]:
         """What P handed over for a request that has ended, after the way through JSON. Raises NotApplicable if nothing was."""
         said = self.results.get(id)
         if said is None or said.params is None:
@@ -361,30 +373,30 @@ class Side:
             call for call in self.recorder.calls if call.hook in names and id in (None, call.request)
         )
 
-    def unsure(self, id: str) -> bool:
+    def match_is_pending(self, id: str) -> bool:
         """Whether the last answer about a request was None: ask again."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         return bool(calls) and calls[-1].result[0] is None
 
-    def announced(self, id: str) -> tuple[int, bool]:
+    def matched_tokens(self, id: str) -> tuple[int, bool]:
         """The last answer of get_num_new_matched_tokens for a request; (0, False) if it was never asked."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
 
-    def declined(self, id: str) -> bool:
+    def declined_to_load(self, id: str) -> bool:
         """Whether the connector announced nothing of a request of which this side lacks a whole block or more."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
         return lacks > self.block_size and calls[-1].result[0] == 0
 
-    def loads_begun(self, id: str) -> int:
+    def loads_started(self, id: str) -> int:
         """How many times a request was admitted with external tokens."""
         return sum(
             call.arguments["num_external_tokens"] > 0
             for call in self.calls_of("update_state_after_alloc", id)
         )
 
-    def announced_first(self, id: str) -> int:
+    def first_external_tokens(self, id: str) -> int:
         """External tokens with which a request was first admitted."""
         calls = self.calls_of("update_state_after_alloc", id)
         return int(calls[0].arguments["num_external_tokens"]) if calls else 0
@@ -396,7 +408,7 @@ class Side:
         self.step()
         return leaks(self)
 
-    def needs_no_other_reports(self) -> None:
+    def require_standard_reports(self) -> None:
         """Raise Blocked for a store whose workers report what they have saved in words of their own, which no script knows: what waits for
         such a report waits here for ever.
         """
@@ -408,7 +420,7 @@ class Side:
                 f"{self.rig.subject.connector} waits for its own workers' reports (build_connector_worker_meta); here are none"
             )
 
-    def ask(self, hook: str, *args: Any) -> Any:
+    def call_hook(self, hook: str, *args: Any) -> Any:
         """Call a hook of the connector as vLLM would; its checks apply. Raises HookRaised."""
         return getattr(self.connector, hook)(*args)
 
@@ -416,22 +428,22 @@ class Side:
         """vLLM's own Request object."""
         return self.scheduler.requests[id]
 
-    def told(self, report: Report) -> None:
+    def update_connector_output(self, report: WorkerReport) -> None:
         """Call update_connector_output with a report alone, as vLLM does before it acts on it; empty sets are None. Raises HookRaised."""
-        self.ask("update_connector_output", self._rank_output([], report).kv_connector_output)
+        self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
-    def reset_cache(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """What an operator can ask for at any time: empty the prefix cache, the connector's own included."""
         return bool(self._guarded(self.scheduler.reset_prefix_cache, False, True))
 
-    def full_groups(self) -> tuple[int, ...]:
+    def full_attention_groups(self) -> tuple[int, ...]:
         """KV cache groups in which every token of a request has its KV: neither a window nor a state."""
         names = [type(group.kv_cache_spec).__name__ for group in self.kv_config.kv_cache_groups]
         return tuple(
             index for index, name in enumerate(names) if name in ("FullAttentionSpec", "MLAAttentionSpec")
         )
 
-    def own_state(self) -> dict[str, Any]:
+    def connector_state(self) -> dict[str, Any]:
         """What the connector's object holds, without what vLLM has given to it."""
         given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
         return {name: value for name, value in vars(self.connector).items() if name not in given}
@@ -457,7 +469,7 @@ class Side:
             )
             raise SchedulerStopped(self, error, last) from error
 
-    def _rank_output(self, ids: list[str], report: Report) -> Any:
+    def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         said = []
@@ -478,7 +490,9 @@ class Side:
         )
 
     def _note_ends(self) -> None:
-        self.ended += [c.request for c in self.calls_of("request_finished") if c.request not in self.ended]
+        self.finished += [
+            c.request for c in self.calls_of("request_finished") if c.request not in self.finished
+        ]
 
     def _set_aside_blocks(self, first: int) -> None:
         """Take the blocks below `first` out of the pool for good: what is left has ids of this side only."""

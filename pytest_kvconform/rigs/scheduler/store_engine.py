@@ -25,21 +25,21 @@ LONGEST = 8  # blocks of a request
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
-def engine(rig: Rig) -> Side:
+def start_store_engine(rig: Rig) -> Side:
     """Start it. Raises Blocked if the worker half cannot run on this machine."""
     half = WorkerHalf(rig, "P", longest=LONGEST)
     half.construct()
-    caches = half.allocate()
-    half.register(caches)
+    caches = half.allocate_kv_caches()
+    half.register_kv_caches(caches)
     side = half.scheduler_side()
-    half.introduce(side)
+    half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
     """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's KVConnectorOutput."""
-    guard = half.recorder.guard
+    guard = half.recorder.call
     if not output.total_num_scheduled_tokens:
         time.sleep(PAUSE_S)
         return guard("a step without tokens", half.active.no_forward, output).kv_connector_output
@@ -55,8 +55,8 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
         guard("start_load_kv", half.active.pre_forward, output)
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):
-                half.ask("wait_for_layer_load", name)
-                half.ask("save_kv_layer", name, caches[name], context[name])
+                half.call_hook("wait_for_layer_load", name)
+                half.call_hook("save_kv_layer", name, caches[name], context[name])
         guard("finish_forward", half.active.finish_forward)
     return guard("wait_for_save", half.active.post_forward, output.finished_req_ids)
 
@@ -65,7 +65,7 @@ def _slots(side: Side, output: Any, group: int) -> np.ndarray:
     """The slot of each scheduled token in a group: block times block size, and the place in the block."""
     size, found = side.group_sizes[group], [np.zeros(0, dtype=np.int64)]
     for id, count in output.num_scheduled_tokens.items():
-        end, table = side.computed(id), np.array(side.blocks(id)[group])
+        end, table = side.num_computed_tokens(id), np.array(side.blocks(id)[group])
         tokens = np.arange(end - count, end)
         found.append(table[tokens // size] * size + tokens % size)
     return np.concatenate(found)

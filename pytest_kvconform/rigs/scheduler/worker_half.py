@@ -2,9 +2,9 @@
 
     half = WorkerHalf(rig, "P")            # configuration, process groups, layers, KV cache groups; no connector yet
     half.construct()                       # vLLM builds the worker half of the connector
-    half.register(half.allocate())         # vLLM allocates KV memory, and registers it
+    half.register_kv_caches(half.allocate_kv_caches())         # vLLM allocates KV memory, and registers it
     side = half.scheduler_side()           # the scheduler of the same engine, with the scheduler half
-    half.introduce(side)                   # what the rank publishes goes to the scheduler half
+    half.set_handshake_metadata(side)                   # what the rank publishes goes to the scheduler half
     half.shutdown()
 
 An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the same for every rank. The layers
@@ -52,7 +52,7 @@ class WorkerHalf:
                 f"the worker half of {rig.subject.connector} needs {rig.subject.requires_device}, and this vLLM runs on {device}"
             )
         self.rig, self.role = rig, role
-        self.recorder = Recorder(rig.host.note)
+        self.recorder = Recorder(rig.host.note_running_hook)
         self.connector: Any = None
         self.active: Any = None
         self.config = _single_rank(rig, role)
@@ -101,18 +101,18 @@ class WorkerHalf:
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
 
         with set_current_vllm_config(self.config):
-            self.recorder.guard(
+            self.recorder.call(
                 "__init__ of the worker half", ensure_kv_transfer_initialized, self.config, self.kv_config
             )
         self.connector = get_kv_transfer_group()
         return self.connector
 
-    def allocate(self) -> dict[str, torch.Tensor]:
+    def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        pool = None if self.connector is None else self.ask("get_mem_pool_context")
+        pool = None if self.connector is None else self.call_hook("get_mem_pool_context")
         layout = KVCacheLayout[self.config.cache_config.get_resolved_kv_cache_layout().name]
         with pool or contextlib.nullcontext():
             caches = allocate_kv_cache(
@@ -120,17 +120,17 @@ class WorkerHalf:
             )
         return {name: caches[name] for name in self.layers}
 
-    def register(self, caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, caches: dict[str, torch.Tensor]) -> None:
         """Let vLLM register KV memory, once."""
         from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
         for name, layer in self.layers.items():
             layer.bind_kv_cache(caches[name])
-        self.active = self.recorder.guard("register_kv_caches", ActiveKVConnector, self.config, caches)
+        self.active = self.recorder.call("register_kv_caches", ActiveKVConnector, self.config, caches)
 
     def handshake_metadata(self) -> dict[tuple[int, int], Any]:
         """What the rank publishes, by (pipeline stage, rank); empty: nothing."""
-        found = self.ask("get_handshake_metadata")
+        found = self.call_hook("get_handshake_metadata")
         return {} if found is None else {(0, 0): found}
 
     def scheduler_side(self) -> Side:
@@ -141,49 +141,47 @@ class WorkerHalf:
             self.rig, self.role, 0, self.config, generate_scheduler_kv_cache_config([self.kv_config]), 0
         )
 
-    def introduce(self, side: Side) -> None:
+    def set_handshake_metadata(self, side: Side) -> None:
         """Give the scheduler half what the rank publishes."""
         metadata = self.handshake_metadata()
-        self.recorder.guard(
+        self.recorder.call(
             "set_xfer_handshake_metadata", side.connector.set_xfer_handshake_metadata_pp_aware, metadata
         )
 
     def start(self) -> Side:
         """The whole start, in vLLM's order. Returns the scheduler's side."""
         self.construct()
-        self.register(self.allocate())
+        self.register_kv_caches(self.allocate_kv_caches())
         side = self.scheduler_side()
-        self.introduce(side)
+        self.set_handshake_metadata(side)
         return side
 
     # ---- after it -------------------------------------------------------------------------------------------------------------------
 
-    def idle_step(self, side: Side) -> Any:
+    def step_without_tokens(self, side: Side) -> Any:
         """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's KVConnectorOutput, None if
         the connector said nothing.
         """
         output = side.scheduler.schedule()
-        said = self.recorder.guard(
-            "a step without tokens", self.active.no_forward, output
-        ).kv_connector_output
+        said = self.recorder.call("a step without tokens", self.active.no_forward, output).kv_connector_output
         if said is not None:
-            side.ask("update_connector_output", said)
+            side.call_hook("update_connector_output", said)
         return said
 
-    def ports(self) -> list[int]:
+    def listening_ports(self) -> list[int]:
         """Those of the ports that the engine was given on which this process listens."""
         given = {*self.rig.host.spec.ports, self.config.kv_transfer_config.kv_port}
         return sorted(given & {int(address.rpartition(":")[2]) for address in listening_sockets(os.getpid())})
 
-    def ask(self, hook: str, *args: Any) -> Any:
+    def call_hook(self, hook: str, *args: Any) -> Any:
         """Call a hook of the worker half. Raises HookRaised."""
-        return self.recorder.guard(hook, getattr(self.connector, hook), *args)
+        return self.recorder.call(hook, getattr(self.connector, hook), *args)
 
     def shutdown(self) -> None:
         """Let vLLM shut the worker half down, and forget it."""
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-        self.recorder.guard("shutdown of the worker half", ensure_kv_transfer_shutdown)
+        self.recorder.call("shutdown of the worker half", ensure_kv_transfer_shutdown)
         self.active = self.connector = None
 
 
@@ -192,7 +190,7 @@ def _single_rank(rig: Rig, role: str) -> Any:
     from pytest_kvconform.rigs.scheduler.host import configuration
 
     host = rig.host
-    config = host.config(role, "fail", 16, True, {})
+    config = host.vllm_config(role)
     if host.spec.tensor_parallel[role] == 1:
         return config
     alone = configuration(rig.geometry, host.spec.memory[role], 1, host.spec.transfer[role], True)

@@ -35,14 +35,12 @@ def connector_class(rig: Rig) -> Any:
     """The class that vLLM's factory builds both halves of."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    return KVConnectorFactory.get_connector_class(
-        rig.host.config("P", "fail", 16, True, {}).kv_transfer_config
-    )
+    return KVConnectorFactory.get_connector_class(rig.host.vllm_config("P").kv_transfer_config)
 
 
 def ask_class(rig: Rig, hook: str, *args: Any) -> Any:
     """Call a hook on the connector's class. Raises HookRaised."""
-    return Recorder(rig.host.note).guard(hook, getattr(connector_class(rig), hook), *args)
+    return Recorder(rig.host.note_running_hook).call(hook, getattr(connector_class(rig), hook), *args)
 
 
 def has_worker_half() -> bool:

@@ -18,19 +18,16 @@ ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
 def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
-    answers = [
-        ask_class(rig, "get_required_kvcache_layout", rig.host.config(role, "fail", 16, True, {}))
-        for role in "PDPD"
-    ]
+    answers = [ask_class(rig, "get_required_kvcache_layout", rig.host.vllm_config(role)) for role in "PDPD"]
     for answer in answers:
         if answer is not None and (not isinstance(answer, str) or answer not in names):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"get_required_kvcache_layout returned {answer!r}; vLLM knows {', '.join(names)}",
                 diagnosis=f"{answer!r} is no name of a layout",
             )
     if answers[:2] != answers[2:]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"get_required_kvcache_layout answered {answers[:2]} and then {answers[2:]} to the same questions",
         )
@@ -40,11 +37,11 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
 @case("KV-CAPS-001", applies=once, inside=True)
 def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
     """requires_piecewise_for_cudagraph answers with a bool, for no extra configuration and for the engine's own."""
-    config = rig.host.config("P", "fail", 16, True, {})
+    config = rig.host.vllm_config("P")
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
         if not isinstance(answer := ask_class(rig, "requires_piecewise_for_cudagraph", extra), bool):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}",
                 diagnosis="the answer is no bool",
@@ -61,13 +58,13 @@ def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
         first, again = getattr(connector, name), getattr(connector, name)
         if not isinstance(first, bool):
             made = "a method and no property" if callable(first) else f"a {type(first).__name__}"
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"{name} of the {which} half is {made}, and vLLM takes it for a bool",
                 diagnosis=f"{name} is {made}",
             )
         if first != again:
-            raise rig.broken(
+            raise rig.violation(
                 "", f"{name} of the {which} half is {first} and then {again}", diagnosis=f"{name} changes"
             )
     return Evidence(
@@ -81,8 +78,8 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
     d = rig.side("D")
     hand_over = rig.subject.profile == "p2p"
     prompt = rig.prompt(3 * d.block_size + 5)
-    id = rig.load(rig.side("P"), d, prompt)[1] if hand_over else d.add(prompt)
-    found = d.ask("get_loaded_kv_cache_group_ids", d.request(id))
+    id = rig.hand_over_and_load(rig.side("P"), d, prompt)[1] if hand_over else d.add(prompt)
+    found = d.call_hook("get_loaded_kv_cache_group_ids", d.request(id))
     transferred = set(d.kv_config.transfer_group_ids)
     try:
         groups = list(found)
@@ -91,16 +88,16 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
     if any(not isinstance(group, int) or isinstance(group, bool) for group in groups) or len(
         set(groups)
     ) != len(groups):
-        raise rig.broken(
+        raise rig.violation(
             "", f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM expects group numbers, each once"
         )
     if extra := set(groups) - transferred:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"get_loaded_kv_cache_group_ids names {sorted(extra)}, and the groups that are transferred are {sorted(transferred)}",
         )
     if hand_over and set(groups) != transferred:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"get_loaded_kv_cache_group_ids names {sorted(groups)} of the groups {sorted(transferred)}: vLLM zeroes new blocks of the "
             "others while the load writes to them",
@@ -122,15 +119,15 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
     side.run()
     side.step()
     asked += _answers(rig, side)
-    if side.ask("has_pending_push_work"):
-        side.needs_no_other_reports()
-        raise rig.broken(
+    if side.call_hook("has_pending_push_work"):
+        side.require_standard_reports()
+        raise rig.violation(
             "",
             "has_pending_push_work() is True with no request left, so the engine steps for ever",
             diagnosis="work never ends",
         )
-    if (answer := side.ask("reset_cache")) is not None and not isinstance(answer, bool):
-        raise rig.broken(
+    if (answer := side.call_hook("reset_cache")) is not None and not isinstance(answer, bool):
+        raise rig.violation(
             "", f"reset_cache() returned {answer!r}", diagnosis="reset_cache is neither None nor a bool"
         )
     return Evidence(looked_at=asked + 2, unit="answers")
@@ -138,19 +135,19 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
 
 def _answers(rig: Rig, side: Side) -> int:
     for hook in ("has_pending_push_work", "has_pending_block_frees"):
-        if not isinstance(answer := side.ask(hook), bool):
-            raise rig.broken("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} is no bool")
-    events = side.ask("take_events")
+        if not isinstance(answer := side.call_hook(hook), bool):
+            raise rig.violation("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} is no bool")
+    events = side.call_hook("take_events")
     try:
         listed = list(events)
     except TypeError:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"take_events() returned {events!r}, and vLLM makes a list of it",
             diagnosis="take_events is no iterable",
         ) from None
     if wrong := [event for event in listed if not isinstance(event, class_named("KVCacheEvent"))]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"take_events() gave a {type(wrong[0]).__name__}, which is no KVCacheEvent",
             diagnosis="take_events: another class",
@@ -161,13 +158,13 @@ def _answers(rig: Rig, side: Side) -> int:
 def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
     counts, kind = (1, side.block_size, 2 * side.block_size), class_named("CacheHitSource")
     for count in counts:
-        found = side.ask("get_external_cache_hit_sources", request, count)
+        found = side.call_hook("get_external_cache_hit_sources", request, count)
         if (
             not isinstance(found, dict)
             or not all(isinstance(key, kind) for key in found)
             or sum(found.values()) != count
         ):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"get_external_cache_hit_sources(request, {count}) returned {found!r}",
                 diagnosis="hit sources are no dict of CacheHitSource that adds up to the number of tokens",

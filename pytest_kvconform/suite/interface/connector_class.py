@@ -29,7 +29,7 @@ def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
         side = rig.side("P")
         found, config, kv_config = side.connector, side.config, side.kv_config
     if not isinstance(found, class_named("KVConnectorBase_V1")):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{type(found).__name__} is no subclass of KVConnectorBase_V1",
             diagnosis="the class has another base",
@@ -42,7 +42,7 @@ def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
     }
     for name, value in given.items():
         if (kept := getattr(found, name, None)) is not value:
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"the base class of the {which} half has {_short(kept)} as {name}, and vLLM built the connector with {_short(value)}",
                 diagnosis=f"super().__init__(vllm_config, role, kv_cache_config) was not called with what came: {name} differs",
@@ -55,7 +55,7 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
     """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
     found, signatures = connector_class(rig), 0
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{found.__name__} does not implement {', '.join(missing)}",
             diagnosis=f"{missing[0]} is missing",
@@ -67,13 +67,13 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
         for hook, (positions, names) in calls.items():
             method = getattr(found, hook, None)
             if not callable(method):
-                raise rig.broken(
+                raise rig.violation(
                     "",
                     f"{found.__name__}.{hook} is {_short(method)}, and vLLM calls it",
                     diagnosis=f"{hook} is no method",
                 )
             if inspect.iscoroutinefunction(method):
-                raise rig.broken(
+                raise rig.violation(
                     "",
                     f"{found.__name__}.{hook} is a coroutine, and vLLM awaits nothing",
                     diagnosis=f"{hook} is async",
@@ -82,7 +82,7 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
                 inspect.signature(method).bind(*[None] * (positions + (not of_class)), **dict.fromkeys(names))
             except TypeError as error:
                 called = f"{hook}({', '.join(['_'] * positions + [f'{name}=_' for name in names])})"
-                raise rig.broken(
+                raise rig.violation(
                     "",
                     f"vLLM calls {called} on the {'class' if of_class else 'object'}, and {found.__name__} has "
                     f"{hook}({_parameters(method)}): {error}",
@@ -98,7 +98,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))
     if finishes and not hma:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM turned the hybrid memory "
             f"allocator off without a word, and all layers of {rig.cell.family} share one block table",
@@ -110,7 +110,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
         len(side.kv_config.kv_cache_groups),
     )
     if on != hma or (groups > 1) != hma:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid memory allocator is "
             f"{'on' if on else 'off'} with {groups} KV cache groups",

@@ -35,7 +35,7 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
         said = " and ".join(
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items()
         )
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"after shutdown of both halves there are still {said}",
             diagnosis=f"shutdown() leaves {' and '.join(left)} behind",
@@ -72,8 +72,8 @@ def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
         side = half.scheduler_side()
     connector = half.connector
     for _ in range(2):
-        half.ask("shutdown")
-        side.ask("shutdown")
+        half.call_hook("shutdown")
+        side.call_hook("shutdown")
     _end(half, side)
     del connector
     gc.collect()  # where a connector ends once more
@@ -87,22 +87,22 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
     for _engine in range(2):
         half = WorkerHalf(rig, "P")
         side = half.start()
-        half.idle_step(side)
-        ports.append(half.ports())
+        half.step_without_tokens(side)
+        ports.append(half.listening_ports())
         _end(half, side)
-        _once_nothing(rig, half.ports)
+        _once_nothing(rig, half.listening_ports)
         del half, side
         gc.collect()
         held = held or _held()
     if ports[0] != ports[1]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"the first engine listened on {ports[0]}, and the second one on {ports[1]}",
             diagnosis="the port is not given back",
         )
     if more := _once_nothing(rig, lambda: dict(_held() - held)):
         said = ", ".join(f"{number} more {what}" for what, number in more.items())
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"after the second engine's end the process has {said} than after the first one's",
             diagnosis=f"each engine leaves {said}",

@@ -37,7 +37,7 @@ def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
     """The worker half is built, registered and asked what it publishes before there is a scheduler."""
     half = WorkerHalf(rig, role)
     half.construct()
-    half.register(half.allocate())
+    half.register_kv_caches(half.allocate_kv_caches())
     return Evidence(
         looked_at=len(half.layers), unit="layers", notes={"publishes": len(half.handshake_metadata())}
     )
@@ -53,13 +53,13 @@ def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
     id = side.add(rig.prompt(side.block_size + 3))
     side.run()
     if has_worker_half():
-        raise rig.broken(
+        raise rig.violation(
             "",
             "the scheduler half built a worker half in its own process",
             diagnosis="the scheduler half plays both roles",
         )
     if uses_accelerator() and not on_device:
-        raise rig.broken(
+        raise rig.violation(
             "",
             "the scheduler half took the accelerator into use",
             diagnosis="the scheduler half touches device memory",
@@ -74,16 +74,16 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
     side = half.start()
     count = side.connector.get_finished_count()
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"get_finished_count() returned {count!r}",
             diagnosis="get_finished_count is neither None nor a count",
         )
     for _ in range(2):
-        said = half.idle_step(side)
+        said = half.step_without_tokens(side)
         for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
             if found := getattr(said, name, None):
-                raise rig.broken(
+                raise rig.violation(
                     "", f"in a step without any request the worker half reports {name} = {found}"
                 )
     return Evidence(looked_at=2, unit="steps", notes={"reports that make one": count or "one a rank"})
@@ -100,7 +100,7 @@ def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
         kept |= {f"the {which} half's {name}": found for name, found in _engine_ids(connector).items()}
     for place, found in kept.items():
         if found != given:
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"vLLM gave the engine the engine_id {given}, and {place} has {found}",
                 diagnosis=f"{place.partition(chr(39))[0]} goes by an engine_id of its own",
@@ -129,7 +129,7 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
     """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
     half = WorkerHalf(rig, "P")
     half.construct()
-    half.register(half.allocate())
+    half.register_kv_caches(half.allocate_kv_caches())
     side, published = half.scheduler_side(), half.handshake_metadata()
     if which != "no_rank" and not published:
         raise NotApplicable(f"{rig.subject.connector} publishes no handshake metadata")
@@ -142,7 +142,7 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
     )
     hook = "set_xfer_handshake_metadata_pp_aware"
     try:
-        side.recorder.guard(hook, side.connector.set_xfer_handshake_metadata_pp_aware, given)
+        side.recorder.call(hook, side.connector.set_xfer_handshake_metadata_pp_aware, given)
     except HookRaised as raised:  # the base class refuses stages, too
         if (
             which != "two_stages"
@@ -151,7 +151,7 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
         ):
             raise
         return Evidence(looked_at=1, unit="calls", notes={"refused": str(raised.error).splitlines()[0][:120]})
-    half.idle_step(side)
+    half.step_without_tokens(side)
     return Evidence(looked_at=1, unit="calls", notes={"ranks": len(given)})
 
 
@@ -160,7 +160,7 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     """A second engine with the port of the first one: the start raises or finds another port, and does not wait for ever."""
     half = WorkerHalf(rig, "P")
     half.start()
-    if not (taken := half.ports()):
+    if not (taken := half.listening_ports()):
         raise NotApplicable(f"{rig.subject.connector} listens on none of the ports that it was given")
     second, published, said = half.scheduler_side(), half.handshake_metadata(), list[BaseException]()
 
@@ -174,7 +174,7 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     thread.start()
     thread.join(patience := rig.patience(FOREVER_S))
     if thread.is_alive():
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port still waits in "
             f"set_xfer_handshake_metadata after {patience:g} s",
@@ -192,9 +192,9 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     """What the worker half publishes, and what it says at the end of a step, are of vLLM's classes and survive pickling."""
     half = WorkerHalf(rig, role)
     side = half.start()
-    step = half.idle_step(side)
+    step = half.step_without_tokens(side)
     said = {
-        "get_handshake_metadata": (half.ask("get_handshake_metadata"), "KVConnectorHandshakeMetadata"),
+        "get_handshake_metadata": (half.call_hook("get_handshake_metadata"), "KVConnectorHandshakeMetadata"),
         "build_connector_worker_meta": (
             getattr(step, "kv_connector_worker_meta", None),
             "KVConnectorWorkerMetadata",
@@ -208,7 +208,7 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
         )
     for hook, (value, kind) in given.items():
         if not isinstance(value, class_named(kind)):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"{hook} returned a {type(value).__name__}, which is no {kind}",
                 diagnosis=f"{hook}: another class",
@@ -217,7 +217,7 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
             pickle.loads(pickle.dumps(value))
         except Exception as error:
             text = (str(error).splitlines() or [""])[0][:160]
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"a {type(value).__name__} of {hook} does not survive pickle: {type(error).__name__}: {text}",
                 diagnosis=f"{hook}: what it returns cannot leave the worker's process",
@@ -230,11 +230,11 @@ def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     """Every layer of the model is registered, beside a name in no group whose tensor is another layer's."""
     half = WorkerHalf(rig, "P")
     half.construct()
-    caches = half.allocate()
+    caches = half.allocate_kv_caches()
     source = next(name for name in caches if "self_attn" in name or "attn" in name)
     shared = f"model.layers.{len(caches) + 3}.self_attn.attn"
     half.layers[shared] = half.config.compilation_config.static_forward_context[shared] = half.layers[source]
-    half.register(caches | {shared: caches[source]})
+    half.register_kv_caches(caches | {shared: caches[source]})
     return Evidence(
         looked_at=len(caches) + 1,
         unit="layers",
@@ -252,9 +252,9 @@ def register_kv_caches_takes_resolved_layout(rig: Rig, layout: str) -> Evidence:
     """Whatever the connector asked for, it registers memory in the layout that vLLM resolved, and works in a step."""
     half = WorkerHalf(rig, "P", layout=layout)
     side = half.start()
-    half.idle_step(side)
+    half.step_without_tokens(side)
     if (now := half.config.cache_config.kv_cache_layout) != layout:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"vLLM resolved the layout {layout}, and the connector changed it to {now}",
             diagnosis="the layout was changed",

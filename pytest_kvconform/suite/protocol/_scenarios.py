@@ -60,7 +60,9 @@ def names_loads_alone(rig: Rig) -> None:
     """Raise NotApplicable if metadata names blocks of requests that load nothing: to save them, say. A load cannot be told from that."""
     d = rig.side("D")
     d.add(rig.prompt(several(PROMPT, d.block_size)), max_tokens=3)
-    if any(map(d.owns, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))):
+    if any(
+        map(d.owns_block, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))
+    ):
         raise NotApplicable(
             "the metadata names the blocks of a request that loads nothing, too: a load cannot be told from that"
         )
@@ -99,7 +101,7 @@ def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
         prompt = rig.prompt(several(PROMPT, p.block_size))
         id = p.add(
             prompt,
-            rig.ask_prefill() if who == "p" else None,
+            rig.prefill_params() if who == "p" else None,
             max_tokens=1 if how == "length" else 3,
             stop=how == "stop",
         )
@@ -108,15 +110,15 @@ def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
     elif state == "new":
         side.abort(id, STATUS[how])
     elif state == "waiting":
-        side.starve()
+        side.take_all_free_blocks()
         side.step()
         side.abort(id, STATUS[how])
-        side.starve(False)
+        side.return_taken_blocks()
     elif state == "loading":
-        rig.begin(side, id)
+        rig.start_loads(side, id)
         side.abort(id, STATUS[how])
     else:
-        side.budget(side.block_size)
+        side.set_token_budget(side.block_size)
         side.run(lambda: side.status(id) == "RUNNING")
         side.abort(id, STATUS[how])
     return side, id, sides
@@ -131,13 +133,13 @@ def crowd(rig: Rig, role: str) -> Side:
         hands_over(rig)
         side = rig.side("D")
     prompts = [rig.prompt(several(PROMPT, side.block_size), seed=seed) for seed in range(4)]
-    side.hit(prompts[0], 2 * side.block_size)
+    side.warm_prefix_cache(prompts[0], 2 * side.block_size)
     if role == "D":
         ids = [rig.hand_over(p, side, prompt, max_tokens=3)[1] for prompt in prompts[:2]]
         ids += [side.add(prompt, max_tokens=3) for prompt in prompts[2:]]
     else:
-        ids = [side.add(prompt, rig.ask_prefill() or None, max_tokens=3) for prompt in prompts]
-    side.budget(2 * side.block_size)
+        ids = [side.add(prompt, rig.prefill_params() or None, max_tokens=3) for prompt in prompts]
+    side.set_token_budget(2 * side.block_size)
     side.run(lambda: side.status(ids[2]) == "RUNNING")
     side.preempt(ids[2])
     side.run(lambda: bool(side.steps[-1].preempted))
@@ -151,8 +153,8 @@ def crowd(rig: Rig, role: str) -> Side:
 def settle(*sides: Side) -> None:
     """Let the workers report everything that is still kept: loads of cancelled requests as received, the others as sent."""
     for side in sides:
-        loading = [id for id in side.kept() if side.cancelled(id)]
-        side.step(received=loading, sent=[id for id in side.kept() if id not in loading])
+        loading = [id for id in side.delayed_free_requests() if side.finished_while_loading(id)]
+        side.step(received=loading, sent=[id for id in side.delayed_free_requests() if id not in loading])
 
 
 SHORTEST = 8  # of a word that can stand for one engine or one request
@@ -171,7 +173,7 @@ def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
 
 def while_it_waits(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
     """Where P's words stand as long as D has no block for the request: renewals of a lease, for one. The engine is of no use afterwards."""
-    d.starve()
+    d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)
     return places([d.step() for _ in range(2)], words(params))
 

@@ -25,34 +25,34 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")
     prompts = [rig.prompt(several(PROMPT, d.block_size), seed=seed) for seed in range(2)]
-    _, alone = rig.load(p, twin := rig.side("D"), prompts[1])
+    _, alone = rig.hand_over_and_load(p, twin := rig.side("D"), prompts[1])
     _, id = rig.hand_over(p, d, prompts[0], max_tokens=4)
     _bring(d, id, state)
     _, other = rig.hand_over(p, d, prompts[1], max_tokens=2)
-    loading = d.parked(id)
+    loading = d.waits_for_remote_kv(id)
     d.abort(id)
-    d.starve(False)
+    d.return_taken_blocks()
     ended = d.calls_of(ENDED, id)
     if len(ended) != 1 or ended[0].result[0]:
         answers = " and ".join(f"{call.hook} returned {call.result}" for call in ended)
-        raise rig.broken("", f"a request of D was aborted while {state}: {answers or 'it did not end'}")
+        raise rig.violation("", f"a request of D was aborted while {state}: {answers or 'it did not end'}")
     d.run(lambda: other in d.results)
     if loading:
-        if id not in d.kept():
-            raise rig.broken("", f"the load of {id} was not reported, and its blocks are free")
+        if id not in d.delayed_free_requests():
+            raise rig.violation("", f"the load of {id} was not reported, and its blocks are free")
         d.step(received=[id])  # late: the other request has come and gone
-    computed, given = d.computed_by_itself(other), d.announced_first(other)
+    computed, given = d.locally_computed_tokens(other), d.first_external_tokens(other)
     if (
         d.results[other].finish != "length"
-        or given != twin.announced_first(alone)
+        or given != twin.first_external_tokens(alone)
         or computed > max(1, len(prompts[1]) - given)
     ):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{id} was aborted while {state}, and {other}, which was given {given} tokens, computed {computed}",
         )
-    p.step(sent=p.kept())
-    rig.no_leaks(p, d)
+    p.step(sent=p.delayed_free_requests())
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=given)
 
 
@@ -61,15 +61,15 @@ def _bring(d: Side, id: str, state: str) -> None:
     if state == "waiting":
         return
     if state == "asked":
-        d.starve()
+        d.take_all_free_blocks()
         d.step()
         return
-    d.rig.answered(d, id)
+    d.rig.step_until_matched(d, id)
     if state == "loading":
         d.step()
         d.step()
     elif state in ("loaded", "failed"):
-        report = [id] if d.parked(id) else []
+        report = [id] if d.waits_for_remote_kv(id) else []
         d.step(failed=report) if state == "failed" else d.step(received=report)
     elif state != "begun":
         d.run(lambda: d.status(id) == "RUNNING")
@@ -84,22 +84,22 @@ def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, d.block_size))
-    first = p.add(prompt, rig.ask_prefill())
+    first = p.add(prompt, rig.prefill_params())
     p.run()
-    params = p.params(first)
+    params = p.kv_transfer_params(first)
     waiting = while_it_waits(rig.side("D"), prompt, params)
     d.add(prompt, params, id=SAME)
     _bring(d, SAME, state)
     d.abort(SAME)
-    d.starve(False)
+    d.return_taken_blocks()
     d.step()
     d.step()
-    if first in p.kept() and not let_go(d, params, waiting):
-        raise rig.broken(
+    if first in p.delayed_free_requests() and not let_go(d, params, waiting):
+        raise rig.violation(
             "",
-            f"D gave a request up while it was {state}; P keeps {p.free_at_start - p.free()} blocks for it, and no step's metadata tells P",
+            f"D gave a request up while it was {state}; P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",
             diagnosis="request_finished of a request that was never scheduled is not taken for the end of the hand-over",
         )
     p.run(sent=True)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")

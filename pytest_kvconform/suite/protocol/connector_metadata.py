@@ -44,7 +44,7 @@ def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) 
     side = crowd(rig, role)
     said = [
         name
-        for name in ("scheduled", "ended", "preempted")
+        for name in ("scheduled", "finished", "preempted")
         if not any(getattr(step, name) for step in side.steps)
     ]
     if said:
@@ -62,16 +62,16 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(1 if situation == "one_token" else several(PROMPT, d.block_size))
     if situation == "hit":
-        d.hit(prompt, d.block_size)
-    _, second = rig.load(p, d, prompt, max_tokens=2)
+        d.warm_prefix_cache(prompt, d.block_size)
+    _, second = rig.hand_over_and_load(p, d, prompt, max_tokens=2)
     for _ in range(3):
         d.step()
     d.run()
-    steps = [step.number for step in d.steps if any(map(d.owns, step.orders(second)))]
+    steps = [step.number for step in d.steps if any(map(d.owns_block, step.block_ids_for(second)))]
     if not steps:
         raise NotApplicable("the metadata names no block in a form that can be read")
     if len(steps) > 1:
-        raise rig.broken(
+        raise rig.violation(
             "", f"the load of {second} is ordered in steps {steps}: what is told once must not be told again"
         )
     return Evidence(looked_at=len(d.steps), unit="steps")
@@ -84,7 +84,7 @@ def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     last = len(side.steps)
     told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
     if len(told) > 1:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset",
         )
@@ -97,11 +97,11 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    first, second = rig.load(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    first, second = rig.hand_over_and_load(p, d, rig.prompt(several(PROMPT, d.block_size)))
     p.step()
     for side, id in ((p, first), (d, second)):
         if (again := side.step()).mentions(id):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions {id}",
             )
@@ -122,10 +122,10 @@ def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
     side = p if role == "prefill" else d
     looked = 0
     for step in side.steps:
-        now, then = _named(side, step.given), _named(side, step.metadata)
+        now, then = _named(side, step.metadata_object), _named(side, step.metadata)
         looked += len(then)
         if now != then:
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"the metadata of step {step.number} named {', '.join(then)} and names {', '.join(now) or 'nothing'} now",
             )
@@ -137,7 +137,7 @@ def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
 def _named(side: Side, metadata: object) -> list[str]:
     """Blocks of a side, and its requests, that stand in metadata."""
     values = [value for _, value in walk(metadata)]
-    blocks = sorted({value for value in values if isinstance(value, int) and side.owns(value)})
+    blocks = sorted({value for value in values if isinstance(value, int) and side.owns_block(value)})
     return [
         *(f"block {block}" for block in blocks),
         *sorted({value for value in values if isinstance(value, str) and value in side.prompts}),

@@ -45,18 +45,18 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     if what == "loading":
         hands_over(rig)
         side = rig.side("D")
-        rig.load(p, side, rig.prompt(several(PROMPT, side.block_size)))
+        rig.hand_over_and_load(p, side, rig.prompt(several(PROMPT, side.block_size)))
     else:
-        id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.ask_prefill() or None)
+        id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.prefill_params() or None)
         p.run(lambda: id in p.results)
-        if id not in p.kept():
+        if id not in p.delayed_free_requests():
             raise NotApplicable(f"{rig.subject.connector} keeps no blocks of a request that has ended")
     other = side.add(rig.prompt(side.block_size + 3, seed=1), max_tokens=3)
-    rig.answered(side, other)
+    rig.step_until_matched(side, other)
     for _ in range(SILENT):
         side.step()
     if other not in side.results:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"nobody reports what is {what}, and {SILENT} steps later another request is {side.status(other)}",
         )
@@ -67,7 +67,7 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
                 f"{first.seconds:.1f} s and {again.seconds:.1f} s",
                 f"steps {first.step} and {again.step} of {side.name}",
             )
-            raise rig.broken("", f"{first.hook} took {took} in {where}, and the engine with it")
+            raise rig.violation("", f"{first.hook} took {took} in {where}, and the engine with it")
     longest = max(call.seconds for call in side.calls)
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})
 

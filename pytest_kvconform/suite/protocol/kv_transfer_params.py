@@ -53,12 +53,14 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
     wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
     if wrong:
-        raise rig.broken(
+        raise rig.violation(
             "", f"for a request with the params {STRANGE[which]} the connector answered {wrong[0]}"
         )
     if named := [step.number for step in side.steps if step.mentions(id)]:
-        raise rig.broken("", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}")
-    rig.no_leaks(side)
+        raise rig.violation(
+            "", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}"
+        )
+    rig.require_no_leaks(side)
     return Evidence(looked_at=len(side.steps), unit="steps")
 
 
@@ -70,21 +72,21 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
     hands_over(rig)
     prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
-    whole, few = rig.ask_prefill(), {key: value for key, value in rig.ask_prefill().items() if value}
+    whole, few = rig.prefill_params(), {key: value for key, value in rig.prefill_params().items() if value}
     answers = []
     for asked in (whole, few):
         p, d = rig.side("P"), rig.side("D")
         first = p.add(prompt, asked)
         p.run()
         if asked is few and (first not in p.results or p.results[first].params is None):
-            raise rig.broken("", f"asked with {asked}, P hands nothing over")
-        second = d.add(prompt, p.params(first))
+            raise rig.violation("", f"asked with {asked}, P hands nothing over")
+        second = d.add(prompt, p.kv_transfer_params(first))
         d.run()
         p.run(sent=True)
-        rig.no_leaks(p, d)
-        answers.append((sorted(p.params(first)), d.announced_first(second)))
+        rig.require_no_leaks(p, d)
+        answers.append((sorted(p.kv_transfer_params(first)), d.first_external_tokens(second)))
     if answers[0] != answers[1]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"asked with {few}, P and D come to {answers[1]} (params, tokens loaded), asked with {whole} to {answers[0]}",
         )
@@ -97,37 +99,40 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     hands_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, p.block_size))
-    first, _ = rig.load(p, plain, prompt)
-    params = p.params(first)
+    first, _ = rig.hand_over_and_load(p, plain, prompt)
+    params = p.kv_transfer_params(first)
     if way == "reordered":
         params = dict(reversed(params.items()))
     elif way == "with_more":
         params = {"trace": None} | params | (STRANGE["of_a_router"] or {})
     second = d.add(prompt, params)
-    rig.answered(d, second)
+    rig.step_until_matched(d, second)
     if way == "twice":
         third = d.add(prompt, params)
-        if not rig.answered(d, third).mentions(third) or not d.parked(third):
-            raise rig.broken(
+        if not rig.step_until_matched(d, third).mentions(third) or not d.waits_for_remote_kv(third):
+            raise rig.violation(
                 "",
                 f"of two requests with the same params the second one is {d.status(third)}, and no step orders its load",
             )
     begun = _loads(plain, p)
-    if d.announced_first(second) != plain.announced_first(next(iter(plain.prompts))) or _loads(d, p) != begun:
-        raise rig.broken(
+    if (
+        d.first_external_tokens(second) != plain.first_external_tokens(next(iter(plain.prompts)))
+        or _loads(d, p) != begun
+    ):
+        raise rig.violation(
             "",
-            f"with the same params, {way}, D announces {d.announced_first(second)} tokens and orders another load",
+            f"with the same params, {way}, D announces {d.first_external_tokens(second)} tokens and orders another load",
         )
     d.run()
     plain.run()
     p.run(sent=True)
-    rig.no_leaks(p, plain, d)
-    return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced_first(second))
+    rig.require_no_leaks(p, plain, d)
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.first_external_tokens(second))
 
 
 def _loads(side: Side, p: Side) -> frozenset[int]:
     """P's blocks in the metadata of all steps of a side."""
-    return frozenset(block for step in side.steps for block in integers(step.metadata) if p.owns(block))
+    return frozenset(block for step in side.steps for block in integers(step.metadata) if p.owns_block(block))
 
 
 # ---- params that lead nowhere ------------------------------------------------------------------------------------------------
@@ -157,12 +162,12 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(PROMPT, p.block_size))
-    first, second = rig.load(p, d, prompt)
-    names = any(map(p.owns, d.steps[-1].orders(second)))
+    first, second = rig.hand_over_and_load(p, d, prompt)
+    names = any(map(p.owns_block, d.steps[-1].block_ids_for(second)))
     return _tried(
         rig,
         "D",
-        spoiled(p.params(first), how, lists),
+        spoiled(p.kv_transfer_params(first), how, lists),
         how,
         lambda d, params: _received(d, prompt, params, names),
     )
@@ -174,7 +179,7 @@ def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
     hands_over(rig)
     prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
     return _tried(
-        rig, "P", spoiled(rig.ask_prefill(), how), how, lambda p, params: _received(p, prompt, params)
+        rig, "P", spoiled(rig.prefill_params(), how), how, lambda p, params: _received(p, prompt, params)
     )
 
 
@@ -184,8 +189,10 @@ def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     hands_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(max(LONG, several(PROMPT, p.block_size)))
-    first, _ = rig.load(p, rig.side("D"), prompt)
-    turn = p.params(first) | {key: value for key, value in rig.ask_prefill().items() if value is not None}
+    first, _ = rig.hand_over_and_load(p, rig.side("D"), prompt)
+    turn = p.kv_transfer_params(first) | {
+        key: value for key, value in rig.prefill_params().items() if value is not None
+    }
     return _tried(
         rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _received(p, prompt, params)
     )
@@ -217,7 +224,7 @@ def _tried(
     if wrong:
         said, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
-        raise rig.broken(
+        raise rig.violation(
             "", f"with {' '.join([', '.join(fields), how]).strip()}: {said}", differs=more, diagnosis=said
         )
     return Evidence(looked_at=len(table), unit="params")
@@ -228,10 +235,10 @@ def _received(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names
     the order for a load names blocks of P.
     """
     id = side.add(prompt, params)
-    step = side.rig.answered(side, id)
-    if side.parked(id):
-        blocks, ordered = integers(params), step.orders(id)
-        if not any(map(side.owns, ordered)):
+    step = side.rig.step_until_matched(side, id)
+    if side.waits_for_remote_kv(id):
+        blocks, ordered = integers(params), step.block_ids_for(id)
+        if not any(map(side.owns_block, ordered)):
             return "the request waits for ever: its load was announced, and none is ordered"
         if names and not blocks & ordered:
             return "the request waits for a load of nothing: the metadata names no block to load from"

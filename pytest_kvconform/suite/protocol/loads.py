@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_matrix import parse_topology
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler.rig import Report, Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side, WorkerReport
 from pytest_kvconform.suite.protocol._scenarios import PROMPT, hands_over, one_group, settle, several, spread
 
 ASKED = "get_num_new_matched_tokens"
@@ -27,26 +27,26 @@ def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[st
         rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size), seed=seed), max_tokens=2)[1]
         for seed in range(count)
     ]
-    rig.begin(d, *ids)
+    rig.start_loads(d, *ids)
     return p, d, ids
 
 
 def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     """Judge loads that have ended well: D computed only what it was not given, and nothing is left."""
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     for id in seconds:
-        given, computed = d.announced_first(id), d.computed_by_itself(id)
+        given, computed = d.first_external_tokens(id), d.locally_computed_tokens(id)
         if computed > max(1, len(d.prompts[id]) - given):
-            raise rig.broken(
+            raise rig.violation(
                 "KV-LOAD-001",
                 f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} itself",
             )
     return Evidence(
         looked_at=len(d.steps),
         unit="steps",
-        external_tokens=sum(map(d.announced_first, seconds)),
-        computed_tokens=sum(map(d.computed_by_itself, seconds)),
+        external_tokens=sum(map(d.first_external_tokens, seconds)),
+        computed_tokens=sum(map(d.locally_computed_tokens, seconds)),
     )
 
 
@@ -60,14 +60,14 @@ def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     if when == "beside_another":
         d.add(rig.prompt(d.block_size, seed=9), max_tokens=4)
     for _ in range(0 if when == "at_once" else 10):
-        if early := [id for id in seconds if not d.parked(id)]:
-            raise rig.broken("", f"{early[0]} is {d.status(early[0])}, and nobody has reported its load")
+        if early := [id for id in seconds if not d.waits_for_remote_kv(id)]:
+            raise rig.violation("", f"{early[0]} is {d.status(early[0])}, and nobody has reported its load")
         d.step()
     for id in reversed(seconds) if when == "backwards" else seconds:
         d.step(received=[id])
         d.step()
-        if d.parked(id):
-            raise rig.broken("", f"the load of {id} was reported, and it still waits")
+        if d.waits_for_remote_kv(id):
+            raise rig.violation("", f"the load of {id} was reported, and it still waits")
     d.run()
     return _done(rig, p, d, seconds)
 
@@ -83,14 +83,14 @@ def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     p, d, [id] = _pair(rig)
     ranks = list(range(d.ranks))
     for rank in reversed(ranks) if order == "backwards" else ranks:
-        if not d.parked(id):
-            raise rig.broken(
+        if not d.waits_for_remote_kv(id):
+            raise rig.violation(
                 "", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load"
             )
-        d.step(ranks=tuple(Report(received=[id] if rank == one else ()) for one in ranks))
+        d.step(ranks=tuple(WorkerReport(received=[id] if rank == one else ()) for one in ranks))
         d.step() if order == "twice_in_turn" else None
-    if d.parked(id):
-        raise rig.broken("", f"all {d.ranks} ranks have reported the load of {id}, and it still waits")
+    if d.waits_for_remote_kv(id):
+        raise rig.violation("", f"all {d.ranks} ranks have reported the load of {id}, and it still waits")
     d.run()
     return _done(rig, p, d, [id])
 
@@ -105,21 +105,23 @@ def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """P's blocks are its own until the last rank has reported that they were read."""
     hands_over(rig)
     p = rig.side("P")
-    id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.ask_prefill())
+    id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.prefill_params())
     p.run()
-    if id not in p.kept():
+    if id not in p.delayed_free_requests():
         raise NotApplicable("P keeps no blocks for D to read")
     ranks = list(range(p.ranks))
     for rank in reversed(ranks) if order == "backwards" else ranks:
-        if id not in p.kept():
-            raise rig.broken(
+        if id not in p.delayed_free_requests():
+            raise rig.violation(
                 "",
                 f"P gave the blocks of {id} back although rank {rank} of {p.ranks} has not reported them as sent",
             )
-        p.step(ranks=tuple(Report(sent=[id] if rank == one else ()) for one in ranks))
-    if id in p.kept():
-        raise rig.broken("", f"all {p.ranks} ranks have reported {id} as sent, and P still keeps its blocks")
-    rig.no_leaks(p)
+        p.step(ranks=tuple(WorkerReport(sent=[id] if rank == one else ()) for one in ranks))
+    if id in p.delayed_free_requests():
+        raise rig.violation(
+            "", f"all {p.ranks} ranks have reported {id} as sent, and P still keeps its blocks"
+        )
+    rig.require_no_leaks(p)
     return Evidence(looked_at=p.ranks, unit="reports")
 
 
@@ -130,22 +132,24 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     ranks = range(d.ranks)
     bad = 0 if which == "first" else d.ranks - 1
     for rank in ranks:
-        if not d.parked(id):
-            raise rig.broken(
+        if not d.waits_for_remote_kv(id):
+            raise rig.violation(
                 "", f"{id} is {d.status(id)} although rank {rank} of {d.ranks} has not reported its load"
             )
         failed = [id] if rank == bad else []
         d.step(
-            ranks=tuple(Report(received=[id], failed=failed) if rank == one else Report() for one in ranks)
+            ranks=tuple(
+                WorkerReport(received=[id], failed=failed) if rank == one else WorkerReport() for one in ranks
+            )
         )
     d.run()
-    if (computed := d.computed_by_itself(id)) != len(d.prompts[id]):
-        raise rig.broken(
+    if (computed := d.locally_computed_tokens(id)) != len(d.prompts[id]):
+        raise rig.violation(
             "",
             f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
 
 
@@ -157,16 +161,16 @@ def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
         d.abort(id)
         d.step()
     report = {
-        "nothing": Report(),
-        "empty": Report(set(), set(), set(), set()),
-        "unknown": Report(sent=["cmpl-nobody-0000"], received=["cmpl-nobody-0001"]),
-    }.get(what, Report(received=[id]))
+        "nothing": WorkerReport(),
+        "empty": WorkerReport(set(), set(), set(), set()),
+        "unknown": WorkerReport(sent=["cmpl-nobody-0000"], received=["cmpl-nobody-0001"]),
+    }.get(what, WorkerReport(received=[id]))
     for _ in range(2 if what == "twice" else 1):
-        d.told(report)
+        d.update_connector_output(report)
     if what == "ended":
         d.step(received=[id])
         settle(p)
-        rig.no_leaks(p, d)
+        rig.require_no_leaks(p, d)
         return Evidence(looked_at=1, unit="reports")
     d.run()
     return _done(rig, p, d, [id])
@@ -177,18 +181,18 @@ def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """Under the policy `fail` the request ends with an error, once, and no other one does."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=seconds[:1])
-    if (said := step.said.get(seconds[0])) is None or said.finish != "error":
-        raise rig.broken(
+    if (said := step.outputs.get(seconds[0])) is None or said.finish != "error":
+        raise rig.violation(
             "",
             f"the load of {seconds[0]} failed, and its request ends with {said.finish if said else 'nothing'!r}",
         )
     d.run()
     if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
-        raise rig.broken(
+        raise rig.violation(
             "", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}"
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(seconds), unit="requests")
 
 
@@ -202,21 +206,21 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
         d.run(lambda: d.status(id) == "RUNNING")
         d.preempt(id)
         d.step()
-    d.run(lambda: not d.alive() or len(d.calls_of(ASKED, id)) > asked + 5)
+    d.run(lambda: not d.unfinished_requests() or len(d.calls_of(ASKED, id)) > asked + 5)
     answers = [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
     if bad := [answer for answer in answers if answer != (0, False)]:
-        raise rig.broken(
+        raise rig.violation(
             "KV-MATCH-005",
             f"the load of {id} failed; asked again, {ASKED} answered {bad[0]} instead of (0, False)",
         )
     d.run()
-    if (computed := d.computed_by_itself(id)) != len(d.prompts[id]) or d.results[id].finish != "length":
-        raise rig.broken(
+    if (computed := d.locally_computed_tokens(id)) != len(d.prompts[id]) or d.results[id].finish != "length":
+        raise rig.violation(
             "",
             f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
 
 
@@ -227,15 +231,15 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     second = d.blocks(id)[0][1]
     d.step(received=[id], invalid=[second])
     d.run()
-    computed, finish = d.computed_by_itself(id), d.results[id].finish
+    computed, finish = d.locally_computed_tokens(id), d.results[id].finish
     due, end = (0, "error") if policy == "fail" else (len(d.prompts[id]) - d.block_size, "length")
     if (computed, finish) != (due, end):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=computed)
 
 
@@ -250,25 +254,28 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
         d.step(received=[id])
     if when == "one_rank":
         d.step(
-            ranks=tuple(Report(received=[id] if rank == 0 and d.ranks > 1 else ()) for rank in range(d.ranks))
+            ranks=tuple(
+                WorkerReport(received=[id] if rank == 0 and d.ranks > 1 else ()) for rank in range(d.ranks)
+            )
         )
-    before = d.free()
+    before = d.free_blocks()
     d.abort(id)
     d.step()
     if when != "reported":
-        if d.free() > before:
-            raise rig.broken(
-                "", f"{d.free() - before} blocks of {id} are free, and its load may still write to them"
+        if d.free_blocks() > before:
+            raise rig.violation(
+                "",
+                f"{d.free_blocks() - before} blocks of {id} are free, and its load may still write to them",
             )
         d.step(
             ranks=tuple(
-                Report(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ())
+                WorkerReport(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ())
                 for rank in range(d.ranks)
             )
         )
     d.run()
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
@@ -279,6 +286,6 @@ def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
     if when == "idle":
         d.run()
     side = p if when == "sending" else d
-    side.reset_cache()
+    side.reset_prefix_cache()
     d.run()
     return _done(rig, p, d, seconds)

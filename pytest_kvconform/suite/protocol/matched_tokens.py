@@ -23,7 +23,7 @@ def _tour(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
     """Hand a prompt over to a D that has `warm` tokens of it; the recorder judges every answer. Evidence: the answers."""
     p, d = rig.side("P"), rig.side("D")
     if warm:
-        d.hit(prompt, warm)
+        d.warm_prefix_cache(prompt, warm)
     if rig.subject.profile == "store":
         p.add(prompt)
         d.add(prompt)
@@ -84,21 +84,23 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
-    answers = [d.ask(ASKED, d.request(second), 0) for _ in range(TIMES)]
-    answers = [answer for answer in answers if answer[0] is not None] or [d.ask(ASKED, d.request(second), 0)]
+    answers = [d.call_hook(ASKED, d.request(second), 0) for _ in range(TIMES)]
+    answers = [answer for answer in answers if answer[0] is not None] or [
+        d.call_hook(ASKED, d.request(second), 0)
+    ]
     if len(set(answers)) > 1:
-        raise rig.broken(
+        raise rig.violation(
             "", f"asked {TIMES} times about one request, {ASKED} answered {', '.join(map(repr, answers))}"
         )
     d.run()
     told = d.calls_of("update_state_after_alloc", second)[0].arguments["num_external_tokens"]
     if told != answers[0][0]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
 
 
@@ -108,30 +110,30 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
-    d.starve()
+    d.take_all_free_blocks()
     waiting = [d.step() for _ in range(TIMES)]
-    if ordered := [step.number for step in waiting if any(map(d.owns, step.orders(second)))]:
-        raise rig.broken(
+    if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(second)))]:
+        raise rig.violation(
             "",
             f"step {ordered[0]} orders a load for {second}, which has no block yet: it was only asked about",
         )
     answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
     if len(answers) > 1:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}",
         )
     if not answers:
         raise NotApplicable(f"{rig.subject.connector} did not know yet, as often as it was asked")
-    d.starve(False)
+    d.return_taken_blocks()
     d.run()
-    if (told := d.announced_first(second)) != (said := answers.pop())[0]:
-        raise rig.broken(
+    if (told := d.first_external_tokens(second)) != (said := answers.pop())[0]:
+        raise rig.violation(
             "",
             f"without a free block {ASKED} answered {said}; when there were blocks, {told} tokens were loaded",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
 
 
@@ -141,24 +143,24 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     hands_over(rig)
     p, probe = rig.side("P"), rig.side("D")
     length = several(PROMPT, p.block_size)
-    rig.load(p, probe, rig.prompt(length))
-    need = probe.free_at_start - probe.free()
+    rig.hand_over_and_load(p, probe, rig.prompt(length))
+    need = probe.free_blocks_at_start - probe.free_blocks()
     d = rig.side("D", blocks=need + need // 2 + 1)
     ids = [rig.hand_over(p, d, rig.prompt(length, seed=seed), max_tokens=2)[1] for seed in (3, 4)]
     for _ in range(TIMES):
         d.step()
-    if [d.parked(id) for id in ids] != [True, False]:
-        raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.parked, ids))} began")
+    if [d.waits_for_remote_kv(id) for id in ids] != [True, False]:
+        raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.waits_for_remote_kv, ids))} began")
     said = next(
         (call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False)
     )
     d.run()
-    if (told := d.announced_first(ids[1])) != said[0]:
-        raise rig.broken(
+    if (told := d.first_external_tokens(ids[1])) != said[0]:
+        raise rig.violation(
             "", f"without room {ASKED} answered {said}; when there was room, {told} tokens were loaded"
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
 
 
@@ -168,7 +170,7 @@ def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     length = 1 if why == "one_token" else several(PROMPT, d.block_size)
-    _, id = rig.load(p, d, rig.prompt(length), max_tokens=4)
+    _, id = rig.hand_over_and_load(p, d, rig.prompt(length), max_tokens=4)
     asked = len(d.calls_of(ASKED, id))
     d.step(received=[id])
     settle(p)
@@ -180,15 +182,15 @@ def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
         d.run(lambda: d.status(id) == "RUNNING" or bool(set(answers()) - {(0, False)}))
         d.preempt(id)
         d.step()
-    d.run(lambda: not d.alive() or bool(set(answers()) - {(0, False)}))
+    d.run(lambda: not d.unfinished_requests() or bool(set(answers()) - {(0, False)}))
     if bad := set(answers()) - {(0, False)}:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{ASKED} answered {bad.pop()} for a request whose KV D had loaded, and P given back, instead of (0, False)",
         )
     if not answers():
         raise NotApplicable("vLLM's scheduler did not ask again")
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers()), unit="answers")
 
 
@@ -203,11 +205,11 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     else:
         id = d.add(prompt)
     for _ in range(50):
-        if d.step(received=[one for one in d.alive() if d.parked(one)]) and d.calls_of(
-            "update_state_after_alloc", id
-        ):
+        if d.step(
+            received=[one for one in d.unfinished_requests() if d.waits_for_remote_kv(one)]
+        ) and d.calls_of("update_state_after_alloc", id):
             return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
-    raise rig.broken(
+    raise rig.violation(
         "",
         f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits",
     )
@@ -225,7 +227,7 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
             p, d, prompt, read_cache=False
         )  # the scheduler asks, and does not take the answer
     else:
-        _, second = rig.load(p, d, prompt)
+        _, second = rig.hand_over_and_load(p, d, prompt)
         d.step(received=[second])
     start = len(d.steps)
     d.run()
@@ -233,13 +235,13 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     if told[-1:] != [0]:
         raise NotApplicable(f"vLLM told of {told} tokens")
     for step in d.steps[start:]:
-        if blocks := sorted(filter(d.owns, step.orders(second))):
-            raise rig.broken(
+        if blocks := sorted(filter(d.owns_block, step.block_ids_for(second))):
+            raise rig.violation(
                 "",
                 f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}",
             )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
 
 
@@ -251,30 +253,30 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     length = several(PROMPT, d.block_size)
     prompt = rig.prompt(length)
     if situation == "hit":
-        d.hit(prompt, 2 * d.block_size)
+        d.warm_prefix_cache(prompt, 2 * d.block_size)
     _, second = rig.hand_over(p, d, prompt)
     if situation == "starved":
-        d.starve()
+        d.take_all_free_blocks()
         d.step()
-        d.starve(False)
-    rig.begin(d, second)
+        d.return_taken_blocks()
+    rig.start_loads(d, second)
     [told] = d.calls_of("update_state_after_alloc", second)
-    named = frozenset(filter(d.owns, d.steps[-1].orders(second)))
+    named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(second)))
     if not named:
         raise NotApplicable("the metadata names no block in a form that can be read")
     all_of_them = {block for group in told.arguments["blocks"] for block in group}
     if wrong := sorted(named - all_of_them):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"the metadata orders a load into blocks {wrong}, which are none of the request's {sorted(all_of_them)}",
         )
     due = {
         block
-        for group in d.full_groups()
+        for group in d.full_attention_groups()
         for block in told.arguments["writable"][group][: -(-length // d.block_size)]
     }
     if missing := sorted(due - named):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}",
         )
@@ -295,28 +297,28 @@ def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
         hands_over(rig)
         _, id = rig.hand_over(p, d, prompt, max_tokens=3)
     else:
-        id = p.add(prompt, None if who == "plain" else rig.ask_prefill(), max_tokens=3)
+        id = p.add(prompt, None if who == "plain" else rig.prefill_params(), max_tokens=3)
     request = side.request(id)
     found = tuple(request.prompt_token_ids), request.num_prompt_tokens, request.num_tokens
     whole = (prompt, len(prompt), len(prompt))
     if who in ("plain", "decode") and (*found, request.max_tokens) != (*whole, 3):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} after on_new_request",
         )
     if found[0] != prompt[: len(found[0])] or not len(found[0]) == found[1] == found[2] > 0:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"after on_new_request a prompt of {len(prompt)} tokens is none of its own beginnings: {found[1]} tokens",
         )
     if who == "prefill_preempted":
-        side.budget(side.block_size)
+        side.set_token_budget(side.block_size)
         side.run(lambda: side.status(id) == "RUNNING")
         side.preempt(id)
         side.run(lambda: side.status(id) == "PREEMPTED")
         side.run(lambda: side.status(id) == "RUNNING")
         if (now := side.request(id).num_prompt_tokens) != found[1]:
-            raise rig.broken(
+            raise rig.violation(
                 "", f"a prompt of {found[1]} tokens has {now} after a preemption: it was cut again"
             )
     side.run()

@@ -31,56 +31,58 @@ def _dense(cell: Cell) -> bool:
 
 
 def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
-    from pytest_kvconform.rigs.scheduler.fake_connector import beside
+    from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
 
     hands_over(rig)
-    return rig.side("P", transfer=beside(where)), rig.side("D", transfer=beside(where))
+    return rig.side("P", transfer=with_fake_connector(where)), rig.side(
+        "D", transfer=with_fake_connector(where)
+    )
 
 
 def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
     """Tokens that D loads of a prompt if the connector is alone."""
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.load(p, d, prompt)
-    return d.announced_first(second)
+    _, second = rig.hand_over_and_load(p, d, prompt)
+    return d.first_external_tokens(second)
 
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, inside=True)
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import beside, children
+    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
     p, d = _pair(rig, where)
     prompt = rig.prompt(several(PROMPT, d.block_size))
-    subject, neighbour = children(d)
-    first = p.add(prompt, rig.ask_prefill())
+    subject, neighbour = multi_connector_children(d)
+    first = p.add(prompt, rig.prefill_params())
     p.run()
-    params = p.params(first)
-    waiting = while_it_waits(rig.side("D", transfer=beside(where)), prompt, params)
+    params = p.kv_transfer_params(first)
+    waiting = while_it_waits(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
     neighbour.connector.loads = True
     id = d.add(
         prompt, params if where == "first" else None, id=SAME
     )  # the last is asked, too, but chosen only if the first has nothing
-    rig.answered(d, id)
-    if not d.parked(id):
-        raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.announced(id)}")
+    rig.step_until_matched(d, id)
+    if not d.waits_for_remote_kv(id):
+        raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.matched_tokens(id)}")
     d.run()
     d.step()
     told = [call.arguments["num_external_tokens"] for call in subject.calls_of(PLACED, id)]
     if any(told):
-        raise rig.broken("", f"the neighbour loads, and {rig.subject.connector} was told of {told} tokens")
+        raise rig.violation("", f"the neighbour loads, and {rig.subject.connector} was told of {told} tokens")
     for step in d.steps:
-        if ordered := sorted(filter(d.owns, integers(step.metadata.metadata[subject.index]))):
-            raise rig.broken(
+        if ordered := sorted(filter(d.owns_block, integers(step.metadata.metadata[subject.index]))):
+            raise rig.violation(
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
             )
     if where == "first" and not let_go(d, params, waiting):
-        raise rig.broken(
+        raise rig.violation(
             "",
-            f"another connector has loaded {SAME}, P keeps {p.free_at_start - p.free()} blocks, and no step's metadata tells P",
+            f"another connector has loaded {SAME}, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks, and no step's metadata tells P",
         )
     settle(p)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
@@ -91,35 +93,35 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
 )
 def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     how, _, place = where.rpartition("_")
     p, d = _pair(rig, place)
     prompt = rig.prompt(several(PROMPT, d.block_size))
-    subject, neighbour = children(d)
+    subject, neighbour = multi_connector_children(d)
     first, id = rig.hand_over(p, d, prompt, max_tokens=2)
-    neighbour.connector.unsure = LATER if how else 0
-    for _ in range(neighbour.connector.unsure):
+    neighbour.connector.none_answers = LATER if how else 0
+    for _ in range(neighbour.connector.none_answers):
         step = d.step()
-        if d.status(id) != "WAITING" or any(map(d.owns, integers(step.metadata))):
-            raise rig.broken(
+        if d.status(id) != "WAITING" or any(map(d.owns_block, integers(step.metadata))):
+            raise rig.violation(
                 "",
                 f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect",
             )
-    step = rig.answered(d, id)
-    told, due = d.announced_first(id), _alone(rig, prompt)
+    step = rig.step_until_matched(d, id)
+    told, due = d.first_external_tokens(id), _alone(rig, prompt)
     if (
         told != due
-        or not d.parked(id)
-        or not any(map(d.owns, integers(step.metadata.metadata[subject.index])))
+        or not d.waits_for_remote_kv(id)
+        or not any(map(d.owns_block, integers(step.metadata.metadata[subject.index])))
     ):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}",
         )
     d.run()
     p.step(sent=[first])
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(
         looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)),
         unit="answers",
@@ -130,7 +132,7 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
 def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
     """Whether P keeps the blocks of a hand-over if the connector is alone."""
     p = rig.side("P")
-    id = p.add(prompt, rig.ask_prefill())
+    id = p.add(prompt, rig.prefill_params())
     p.run()
     return bool(p.calls_of(ENDED, id)[0].result[0])
 
@@ -138,82 +140,87 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, inside=True)
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     who, _, where = who.partition("-")
     p, _ = _pair(rig, where)
-    subject, neighbour = children(p)
+    subject, neighbour = multi_connector_children(p)
     neighbour.connector.keeps = who != "subject"
     prompt = rig.prompt(several(PROMPT, p.block_size))
-    id = p.add(prompt, None if who == "neighbour" else rig.ask_prefill())
+    id = p.add(prompt, None if who == "neighbour" else rig.prefill_params())
     p.run()
     [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
     if ended.result[0] != due:
-        raise rig.broken(
+        raise rig.violation(
             "", f"beside a neighbour {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
         )
     steps = [*p.steps, p.step()]
     waits_for = max(((step.metadata.extra_async_saves or {}).get(id, 0) for step in steps), default=0)
     if waits_for != (due and who == "both"):
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one",
         )
     settle(p)
-    rig.no_leaks(p)
+    rig.require_no_leaks(p)
     return Evidence(looked_at=len(p.steps), unit="steps")
 
 
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
 def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import children
+    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     p, d = _pair(rig, where)
     _alone(rig, rig.prompt(several(PROMPT, p.block_size)))  # if this loads, all of these do
-    _, neighbour = children(p)
+    _, neighbour = multi_connector_children(p)
     prompts = [rig.prompt(several(PROMPT, p.block_size), seed=seed) for seed in range(2)]
     ids = []
     for number, prompt in enumerate(prompts):
         neighbour.connector.params = {f"neighbour-{number}": [number]}
         first, second = rig.hand_over(p, d, prompt)
         ids.append(second)
-        if (keys := sorted(key for key in p.params(first) if key.startswith("neighbour"))) != [
+        if (keys := sorted(key for key in p.kv_transfer_params(first) if key.startswith("neighbour"))) != [
             f"neighbour-{number}"
         ]:
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned",
             )
-    rig.answered(d, *ids)
-    if late := [id for id in ids if not d.parked(id)]:
-        raise rig.broken(
+    rig.step_until_matched(d, *ids)
+    if late := [id for id in ids if not d.waits_for_remote_kv(id)]:
+        raise rig.violation(
             "", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading"
         )
     d.run()
     settle(p)
-    rig.no_leaks(p, d)
-    return Evidence(looked_at=len(ids), unit="requests", external_tokens=sum(map(d.announced_first, ids)))
+    rig.require_no_leaks(p, d)
+    return Evidence(
+        looked_at=len(ids), unit="requests", external_tokens=sum(map(d.first_external_tokens, ids))
+    )
 
 
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import beside
+    from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
     half, published = WorkerHalf(rig, "P"), []
-    for config in (half.config.kv_transfer_config, beside(where)(half.config.kv_transfer_config)):
+    for config in (
+        half.config.kv_transfer_config,
+        with_fake_connector(where)(half.config.kv_transfer_config),
+    ):
         half.config.kv_transfer_config = config
         half.construct()
-        half.register(half.allocate())
+        half.register_kv_caches(half.allocate_kv_caches())
         published.append({rank: type(value).__name__ for rank, value in half.handshake_metadata().items()})
         if len(published) == 2:
-            half.introduce(half.scheduler_side())
+            half.set_handshake_metadata(half.scheduler_side())
         half.shutdown()
     alone, together = published
     if alone != together:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector {together or 'nothing'}",
         )

@@ -44,28 +44,28 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(2 * d.block_size + 1)
-    first = p.add(prompt, rig.ask_prefill())
+    first = p.add(prompt, rig.prefill_params())
     p.run()
-    params = p.params(first)
+    params = p.kv_transfer_params(first)
     waiting = while_it_waits(rig.side("D"), prompt, params)
     if why == "whole":
-        d.hit(prompt, len(prompt))
+        d.warm_prefix_cache(prompt, len(prompt))
     d.add(prompt, params, id=SAME, read_cache=why == "whole")
     d.run()
-    if external := d.announced_first(SAME):
+    if external := d.first_external_tokens(SAME):
         raise NotApplicable(
             f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens"
         )
     d.step()
-    if first in p.kept() and not let_go(d, params, waiting):
-        raise rig.broken(
+    if first in p.delayed_free_requests() and not let_go(d, params, waiting):
+        raise rig.violation(
             "",
-            f"D computed its request without a load, P keeps {p.free_at_start - p.free()} blocks for it, and no step's metadata tells P",
+            f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",
             diagnosis="update_state_after_alloc with 0 tokens is not taken for the end of the hand-over",
         )
     p.run(sent=True)
-    rig.no_leaks(p, d)
-    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.computed_by_itself(SAME))
+    rig.require_no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.locally_computed_tokens(SAME))
 
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, inside=True)
@@ -75,18 +75,18 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
     length, warm = (several(words, d.block_size) for words in hit.split("_"))
     prompt = rig.prompt(length)
-    d.hit(prompt, warm)
-    first, second = rig.load(p, cold, prompt)
-    stop = cold.announced_first(second)
-    id = d.add(prompt, p.params(first))
-    rig.answered(d, id)
+    d.warm_prefix_cache(prompt, warm)
+    first, second = rig.hand_over_and_load(p, cold, prompt)
+    stop = cold.first_external_tokens(second)
+    id = d.add(prompt, p.kv_transfer_params(first))
+    rig.step_until_matched(d, id)
     asked = d.calls_of(ASKED, id)[-1]
-    local, external = asked.arguments["num_computed_tokens"], d.announced_first(id)
+    local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
     due = max(0, stop - local)
     if external != due and (external or due >= d.block_size):
         if not external:
             d.run()
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} answered {asked.result}, "
             f"which ends at {local + external}",
@@ -95,7 +95,7 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     for side in (cold, d):
         side.run()
     p.run(sent=True)
-    rig.no_leaks(p, cold, d)
+    rig.require_no_leaks(p, cold, d)
     return Evidence(looked_at=1, unit="hits", external_tokens=external, notes={"local": local})
 
 
@@ -114,20 +114,20 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     if (
         situation == "diverged"
     ):  # the other prompt's state is of a later token, and of no use; its blocks of attention are
-        d.hit(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
+        d.warm_prefix_cache(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
-        d.hit(prompt, 2 * b)
-    _, second = rig.load(p, d, prompt)
+        d.warm_prefix_cache(prompt, 2 * b)
+    _, second = rig.hand_over_and_load(p, d, prompt)
     step, asked = d.steps[-1], d.calls_of(ASKED, second)[-1]
     [placed] = d.calls_of(PLACED, second)
     named, names = (
-        step.orders(second),
+        step.block_ids_for(second),
         [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups],
     )
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
     for group in groups:
         if not named & set(placed.arguments["writable"][group]):
-            raise rig.broken(
+            raise rig.violation(
                 "",
                 f"{asked.result[0]} tokens behind {asked.arguments['num_computed_tokens']} were announced, and the metadata names no slot "
                 f"of group {group} ({names[group]}): its state is not loaded",
@@ -135,7 +135,7 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
             )
     d.run()
     p.run(sent=True)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     notes = {"local": asked.arguments["num_computed_tokens"]}
     return Evidence(looked_at=len(groups), unit="groups", external_tokens=asked.result[0], notes=notes)
 
@@ -150,19 +150,19 @@ def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     hands_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(several(length, d.block_size))
-    first, second = rig.load(p, d, prompt)
-    end, loaded, states = _end_of(p, first), d.announced_first(second), has_states(rig.cell)
+    first, second = rig.hand_over_and_load(p, d, prompt)
+    end, loaded, states = _end_of(p, first), d.first_external_tokens(second), has_states(rig.cell)
     if loaded > end or (states and loaded != end):
         why = "the state is of another token" if states else "the rest was never computed"
-        raise rig.broken(
+        raise rig.violation(
             "", f"of a prompt of {len(prompt)} tokens P computed {end}, and D loads {loaded}: {why}"
         )
     if states and loaded >= len(prompt) > 1:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that has seen it",
         )
     d.run()
     p.run(sent=True)
-    rig.no_leaks(p, d)
+    rig.require_no_leaks(p, d)
     return Evidence(looked_at=end, unit="tokens", external_tokens=loaded)

@@ -37,15 +37,15 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
     """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
     hands_over(rig)
     p, first, _ = end(rig, ending)
-    params, d = p.params(first), rig.side("D")
+    params, d = p.kv_transfer_params(first), rig.side("D")
     second = d.add(p.prompts[first], params)
     d.run()
     if d.results[second].finish != "length":
-        raise rig.broken(
+        raise rig.violation(
             "", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}"
         )
     settle(p)
-    return Evidence(looked_at=len(params), unit="params", external_tokens=d.announced(second)[0])
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(second)[0])
 
 
 @case("KV-FINISH-003", variants=spread(*ENDINGS), inside=True)
@@ -53,7 +53,7 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
     _, _, sides = end(rig, ending)
     settle(*sides)
-    rig.no_leaks(*sides)
+    rig.require_no_leaks(*sides)
     return _ends(*sides)
 
 
@@ -65,7 +65,10 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
         prompt = rig.prompt(several(PROMPT, p.block_size), seed=seed)
         ids[
             p.add(
-                prompt, rig.ask_prefill() or None, max_tokens=1 if how == "length" else 3, stop=how == "stop"
+                prompt,
+                rig.prefill_params() or None,
+                max_tokens=1 if how == "length" else 3,
+                stop=how == "stop",
             )
         ] = how
     p.step()
@@ -74,7 +77,7 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
             p.abort(id)
     p.run()
     settle(p)
-    rig.no_leaks(p)
+    rig.require_no_leaks(p)
     return _ends(p)
 
 
@@ -89,19 +92,19 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     p, id, _ = end(rig, ending)
     [call] = p.calls_of(ENDED, id)
     if call.result[0]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps blocks that nobody reads",
         )
-    if call.result[1] and any(map(p.owns, integers(call.result[1]))):
-        raise rig.broken(
+    if call.result[1] and any(map(p.owns_block, integers(call.result[1]))):
+        raise rig.violation(
             "",
             f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name its blocks",
         )
-    if p.free() != p.free_at_start:
-        raise rig.broken(
+    if p.free_blocks() != p.free_blocks_at_start:
+        raise rig.violation(
             "",
-            f"{p.free_at_start - p.free()} blocks are not free although the prefill ended as {call.arguments['status']}",
+            f"{p.free_blocks_at_start - p.free_blocks()} blocks are not free although the prefill ended as {call.arguments['status']}",
         )
     return Evidence(looked_at=1, unit="ends")
 
@@ -116,39 +119,44 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     hands_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(several(PROMPT, p.block_size))
-    id = p.add(prompt, rig.ask_prefill(), max_tokens=2 if way == "two_tokens" else 1)
+    id = p.add(prompt, rig.prefill_params(), max_tokens=2 if way == "two_tokens" else 1)
     before: set[int] = set()
     if way in ("chunked", "preempted", "preempted_at_the_end"):
-        p.budget(p.block_size)
+        p.set_token_budget(p.block_size)
         p.run(
             lambda: (
                 p.status(id) == "RUNNING"
-                and (way != "preempted_at_the_end" or p.computed(id) > len(prompt) - p.block_size - 6)
+                and (
+                    way != "preempted_at_the_end"
+                    or p.num_computed_tokens(id) > len(prompt) - p.block_size - 6
+                )
             )
         )
         before = {block for group in p.blocks(id) for block in group}
     if way.startswith("preempted"):
         p.preempt(id)
         p.run(lambda: p.status(id) == "PREEMPTED")
-        p.budget(1 << 12)
-        p.drop_cache()
+        p.set_token_budget(1 << 12)
+        p.evict_prefix_cache()
         p.add(rig.prompt(2 * p.block_size, seed=1), max_tokens=40)  # takes blocks that the request had
         p.step()
     p.run(lambda: id in p.results)
     [call] = p.calls_of(ENDED, id)
-    named = frozenset(filter(p.owns, integers(p.params(id))))
+    named = frozenset(filter(p.owns_block, integers(p.kv_transfer_params(id))))
     owned = {block for group in call.arguments["blocks"] for block in group} - {0}
     if not named:
         raise NotApplicable("the params name no block in a form that can be read")
     if wrong := sorted(named - owned):
         older = " (it had them before it was preempted)" if set(wrong) & before else ""
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}",
         )
-    due = {block for group in p.full_groups() for block in call.arguments["blocks"][group]}
+    due = {block for group in p.full_attention_groups() for block in call.arguments["blocks"][group]}
     if missing := sorted(due - named):
-        raise rig.broken("", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt")
+        raise rig.violation(
+            "", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt"
+        )
     return Evidence(looked_at=len(named), unit="blocks")
 
 
@@ -157,18 +165,18 @@ def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     """Blocks that params name are P's until the workers report them as sent, and free then."""
     hands_over(rig)
     p, id, _ = end(rig, ending)
-    named = frozenset(filter(p.owns, integers(p.params(id))))
+    named = frozenset(filter(p.owns_block, integers(p.kv_transfer_params(id))))
     if not named:
         raise NotApplicable("the params name no block in a form that can be read")
     other = p.add(rig.prompt(p.block_size * 2, seed=1), max_tokens=3)
     p.run(lambda: p.status(other) == "RUNNING")
     theirs = {block for group in p.blocks(other) for block in group}
-    if (lost := sorted(named & theirs)) or id not in p.kept():
-        raise rig.broken(
+    if (lost := sorted(named & theirs)) or id not in p.delayed_free_requests():
+        raise rig.violation(
             "",
             f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them",
         )
     p.abort(other)
     settle(p)
-    rig.no_leaks(p)
+    rig.require_no_leaks(p)
     return Evidence(looked_at=len(named), unit="blocks")

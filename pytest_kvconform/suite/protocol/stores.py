@@ -19,10 +19,10 @@ def is_store(rig: Rig) -> None:
 
 
 def _store(rig: Rig) -> Side:
-    from pytest_kvconform.rigs.scheduler.store_engine import engine
+    from pytest_kvconform.rigs.scheduler.store_engine import start_store_engine
 
     is_store(rig)
-    return engine(rig)
+    return start_store_engine(rig)
 
 
 def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:
@@ -30,14 +30,14 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
     id = side.add(prompt)
     side.run()
     asked = side.calls_of(ASKED, id)[-1].arguments["num_computed_tokens"]
-    local, external = asked, side.announced_first(id)
+    local, external = asked, side.first_external_tokens(id)
     if external and local + external > known:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}",
         )
     if (said := side.results.get(id)) is None or said.finish != "length":
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {said}",
         )
@@ -53,7 +53,7 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
         prompt = rig.prompt(several(length, side.block_size))
         for _ in range(2):
             if cache == "forgotten":
-                side.drop_cache()
+                side.evict_prefix_cache()
             turns.append(_turn(rig, side, prompt, known))
             known = len(prompt)
     external = sum(external for _, external in turns)
@@ -82,11 +82,11 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
         )
     known = b // 2 if saved == "beginning" else 0
     id = side.add(prompt)
-    answers = [side.ask(ASKED, side.request(id), 0) for _ in range(3)]
+    answers = [side.call_hook(ASKED, side.request(id), 0) for _ in range(3)]
     side.run()
     answers += [call.result for call in side.calls_of(ASKED, id)]
     if wrong := [answer for answer in answers if (answer[0] or 0) > known]:
-        raise rig.broken("", f"nobody has saved a block of this prompt, and {ASKED} answered {wrong[0]}")
+        raise rig.violation("", f"nobody has saved a block of this prompt, and {ASKED} answered {wrong[0]}")
     return Evidence(looked_at=len(answers), unit="answers")
 
 
@@ -96,17 +96,17 @@ def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     side = _store(rig)
     prompt = rig.prompt(several("3b+5", side.block_size))
     _turn(rig, side, prompt, 0)
-    side.drop_cache()
+    side.evict_prefix_cache()
     id = side.add(prompt)
-    answers = [side.ask(ASKED, side.request(id), 0) for _ in range(4)]
+    answers = [side.call_hook(ASKED, side.request(id), 0) for _ in range(4)]
     side.run()
-    told = side.announced_first(id)
+    told = side.first_external_tokens(id)
     if not told and {answer[0] for answer in answers} <= {0, None}:
         raise NotApplicable(
             f"{rig.subject.connector} announced nothing of a prompt that it was given to save"
         )
     if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
-        raise rig.broken(
+        raise rig.violation(
             "",
             f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}",
         )
