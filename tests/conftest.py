@@ -1,1 +1,2 @@
-pytest_plugins = ["pytester"]  # only a conftest that pytest loads at its start may name plugins
+# Only a conftest that pytest loads at its start may name plugins.
+pytest_plugins = ["pytester", "tests.small_suite.runs"]

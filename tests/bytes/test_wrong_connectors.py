@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
-from tests.engine.judged import Judged
+from tests.helpers.case_runner import CellRun
 
 STOPPED = {
     "all_blocks_are_freed",
@@ -194,9 +194,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
-    judge: Callable[..., Judged], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    judged = judge(
+    run = run_cases(
         wrong.connector,
         wrong.geometry,
         wrong.topology,
@@ -205,14 +205,14 @@ def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
         setup=wrong.setup,
         matrix=wrong.matrix,
     )
-    outcomes = {name.partition("[")[0]: outcome for name, outcome in judged.outcomes.items()}
-    assert len(outcomes) == len(judged.outcomes), "one variant"
+    outcomes = {name.partition("[")[0]: outcome for name, outcome in run.outcomes.items()}
+    assert len(outcomes) == len(run.outcomes), "one variant"
     assert outcomes == {
         case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS"
         for case in outcomes
     }
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
-    said = {name.partition("[")[0]: finding.diagnosis for name, finding in judged.findings.items()}
+    assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
+    said = {name.partition("[")[0]: finding.diagnosis for name, finding in run.findings.items()}
     assert said.keys() == wrong.says.keys()
     for case, pattern in wrong.says.items():
         assert re.match(pattern, said[case]) and "\n" not in said[case] and len(said[case]) < 300
@@ -240,20 +240,23 @@ RIGHT = [
     ids=["-".join(row[:3]) for row in RIGHT],
 )
 def test_a_right_connector_passes_every_case(
-    judge: Callable[..., Judged], connector: str, geometry: str, topology: str, variants: str, matrix: str
+    run_cases: Callable[..., CellRun],
+    connector: str,
+    geometry: str,
+    topology: str,
+    variants: str,
+    matrix: str,
 ) -> None:
-    judged = judge(connector, geometry, topology, variants, matrix=matrix)
-    assert judged.outcomes and set(judged.outcomes.values()) == {"PASS"}
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+    run = run_cases(connector, geometry, topology, variants, matrix=matrix)
+    assert run.outcomes and set(run.outcomes.values()) == {"PASS"}
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
 
 
-def test_what_no_load_can_make_right_may_be_computed(judge: Callable[..., Judged]) -> None:
-    judged = judge("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
-    computed = {name for name, outcome in judged.outcomes.items() if outcome != "PASS"}
+def test_what_no_load_can_make_right_may_be_computed(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
+    computed = {name for name, outcome in run.outcomes.items() if outcome != "PASS"}
     assert computed == {
         f"{case}[n528]"
         for case in ("d_computes_only_missing_tokens", "attention_kv_arrives", "sliding_window_is_complete")
     }
-    assert {judged.outcomes[name] for name in computed} == {
-        "NOT-APPLICABLE"
-    } and judged.verdict.word == "CONFORMS"
+    assert {run.outcomes[name] for name in computed} == {"NOT-APPLICABLE"} and run.verdict.word == "CONFORMS"

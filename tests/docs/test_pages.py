@@ -26,7 +26,7 @@ from pytest_kvconform.rigs import launch as background
 from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import Subject, of_vllm, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
-from tests.juries import must_be_installed
+from tests.helpers.fixtures import must_be_installed
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, words
 

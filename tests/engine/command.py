@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .judged import CONFIG
+from tests.helpers.case_runner import CONFIG
 
 HERE = Path(__file__).parent
 MARK = "PYTEST_KVCONFORM_TEST"  # environment variable by which the processes of a run are known

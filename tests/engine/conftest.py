@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.juries import looked_for_in, must_be_installed
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import importable_from, must_be_installed
 
 from .broken_modules import BROKEN
 from .command import Command, Run, arguments
-from .judged import Judged, Jury
 
 HERE = Path(__file__).parent
 
@@ -27,21 +27,21 @@ def _installed() -> None:
 
 
 @pytest.fixture(scope="package")
-def jury(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jury]:
+def case_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """One zygote, from which the engines of every test are forked."""
     broken = tmp_path_factory.mktemp("broken")
     for name, (source, _) in BROKEN.items():
         (broken / f"{name}.py").write_text(source)
-    with looked_for_in(HERE, broken):
-        jury = Jury()
-        yield jury
-    assert jury.close() == []
+    with importable_from(HERE, broken):
+        case_runner = CaseRunner()
+        yield case_runner
+    assert case_runner.close() == []
 
 
 @pytest.fixture(scope="package")
-def judge(jury: Jury) -> Callable[..., Judged]:
-    """judge("MovesNothing", "llama", variants="n200") -> what each case says; see `Jury.judge`."""
-    return jury.judge
+def run_cases(case_runner: CaseRunner) -> Callable[..., CellRun]:
+    """run_cases("MovesNothing", "llama", variants="n200") -> what each case says; see `CaseRunner.run`."""
+    return case_runner.run
 
 
 def _runs(folder: Path) -> Iterator[Run]:

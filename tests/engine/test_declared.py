@@ -10,8 +10,7 @@ import pytest
 from pytest_kvconform import features
 from pytest_kvconform.apply_declaration import Terms, settle
 from pytest_kvconform.verdict import judge
-
-from .judged import Jury
+from tests.helpers.case_runner import CaseRunner
 
 UNEQUAL = "tp-heterogeneous"
 TERMS = Terms(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
@@ -26,10 +25,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("connector", ENDS)
-def test_unsupported(jury: Jury, connector: str) -> None:
-    mine = copy.copy(jury)
+def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
+    mine = copy.copy(case_runner)
     mine.module = "declining_connectors"
-    results = mine.judge(connector, "llama", "P1D2", variants="n64 n200").results
+    results = mine.run(connector, "llama", "P1D2", variants="n64 n200").results
     outcomes, observed, rule = ENDS[connector]
     settled = [settle(result, TERMS) for result in results]
     assert {result.outcome.value for result in settled} == outcomes
@@ -45,10 +44,10 @@ def test_unsupported(jury: Jury, connector: str) -> None:
     assert claim.word == ("INCOMPLETE" if connector == "Declines" else "VIOLATES")
 
 
-def test_supported_and_refused(jury: Jury) -> None:
-    mine = copy.copy(jury)
+def test_supported_and_refused(case_runner: CaseRunner) -> None:
+    mine = copy.copy(case_runner)
     mine.module = "declining_connectors"
-    results = mine.judge("Declines", "llama", "P1D2", variants="n64").results
+    results = mine.run("Declines", "llama", "P1D2", variants="n64").results
     verdict = judge(results, None, (), Terms(features=dict.fromkeys(features.load(), "")))
     assert (verdict.word, verdict.counts["FAIL"]) == ("VIOLATES", 1)
     assert "KV-START-001" in verdict.sentence

@@ -12,10 +12,10 @@ import pytest
 from pytest_kvconform.rigs.bench import BadSubject
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.verdict import EXIT_CODES
+from tests.helpers.case_runner import CaseRunner
 
 from .broken_modules import BROKEN
 from .command import LEAVE_S, Command, Run, of_nobody
-from .judged import Jury
 
 STOPPED_S = 15.0  # for Ctrl-C: the engines are ended, and the report is written
 
@@ -75,16 +75,18 @@ LOOKED_AT = [
 @pytest.mark.parametrize(
     ("spec", "config", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT]
 )
-def test_what_is_found_by_looking_is_one_sentence(jury: Jury, spec: str, config: str, sentence: str) -> None:
+def test_what_is_found_by_looking_is_one_sentence(
+    case_runner: CaseRunner, spec: str, config: str, sentence: str
+) -> None:
     with pytest.raises(BadSubject) as raised:
-        jury.probe(Settings(connector=spec, config=config))
+        case_runner.probe(Settings(connector=spec, config=config))
     assert str(raised.value) == sentence
 
 
 @pytest.mark.parametrize("module", BROKEN)
-def test_a_module_that_is_broken_is_one_sentence(jury: Jury, module: str) -> None:
+def test_a_module_that_is_broken_is_one_sentence(case_runner: CaseRunner, module: str) -> None:
     with pytest.raises(BadSubject) as raised:
-        jury.probe(Settings(connector=f"{module}:C"))
+        case_runner.probe(Settings(connector=f"{module}:C"))
     assert re.fullmatch(BROKEN[module][1], str(raised.value))
 
 
@@ -96,9 +98,9 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "field"), CONFIGS, ids=[field for _, field in CONFIGS])
-def test_a_value_that_vllm_refuses_is_one_sentence(jury: Jury, config: str, field: str) -> None:
+def test_a_value_that_vllm_refuses_is_one_sentence(case_runner: CaseRunner, config: str, field: str) -> None:
     with pytest.raises(BadSubject, match=rf"^--kv-config: .*\b{field}\b") as raised:
-        jury.probe(Settings(connector="NixlConnector", config=config))
+        case_runner.probe(Settings(connector="NixlConnector", config=config))
     assert "\n" not in str(raised.value)
 
 
@@ -199,9 +201,9 @@ def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(b
 @pytest.mark.parametrize(
     ("connector", "topology"), [("LeavesSharedMemory", "P1D1"), ("RaisesInLoad", "P1D2")]
 )
-def test_shared_memory_goes_with_the_engine(jury: Jury, connector: str, topology: str) -> None:
+def test_shared_memory_goes_with_the_engine(case_runner: CaseRunner, connector: str, topology: str) -> None:
     before = set(os.listdir("/dev/shm"))
-    jury.judge(connector, "llama", topology, variants="n64")
+    case_runner.run(connector, "llama", topology, variants="n64")
     end = time.monotonic() + LEAVE_S
     while (
         left := of_nobody([f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before])

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from model_matrix import load_families, prompt_lengths
+from tests.helpers.case_runner import CellRun
 
 from .command import Command, Run
-from .judged import Judged
 
 CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already given up"
 
@@ -28,19 +28,19 @@ def lengths(family: str) -> tuple[set[int], set[int]]:
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
-    judge: Callable[..., Judged], family: str
+    run_cases: Callable[..., CellRun], family: str
 ) -> None:
-    judged, (every, lost) = judge("NixlConnector", family), lengths(family)
+    run, (every, lost) = run_cases("NixlConnector", family), lengths(family)
     assert len(lost) >= 2, "the suite has no such lengths, and proves nothing"
     assert len(every - lost) >= 10
-    assert judged.failed == {
+    assert run.failed == {
         f"{case}[n{n}]" for case in ("sliding_window_is_complete", "outputs_match_the_oracle") for n in lost
     }
-    assert set(judged.outcomes.values()) == {"PASS", "FAIL"}
+    assert set(run.outcomes.values()) == {"PASS", "FAIL"}
     window = load_families()[family].sliding_window
     layers = load_families()[family].config["layer_types"].count("sliding_attention")
     for n in lost:
-        finding = judged.findings[f"sliding_window_is_complete[n{n}]"]
+        finding = run.findings[f"sliding_window_is_complete[n{n}]"]
         assert finding.rule == "KV-WINDOW-001"
         assert re.fullmatch(
             rf"request 0 of {n} tokens: token {n - window} of model\.layers\.0\.(?:self_attn|attn)\.attn and {layers - 1} more layers? "
@@ -53,7 +53,7 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
         len(
             {
                 finding.signature
-                for name, finding in judged.findings.items()
+                for name, finding in run.findings.items()
                 if name.startswith("sliding_window_is_complete")
             }
         )
@@ -61,12 +61,12 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
     )
 
 
-def test_a_state_passes_within_measured_noise(judge: Callable[..., Judged]) -> None:
-    judged = judge("NixlConnector", "qwen3_5")
-    assert set(judged.outcomes.values()) == {"PASS"}
+def test_a_state_passes_within_measured_noise(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("NixlConnector", "qwen3_5")
+    assert set(run.outcomes.values()) == {"PASS"}
     notes = [
         evidence.notes
-        for name, evidence in judged.evidence.items()
+        for name, evidence in run.evidence.items()
         if name.startswith("outputs_match_the_oracle")
     ]
     assert len(notes) >= 10

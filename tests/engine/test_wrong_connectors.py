@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
+from tests.helpers.case_runner import CellRun
 
 from .command import Command
-from .judged import Judged
 
 STOPPED = {
     "all_blocks_are_freed",
@@ -267,11 +267,11 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_and_named_and_nothing_else_is(
-    judge: Callable[..., Judged], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    judged = judge(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
+    run = run_cases(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
     by_case: dict[str, set[str]] = {}
-    for name, outcome in judged.outcomes.items():
+    for name, outcome in run.outcomes.items():
         if (case := name.partition("[")[0]) not in wrong.unsure:
             by_case.setdefault(case, set()).add(outcome)
     assert by_case == {
@@ -279,8 +279,8 @@ def test_a_mistake_is_caught_and_named_and_nothing_else_is(
         for case in by_case
     }
     assert wrong.fails <= by_case.keys()
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
-    finding = judged.findings[min(name for name in judged.failed if name.partition("[")[0] == _main(wrong))]
+    assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
+    finding = run.findings[min(name for name in run.failed if name.partition("[")[0] == _main(wrong))]
     assert re.search(wrong.says, f"{finding.happened}\n{finding.diagnosis}", re.MULTILINE)
 
 
@@ -319,18 +319,18 @@ RIGHT = [
     ("connector", "family", "variants"), RIGHT, ids=[f"{row[0]}-{row[1]}" for row in RIGHT]
 )
 def test_a_right_connector_passes_every_case(
-    judge: Callable[..., Judged], connector: str, family: str, variants: str
+    run_cases: Callable[..., CellRun], connector: str, family: str, variants: str
 ) -> None:
-    judged = judge(connector, family, variants=variants)
-    assert set(judged.outcomes.values()) == {"PASS"}
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+    run = run_cases(connector, family, variants=variants)
+    assert set(run.outcomes.values()) == {"PASS"}
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
 
 
 def test_the_positive_control_gets_the_verdict_of_nixl_connector(
-    judge: Callable[..., Judged], nixl_on_llama: Command
+    run_cases: Callable[..., CellRun], nixl_on_llama: Command
 ) -> None:
-    judged = judge("Right", "llama")
-    assert {result.id: result.outcome.value for result in judged.results} == nixl_on_llama.outcomes
-    assert judged.verdict.word == nixl_on_llama.word == "CONFORMS"
-    assert judged.verdict.exit_code == nixl_on_llama.code == 0
-    assert judged.verdict.sentence == nixl_on_llama.report["verdict"]["sentence"]
+    run = run_cases("Right", "llama")
+    assert {result.id: result.outcome.value for result in run.results} == nixl_on_llama.outcomes
+    assert run.verdict.word == nixl_on_llama.word == "CONFORMS"
+    assert run.verdict.exit_code == nixl_on_llama.code == 0
+    assert run.verdict.sentence == nixl_on_llama.report["verdict"]["sentence"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
-from tests.engine.judged import Judged
+from tests.helpers.case_runner import CellRun
 
 QUICK, FULL = "quick", "full"
 
@@ -213,17 +213,17 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
-    judge: Callable[..., Judged], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, matrix=wrong.matrix)
-    found = {name: finding.happened for name, finding in judged.findings.items()}
-    of = {name: name if name in wrong.says else name.partition("[")[0] for name in judged.outcomes}
+    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, matrix=wrong.matrix)
+    found = {name: finding.happened for name, finding in run.findings.items()}
+    of = {name: name if name in wrong.says else name.partition("[")[0] for name in run.outcomes}
     assert {of[name] for name in found} == wrong.says.keys()
-    assert {name for name in judged.outcomes if of[name] in wrong.says} == found.keys(), (
+    assert {name for name in run.outcomes if of[name] in wrong.says} == found.keys(), (
         "every variant of a case that is named fails"
     )
-    assert {judged.outcomes[name] for name in judged.outcomes.keys() - found} <= {"PASS", "NOT-APPLICABLE"}
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
+    assert {run.outcomes[name] for name in run.outcomes.keys() - found} <= {"PASS", "NOT-APPLICABLE"}
+    assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
     for name, happened in found.items():
         assert re.search(wrong.says[of[name]], happened), happened
         assert "\n" not in happened and len(happened) < 500
@@ -249,19 +249,19 @@ RIGHT = [
     ("connector", "geometry", "topology", "matrix"), RIGHT, ids=["-".join(row[:3]) for row in RIGHT]
 )
 def test_a_right_connector_passes_every_case(
-    judge: Callable[..., Judged], connector: str, geometry: str, topology: str, matrix: str
+    run_cases: Callable[..., CellRun], connector: str, geometry: str, topology: str, matrix: str
 ) -> None:
-    judged = judge(connector, geometry, topology, matrix=matrix)
-    assert judged.outcomes and set(judged.outcomes.values()) == {"PASS"}
+    run = run_cases(connector, geometry, topology, matrix=matrix)
+    assert run.outcomes and set(run.outcomes.values()) == {"PASS"}
 
 
 @pytest.mark.parametrize("geometry", ["llama3_1_8b", "gemma3_1b"])
 def test_a_connector_that_transfers_nothing_breaks_no_rule(
-    judge: Callable[..., Judged], geometry: str
+    run_cases: Callable[..., CellRun], geometry: str
 ) -> None:
-    judged = judge("Nothing", geometry)
-    passed = {name.partition("[")[0] for name, outcome in judged.outcomes.items() if outcome == "PASS"}
-    assert set(judged.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}
+    run = run_cases("Nothing", geometry)
+    passed = {name.partition("[")[0] for name, outcome in run.outcomes.items() if outcome == "PASS"}
+    assert set(run.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}
     assert {
         "scheduler_half_runs_without_worker_half",
         "engine_starts_in_vllm_call_order",

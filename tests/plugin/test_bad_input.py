@@ -20,6 +20,7 @@ from pytest_kvconform.pytest_hooks.runner import Link, WorkerInput
 from pytest_kvconform.report import document
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
 from pytest_kvconform.subject import resolve
+from tests.small_suite import runs
 
 FEATURES = list(features.load())
 EXAMPLES = {
@@ -300,7 +301,7 @@ WORDS = {
 @examples("words")
 @given(data=st.data())
 def test_a_word_that_selects_nothing(data, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(runs.HERE)
     monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")
     name = data.draw(st.sampled_from(["tier", "feature", "rule", "family"]))
     word = data.draw(

@@ -27,9 +27,9 @@ from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS
 from pytest_kvconform.verdict import EXIT_CODES, judge
+from tests.report.test_verdict import result
 
 from .test_selection import collect
-from .test_verdict import result
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
 from tests.docs.pages import PAGES, tables
-from tests.juries import ROOT, looked_for_in, must_be_installed
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
 GEOMETRIES = "gpt_oss_20b", "qwen3_5_35b_a3b"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _scripts() -> Iterator[None]:
-    with looked_for_in(ROOT / "ci", ROOT):
+    with importable_from(ROOT / "ci", ROOT):
         yield
 
 

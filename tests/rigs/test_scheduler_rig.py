@@ -11,24 +11,24 @@ from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable,
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
-from tests.engine.judged import Jury
-from tests.juries import ROOT, looked_for_in, must_be_installed
+from tests.helpers.case_runner import CaseRunner
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.rigs import scheduler_cases
 
 Run = Callable[..., Evidence]
 
 
 @pytest.fixture(scope="module")
-def jury() -> Iterator[Jury]:
+def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
-    with looked_for_in(ROOT):
-        jury = Jury("tests.protocol.wrong_connectors_scheduler", "protocol", ("llama3_1_8b",))
-        yield jury
-    assert jury.close() == []
+    with importable_from(ROOT):
+        case_runner = CaseRunner("tests.scheduler.wrong_connectors", "protocol", ("llama3_1_8b",))
+        yield case_runner
+    assert case_runner.close() == []
 
 
 @pytest.fixture(scope="module")
-def benches(jury: Jury) -> Iterator[Callable[[str, float], Bench]]:
+def benches(case_runner: CaseRunner) -> Iterator[Callable[[str, float], Bench]]:
     made: dict[tuple[str, float], Bench] = {}
 
     def bench(topology: str, scale: float) -> Bench:
@@ -36,9 +36,9 @@ def benches(jury: Jury) -> Iterator[Callable[[str, float], Bench]]:
             settings = Settings(
                 connector="NixlConnector", tier=("protocol",), family=("llama3_1_8b",), timeout_scale=scale
             )
-            facts = jury.probe(settings)
+            facts = case_runner.probe(settings)
             made[topology, scale] = Bench(
-                jury.zygote.address, resolve(settings), settings, facts, lambda sentence: None
+                case_runner.zygote.address, resolve(settings), settings, facts, lambda sentence: None
             )
             made[topology, scale].use(Cell("llama3_1_8b", topology, "b16"))
         return made[topology, scale]

@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.bench import (
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _stores
-from tests.juries import looked_for_in, must_be_installed
+from tests.juries import importable_from, must_be_installed
 
 HERE = Path(__file__).parent
 CELL = "llama3_1_8b-P1D1.b16"
@@ -44,15 +44,15 @@ class Said:
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
     must_be_installed()
-    with looked_for_in(HERE):
+    with importable_from(HERE):
         zygote = launch_zygote([], ["LlamaForCausalLM", "KimiLinearForCausalLM"])
         yield zygote
         assert zygote.close() == []
 
 
 @pytest.fixture(scope="module")
-def judge(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Said]:
-    """judge("Right", "n55 hit1") -> what each case says about a store of stores.py, or about one of vLLM's."""
+def run_cases(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Said]:
+    """run_cases("Right", "n55 hit1") -> what each case says about a store of stores.py, or about one of vLLM's."""
     facts: list[
         SubjectFacts
     ] = []  # of one class for all: where vLLM runs, and that it does not inherit SupportsHMA
@@ -93,8 +93,8 @@ def judge(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return run
 
 
-def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
-    said = judge("Right")
+def test_a_right_store_passes_every_case(run_cases: Callable[..., Said]) -> None:
+    said = run_cases("Right")
     assert (said.failed, said.blocked) == ({}, {})
     assert set(said.declined) == {f"attention_kv_arrives[{n}]" for n in ("n2", "n15", "n16", "hit3")}
     assert set(said.declined.values()) == {_stores.SMALL}
@@ -106,8 +106,8 @@ def test_a_right_store_passes_every_case(judge: Callable[..., Said]) -> None:
 
 
 @pytest.mark.parametrize("cell", ["llama3_1_8b-P1D2.b16", "llama3_1_8b-P1D1.b16x64"])
-def test_a_miss_on_an_unlike_engine_is_right(judge: Callable[..., Said], cell: str) -> None:
-    said = judge("Right", "n2 n49 n55 n211", cell)
+def test_a_miss_on_an_unlike_engine_is_right(run_cases: Callable[..., Said], cell: str) -> None:
+    said = run_cases("Right", "n2 n49 n55 n211", cell)
     assert (said.failed, said.blocked) == ({}, {})
     assert _stores.UNLIKE in said.declined.values() and "engines_start" in said.passed
     assert not said.moved
@@ -155,20 +155,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_wrong_store_fails_in_one_sentence(judge: Callable[..., Said], wrong: Wrong) -> None:
-    said = judge(wrong.name, wrong.variants)
+def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., Said], wrong: Wrong) -> None:
+    said = run_cases(wrong.name, wrong.variants)
     assert {word.partition("[")[0] for word in said.failed} == {wrong.fails}
     assert re.search(wrong.says, next(iter(said.failed.values())).diagnosis)
 
 
-def test_vllms_example_needs_nothing_but_its_name(judge: Callable[..., Said]) -> None:
-    said = judge("ExampleConnector", "n17 n55 hit1")
+def test_vllms_example_needs_nothing_but_its_name(run_cases: Callable[..., Said]) -> None:
+    said = run_cases("ExampleConnector", "n17 n55 hit1")
     assert set(said.failed) == {"d_computes_only_missing_tokens[n17]", "rest_of_d_pool_is_unchanged[hit1]"}
     assert "attention_kv_arrives[n55]" in said.passed and said.moved
 
 
-def test_a_family_that_vllm_does_not_start_without_hma(judge: Callable[..., Said]) -> None:
-    said = judge("ExampleConnector", cell="kimi_linear_48b")
+def test_a_family_that_vllm_does_not_start_without_hma(run_cases: Callable[..., Said]) -> None:
+    said = run_cases("ExampleConnector", cell="kimi_linear_48b")
     assert (said.passed, said.failed, said.blocked) == (set(), {}, {})
     (reason,) = set(said.declined.values())
     assert reason.startswith(
@@ -176,15 +176,15 @@ def test_a_family_that_vllm_does_not_start_without_hma(judge: Callable[..., Said
     )
 
 
-def test_what_needs_a_gpu_is_blocked_with_the_reason(judge: Callable[..., Said]) -> None:
-    said = judge("OffloadingConnector")
+def test_what_needs_a_gpu_is_blocked_with_the_reason(run_cases: Callable[..., Said]) -> None:
+    said = run_cases("OffloadingConnector")
     assert (said.passed, said.failed, said.declined) == (set(), {}, {})
     (reason,) = set(said.blocked.values())
     assert reason.startswith("OffloadingConnector does not start where vLLM runs on cpu: ")
     assert reason.endswith("CPU Offloading is currently only supported on CUDA-alike and XPU GPUs")
 
 
-def test_engines_with_tiny_models_know_no_stores(judge: Callable[..., Said], zygote: Zygote) -> None:
+def test_engines_with_tiny_models_know_no_stores(run_cases: Callable[..., Said], zygote: Zygote) -> None:
     settings = Settings(connector="ExampleConnector", tier=("engine",), family=("llama",))
     facts = SubjectFacts(name="", module="", file="", supports_hma=False, vllm="0.32.0", device="cpu")
     bench = Bench(zygote.address, resolve(settings), settings, facts, lambda sentence: None)

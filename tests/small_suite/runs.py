@@ -11,6 +11,8 @@ import pytest
 
 from pytest_kvconform import features
 
+HERE = Path(__file__).parent  # fakekv and shuffles are found here
+
 
 def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
     """Write a declaration of every feature."""
@@ -63,9 +65,8 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own. `unsupported`: feature -> why; all others are
     declared as supported, unless `undeclared`.
     """
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    here = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-    monkeypatch.setenv("PYTHONPATH", ":".join(here))
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
     monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what else is installed here has no say
     for name in (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform.plan import Planned, load_module
-from tests.engine.judged import Judged
+from tests.helpers.case_runner import CellRun
 
 MODULES = (
     "protocol/kv_transfer_params",
@@ -242,18 +242,18 @@ def of(modules: tuple[str, ...]) -> Callable[[Planned], bool]:
     return lambda planned: planned.module in modules
 
 
-def amiss(judged: Judged, wrong: Wrong) -> list[str]:
+def amiss(run: CellRun, wrong: Wrong) -> list[str]:
     """What is not as it should be: exactly the cases of a pattern fail, each with the rule and the words."""
     due = {
         name
-        for name, outcome in judged.outcomes.items()
+        for name, outcome in run.outcomes.items()
         if outcome != "NOT-APPLICABLE" and re.fullmatch(wrong.by, name)
     }
-    said = [f"{result.id}: {result.reason}" for result in judged.results if result.outcome == "HARNESS"]
-    said += [f"{name} found it besides" for name in judged.failed - due] + [
-        f"{name} did not find it" for name in due - judged.failed
+    said = [f"{result.id}: {result.reason}" for result in run.results if result.outcome == "HARNESS"]
+    said += [f"{name} found it besides" for name in run.failed - due] + [
+        f"{name} did not find it" for name in due - run.failed
     ]
-    for name, finding in judged.findings.items():
+    for name, finding in run.findings.items():
         one_line = "\n" not in finding.happened and len(finding.happened) < 400
         if finding.rule != wrong.rule or not one_line or not re.search(wrong.says, finding.happened):
             said.append(f"{name}: {finding}")
@@ -261,9 +261,9 @@ def amiss(judged: Judged, wrong: Wrong) -> list[str]:
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_found_by_the_cases_of_its_rule(judge: Callable[..., Judged], wrong: Wrong) -> None:
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, only=of(OF[wrong.rule.split("-")[1]]))
-    assert amiss(judged, wrong) == []
+def test_a_mistake_is_found_by_the_cases_of_its_rule(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
+    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, only=of(OF[wrong.rule.split("-")[1]]))
+    assert amiss(run, wrong) == []
 
 
 def store_config(folder: Path) -> str:
@@ -272,12 +272,12 @@ def store_config(folder: Path) -> str:
 
 @pytest.mark.parametrize("wrong", WRONG_STORES, ids=str)
 def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(
-    judge: Callable[..., Judged], wrong: Wrong, tmp_path: Path
+    run_cases: Callable[..., CellRun], wrong: Wrong, tmp_path: Path
 ) -> None:
-    judged = judge(
+    run = run_cases(
         wrong.connector, wrong.geometry, only=of(STORES), profile="store", config=store_config(tmp_path)
     )
-    assert amiss(judged, wrong) == []
+    assert amiss(run, wrong) == []
 
 
 def test_every_rule_of_these_cases_has_a_mistake() -> None:
@@ -293,37 +293,37 @@ def test_every_rule_of_these_cases_has_a_mistake() -> None:
     ("geometry", "topology"), [("llama3_1_8b", "P1D1"), ("gemma3_1b", "P1D1"), ("qwen3_5_35b_a3b", "P2D2")]
 )
 def test_a_right_connector_passes(
-    judge: Callable[..., Judged], geometry: str, topology: str, connector: str
+    run_cases: Callable[..., CellRun], geometry: str, topology: str, connector: str
 ) -> None:
-    judged = judge(connector, geometry, topology, only=of(MODULES[:4]))
-    passed = {name for name, outcome in judged.outcomes.items() if outcome == "PASS"}
-    assert set(judged.outcomes) - passed <= {"p_is_notified_without_a_load[whole]"}, judged.findings
+    run = run_cases(connector, geometry, topology, only=of(MODULES[:4]))
+    passed = {name for name, outcome in run.outcomes.items() if outcome == "PASS"}
+    assert set(run.outcomes) - passed <= {"p_is_notified_without_a_load[whole]"}, run.findings
     assert len(passed) > 30
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
 
 
-def test_a_right_store_passes(judge: Callable[..., Judged], tmp_path: Path) -> None:
-    judged = judge("Store", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
-    assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
-    served = judged.evidence["growing_prompts_can_be_loaded[forgotten]"].external_tokens
+def test_a_right_store_passes(run_cases: Callable[..., CellRun], tmp_path: Path) -> None:
+    run = run_cases("Store", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+    served = run.evidence["growing_prompts_can_be_loaded[forgotten]"].external_tokens
     assert served > 100, "nothing was loaded"
 
 
 def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
-    judge: Callable[..., Judged], tmp_path: Path
+    run_cases: Callable[..., CellRun], tmp_path: Path
 ) -> None:
-    judged = judge("Silent", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
-    assert judged.failed == set()
-    unsaid = {name for name, outcome in judged.outcomes.items() if outcome == "NOT-APPLICABLE"}
+    run = run_cases("Silent", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
+    assert run.failed == set()
+    unsaid = {name for name, outcome in run.outcomes.items() if outcome == "NOT-APPLICABLE"}
     assert unsaid == {"growing_prompts_can_be_loaded[forgotten]", "repeated_lookup_returns_the_same"}
 
 
 # ---- vLLM's own: docs/findings.md ----------------------------------------------------------------------------------------------
 
 
-def test_vllms_nixl_connector_trusts_params(judge: Callable[..., Judged]) -> None:
-    judged = judge("NixlConnector", "llama3_1_8b", only=of(PARAMS))
-    said = {name: finding.happened for name, finding in judged.findings.items()}
+def test_vllms_nixl_connector_trusts_params(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("NixlConnector", "llama3_1_8b", only=of(PARAMS))
+    said = {name: finding.happened for name, finding in run.findings.items()}
     assert said["corrupted_params_fail_only_their_request[missing]"] == (
         f"with remote_engine_id, remote_request_id, remote_host, remote_port missing: {FOR_EVER}"
     )
@@ -340,22 +340,22 @@ def test_vllms_nixl_connector_trusts_params(judge: Callable[..., Judged]) -> Non
     )
     assert said["p_survives_corrupted_params[flag]"] == f"with do_remote_prefill flag: {asserts}"
     assert said["p_survives_params_of_an_earlier_turn"] == f"with params of an earlier turn: {FOR_EVER}"
-    assert {finding.rule for finding in judged.findings.values()} == {"KV-PARAMS-002", "KV-PARAMS-005"}
+    assert {finding.rule for finding in run.findings.values()} == {"KV-PARAMS-002", "KV-PARAMS-005"}
 
 
-def test_vllms_nixl_connector_is_right_about_the_rest(judge: Callable[..., Judged]) -> None:
-    judged = judge("NixlConnector", "qwen3_5_35b_a3b", "P2D2", only=of((*HITS, *ABORTS, *MULTI)))
-    assert set(judged.outcomes.values()) == {"PASS"}, judged.findings
+def test_vllms_nixl_connector_is_right_about_the_rest(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("NixlConnector", "qwen3_5_35b_a3b", "P2D2", only=of((*HITS, *ABORTS, *MULTI)))
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
 
 
-def test_vllms_example_of_a_store_announces_what_it_has_not(judge: Callable[..., Judged]) -> None:
-    judged = judge("ExampleConnector", "llama3_1_8b", only=of(STORES))
-    assert judged.failed == {
+def test_vllms_example_of_a_store_announces_what_it_has_not(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("ExampleConnector", "llama3_1_8b", only=of(STORES))
+    assert run.failed == {
         "growing_prompts_can_be_loaded[kept]",
         "growing_prompts_can_be_loaded[forgotten]",
     }
-    assert "returned (-16, False)" in judged.findings["growing_prompts_can_be_loaded[kept]"].happened
+    assert "returned (-16, False)" in run.findings["growing_prompts_can_be_loaded[kept]"].happened
     assert (
         "start_load_kv raised FileNotFoundError"
-        in judged.findings["growing_prompts_can_be_loaded[forgotten]"].happened
+        in run.findings["growing_prompts_can_be_loaded[forgotten]"].happened
     )

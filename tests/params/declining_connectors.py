@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.protocol_params import wrong_connectors
+from tests.params import wrong_connectors
 
 Answer = tuple[int | None, bool]
 

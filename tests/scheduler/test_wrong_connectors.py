@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_kvconform.plan import Planned, load_module
-from tests.engine.judged import Judged
+from tests.helpers.case_runner import CellRun
 
 MODULES = (
     "protocol/hooks",
@@ -299,7 +299,7 @@ WRONG = [
         "RaisesAtTheEnd",
         "KV-HOOK-001",
         "no_hook_raises[p-abort-running]",
-        rf"{ENDED} raised KeyError: 'cmpl-P0-0000' \(wrong_connectors_scheduler\.py:\d+\)",
+        rf"{ENDED} raised KeyError: 'cmpl-P0-0000' \(wrong_connectors\.py:\d+\)",
     ),
     Wrong(
         "Exits", "KV-HOOK-001", "no_hook_raises[d-length]", r"on_new_request raised SystemExit: no such peer"
@@ -356,30 +356,32 @@ def chosen(wrong: Wrong) -> Callable[[Planned], bool]:
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
-    judge: Callable[..., Judged], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=wrong.scale, only=chosen(wrong))
-    assert "HARNESS" not in judged.outcomes.values(), [
-        result.reason for result in judged.results if result.outcome == "HARNESS"
+    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, scale=wrong.scale, only=chosen(wrong))
+    assert "HARNESS" not in run.outcomes.values(), [
+        result.reason for result in run.results if result.outcome == "HARNESS"
     ]
-    assert names(wrong.by) <= judged.failed, f"{names(wrong.by) - judged.failed} did not find it"
-    found = {(finding.rule, finding.happened) for finding in judged.findings.values()}
+    assert names(wrong.by) <= run.failed, f"{names(wrong.by) - run.failed} did not find it"
+    found = {(finding.rule, finding.happened) for finding in run.findings.values()}
     assert {rule for rule, _ in found} == names(wrong.rules), found
     for case in names(wrong.by):
-        assert judged.findings[case].rule == wrong.rules.split()[0]
-        assert re.search(wrong.says, judged.findings[case].happened), judged.findings[case].happened
+        assert run.findings[case].rule == wrong.rules.split()[0]
+        assert re.search(wrong.says, run.findings[case].happened), run.findings[case].happened
     assert all("\n" not in said and len(said) < 500 for _, said in found)
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("VIOLATES", 1)
+    assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
 
 
-def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(judge: Callable[..., Judged]) -> None:
+def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(
+    run_cases: Callable[..., CellRun],
+) -> None:
     wrong = Wrong("StandsStill", "KV-HOOK-002", "every_hook_returns_soon[loading]", "", scale=SHORT)
-    judged = judge(wrong.connector, wrong.geometry, wrong.topology, scale=SHORT, only=chosen(wrong))
-    said = [finding.happened for finding in judged.findings.values()]
-    assert len(said) == 3 and "BLOCKED" in judged.outcomes.values()
+    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, scale=SHORT, only=chosen(wrong))
+    said = [finding.happened for finding in run.findings.values()]
+    assert len(said) == 3 and "BLOCKED" in run.outcomes.values()
     for happened in said:
         assert re.search(
-            r"did not come back within \S+ s, in update_state_after_alloc \(wrong_connectors_scheduler\.py:\d+\)",
+            r"did not come back within \S+ s, in update_state_after_alloc \(wrong_connectors\.py:\d+\)",
             happened,
         )
 
@@ -400,9 +402,9 @@ def test_every_rule_of_these_cases_has_a_mistake_that_only_it_names() -> None:
     ],
 )
 def test_a_right_connector_passes_every_case(
-    judge: Callable[..., Judged], connector: str, geometry: str, topology: str
+    run_cases: Callable[..., CellRun], connector: str, geometry: str, topology: str
 ) -> None:
-    judged = judge(connector, geometry, topology, only=lambda planned: planned.module in MODULES)
-    assert {name: outcome for name, outcome in judged.outcomes.items() if outcome != "PASS"} == {}
-    assert len(judged.outcomes) > 100
-    assert (judged.verdict.word, judged.verdict.exit_code) == ("CONFORMS", 0)
+    run = run_cases(connector, geometry, topology, only=lambda planned: planned.module in MODULES)
+    assert {name: outcome for name, outcome in run.outcomes.items() if outcome != "PASS"} == {}
+    assert len(run.outcomes) > 100
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)

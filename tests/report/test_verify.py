@@ -17,8 +17,7 @@ from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
-
-from .conftest import declare
+from tests.small_suite.runs import declare
 
 TODAY = datetime.datetime.now(datetime.UTC).date()
 YESTERDAY, TOMORROW = (TODAY + datetime.timedelta(days=days) for days in (-1, 1))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.protocol_worker.conftest import Said
+from tests.peers.conftest import Said
 
 SHORT = 0.4  # of deadlines, where one of them has to be waited for
 
@@ -145,8 +145,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Said], wrong: Wrong) -> None:
-    said = judge(wrong.connector, wrong.topology, wrong.scale)
+def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Said], wrong: Wrong) -> None:
+    said = run_cases(wrong.connector, wrong.topology, wrong.scale)
     expected = {
         name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked.split() else "PASS"
         for name in said
@@ -165,8 +165,10 @@ def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Said], wr
 
 
 @pytest.mark.parametrize(("topology", "cases"), [("P1D1", 22), ("P1D2", 6)])
-def test_a_right_connector_passes_every_case(judge: Callable[..., Said], topology: str, cases: int) -> None:
-    said = judge("Right", topology)
+def test_a_right_connector_passes_every_case(
+    run_cases: Callable[..., Said], topology: str, cases: int
+) -> None:
+    said = run_cases("Right", topology)
     assert len(said) == cases
     assert {name: what for name, what in said.items() if what[0] != "PASS"} == {}
 
@@ -181,14 +183,16 @@ def test_a_right_connector_passes_every_case(judge: Callable[..., Said], topolog
         ("P1D2", set()),
     ],
 )
-def test_what_is_found_in_nixl_connector(judge: Callable[..., Said], topology: str, fails: set[str]) -> None:
-    said = judge("NixlConnector", topology)
+def test_what_is_found_in_nixl_connector(
+    run_cases: Callable[..., Said], topology: str, fails: set[str]
+) -> None:
+    said = run_cases("NixlConnector", topology)
     assert {name: what for name, what in said.items() if what[0] not in ("PASS", "FAIL")} == {}
     assert {name for name, (outcome, _) in said.items() if outcome == "FAIL"} == fails
 
 
-def test_a_long_lease_is_not_waited_for(judge: Callable[..., Said]) -> None:
-    said = judge("TrustsLeases", "P1D1", lease_s=30)
+def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Said]) -> None:
+    said = run_cases("TrustsLeases", "P1D1", lease_s=30)
     blocked = {
         name
         for name, (outcome, reason) in said.items()

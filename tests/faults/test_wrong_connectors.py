@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.engine.judged import Judged
+from tests.helpers.case_runner import CellRun
 
 SHORT = 0.2  # of deadlines, where one of them has to be waited for
 LLAMA, GPT = "llama3_1_8b", "gpt_oss_20b"
@@ -141,11 +141,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], wrong: Wrong) -> None:
-    judged = judge(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
+def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
+    run = run_cases(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
     outcomes = {
         short(name): outcome
-        for name, outcome in ((result.id, result.outcome.value) for result in judged.results)
+        for name, outcome in ((result.id, result.outcome.value) for result in run.results)
     }
     stopped = (
         {name.partition("[")[2] for name in wrong.fails if name.startswith("every_request_ends[")}
@@ -162,7 +162,7 @@ def test_a_mistake_is_caught_by_the_case_about_it(judge: Callable[..., Judged], 
     }
     assert outcomes == expected
     assert wrong.fails.keys() <= outcomes.keys()
-    for result in judged.results:
+    for result in run.results:
         if result.finding:
             assert re.search(
                 wrong.fails[short(result.id)], f"{result.finding.happened}\n{result.finding.diagnosis}"
@@ -174,20 +174,20 @@ CELLS = [(LLAMA, "P1D1"), (LLAMA, "P1D2"), (GPT, "P2D1")]
 
 @pytest.mark.parametrize(("family", "topology"), CELLS)
 def test_a_right_connector_passes_every_case(
-    judge: Callable[..., Judged], family: str, topology: str
+    run_cases: Callable[..., CellRun], family: str, topology: str
 ) -> None:
-    judged = judge("Right", family, topology, "", 1.0)
-    assert len(judged.results) > 5
+    run = run_cases("Right", family, topology, "", 1.0)
+    assert len(run.results) > 5
     assert {
-        short(result.id): result.outcome.value for result in judged.results if result.outcome.value != "PASS"
+        short(result.id): result.outcome.value for result in run.results if result.outcome.value != "PASS"
     } == {}
-    assert all(result.evidence and result.evidence.looked_at for result in judged.results)
+    assert all(result.evidence and result.evidence.looked_at for result in run.results)
 
 
-def test_a_connector_without_nixl_is_told_so(judge: Callable[..., Judged]) -> None:
-    judged = judge("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
-    assert {result.outcome.value for result in judged.results} == {"NOT-APPLICABLE"}
-    assert {result.reason for result in judged.results} == {
+def test_a_connector_without_nixl_is_told_so(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
+    assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}
+    assert {result.reason for result in run.results} == {
         "needs a connector that moves bytes with NIXL: no agent was made"
     }
 

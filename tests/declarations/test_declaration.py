@@ -17,8 +17,7 @@ from pytest_kvconform.apply_declaration import Terms, feature_rows
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.verdict import judge
-
-from .conftest import declare
+from tests.small_suite.runs import declare
 
 ALL = dict.fromkeys(features.load(), "")
 WHY = "same size on both sides only"

@@ -30,7 +30,7 @@ OF_VLLM = ("NixlConnector", "NixlPushConnector", "ExampleConnector")  # by their
 
 
 @dataclass(frozen=True)
-class Judged:
+class CellRun:
     """What the cases of one cell said. Keys are the last words of their ids: "attention_kv_arrives[n200]", "engines_start"."""
 
     results: list[CaseResult] = field(default_factory=list)
@@ -62,7 +62,7 @@ def _short(result: CaseResult) -> str:
     return f"{name}[{variant}]" if variant else name
 
 
-class Jury:
+class CaseRunner:
     """One zygote, and a bench per connector. `module` is where connectors are found, `tier` whose cases judge them."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Jury:
             self._facts[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
         return self._facts[settings.connector]
 
-    def judge(
+    def run(
         self,
         connector: str,
         family: str,
@@ -101,7 +101,7 @@ class Jury:
         only: Callable[[Planned], bool] = lambda planned: True,
         profile: str = "",
         config: str = CONFIG,
-    ) -> Judged:
+    ) -> CellRun:
         """Run the cases of one cell; `variants` are words that select scenarios, none of them means all. `setup` is of the byte rig; `only`
         chooses by whatever a planned case is."""
         spec, config = (connector, "") if connector in OF_VLLM else (f"{self.module}:{connector}", config)
@@ -119,7 +119,7 @@ class Jury:
             self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None
         )
         try:
-            return Judged(
+            return CellRun(
                 [
                     _result(bench, planned)
                     for planned in ordered(make_plan(settings, ()).asked, settings.seed)

@@ -9,8 +9,7 @@ import pytest
 from pytest_kvconform import cli, declaration
 from pytest_kvconform.declaration import Known, read_known
 from pytest_kvconform.settings import BadSetting
-
-from .conftest import declare
+from tests.small_suite.runs import declare
 
 ISSUE = "https://example.org/issues/57"
 CASE = "kv::engine/bytes::window[gemma3-*]"

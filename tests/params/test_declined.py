@@ -11,7 +11,7 @@ from pytest_kvconform import features
 from pytest_kvconform.apply_declaration import CORRUPTS, REFUSES, Terms, settle
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import judge as judge_results
-from tests.engine.judged import Judged, Jury
+from tests.helpers.case_runner import CaseRunner, CellRun
 
 ALL = dict.fromkeys(features.load(), "")
 WINDOW, HIT = "sliding-window", "prefix-hit"
@@ -74,18 +74,18 @@ WRONG = [
 ]
 
 
-def judged(jury: Jury, one: Declines) -> Judged:
+def run_module(case_runner: CaseRunner, one: Declines) -> CellRun:
     """What the cases of its module say."""
-    mine = copy.copy(jury)
-    mine.module, mine.tier = "tests.protocol_params.declining_connectors", one.module.partition("/")[0]
-    return mine.judge(
+    mine = copy.copy(case_runner)
+    mine.module, mine.tier = "tests.params.declining_connectors", one.module.partition("/")[0]
+    return mine.run(
         one.connector, one.geometry, setup="b16", only=lambda planned: planned.module == one.module
     )
 
 
 @pytest.mark.parametrize("one", [*CLEAN, *SILENT, *WRONG], ids=str)
-def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
-    found = judged(jury, one)
+def test_what_becomes_of_it(case_runner: CaseRunner, one: Declines) -> None:
+    found = run_module(case_runner, one)
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
     declared = Terms(features=ALL | {one.feature: "not yet"})
     settled = {
@@ -116,8 +116,8 @@ def test_what_becomes_of_it(jury: Jury, one: Declines) -> None:
 
 
 @pytest.mark.parametrize("connector", ["DeclinesMemory", "DeclinesIntroduction"])
-def test_where_there_is_nothing_to_decline_everything_passes(jury: Jury, connector: str) -> None:
-    found = judged(jury, Declines(connector, START, "", "", geometry="llama3_1_8b"))
+def test_where_there_is_nothing_to_decline_everything_passes(case_runner: CaseRunner, connector: str) -> None:
+    found = run_module(case_runner, Declines(connector, START, "", "", geometry="llama3_1_8b"))
     assert found.failed == {"start_on_taken_port_does_not_hang"}, (
         found.findings
     )  # as NixlConnector itself: docs/findings.md

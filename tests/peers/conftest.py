@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pytest_kvconform.result import CaseResult, Outcome
-from tests.engine.judged import Jury
-from tests.juries import fixtures
+from tests.helpers.case_runner import CaseRunner
+from tests.helpers.fixtures import fixtures
 
 MODULES = ("protocol/peers", "protocol/lease", "protocol/rank_reports")
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'  # seconds; NixlConnector itself gets it from the suite
@@ -14,10 +14,10 @@ LEASE_S = 4  # a second more than the suite's own: tests run beside one another
 Said = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why
 
 
-def judging(jury: Jury) -> Callable[..., Said]:
-    def judge(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Said:
+def judging(case_runner: CaseRunner) -> Callable[..., Said]:
+    def run_cases(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Said:
         """What each case of one cell says; a FAIL of another rule than the case's own is the name of that rule."""
-        judged = jury.judge(
+        run = case_runner.run(
             connector,
             "llama3_1_8b",
             topology,
@@ -27,9 +27,9 @@ def judging(jury: Jury) -> Callable[..., Said]:
             config=LEASE % lease_s,
             only=lambda planned: planned.module in MODULES,
         )
-        return dict(zip(judged.outcomes, map(said, judged.results), strict=True))
+        return dict(zip(run.outcomes, map(said, run.results), strict=True))
 
-    return judge
+    return run_cases
 
 
 def said(result: CaseResult) -> tuple[str, str]:
@@ -40,6 +40,6 @@ def said(result: CaseResult) -> tuple[str, str]:
     return name, f"{result.finding.happened}\n{result.finding.diagnosis}"
 
 
-jury, judge = fixtures(
-    lambda: Jury("tests.protocol_worker.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), judging
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.peers.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), judging
 )

@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from tests.engine.judged import Jury
-from tests.juries import fixtures
+from tests.helpers.case_runner import CaseRunner
+from tests.helpers.fixtures import fixtures
 
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'  # seconds; NixlConnector itself gets it from the suite
-jury, judge = fixtures(
-    lambda: Jury("tests.bytes_faults.faulty_connectors", "bytes", ("llama3_1_8b", "gpt_oss_20b"), "full"),
-    lambda jury: partial(
-        jury.judge,
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.faults.wrong_connectors", "bytes", ("llama3_1_8b", "gpt_oss_20b"), "full"),
+    lambda case_runner: partial(
+        case_runner.run,
         setup="b16",
         matrix="full",
         config=LEASE,

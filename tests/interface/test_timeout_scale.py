@@ -1,0 +1,41 @@
+"""With --kv-timeout-scale every wait inside a case is longer; what takes its time is not wrong before that is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.helpers.case_runner import CellRun
+
+LLAMA = "llama3_1_8b"
+
+
+@pytest.mark.parametrize(("scale", "waited"), [(1.0, 2), (3.0, 6)])
+def test_a_start_that_waits_for_ever_is_waited_for(
+    run_cases: Callable[..., CellRun], scale: float, waited: int
+) -> None:
+    case = "start_on_taken_port_does_not_hang"
+    run = run_cases("Upstream", LLAMA, scale=scale, only=lambda planned: planned.case.name == case)
+    assert run.findings[case].happened.endswith(
+        f"still waits in set_xfer_handshake_metadata after {waited} s"
+    )
+
+
+@pytest.mark.parametrize(("scale", "outcome"), [(0.5, "FAIL"), (1.0, "FAIL"), (3.0, "PASS")])
+def test_what_was_told_to_end_has_its_time(
+    run_cases: Callable[..., CellRun], scale: float, outcome: str
+) -> None:
+    run = run_cases(
+        "EndsSlowly",
+        LLAMA,
+        scale=scale,
+        only=lambda planned: planned.case.name == "no_threads_ports_or_processes_left",
+    )
+    assert run.outcomes == {"no_threads_ports_or_processes_left": outcome}, run.findings
+
+
+def test_a_port_that_is_closed_soon_after_the_end_is_given_back(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("ClosesLate", LLAMA, only=lambda planned: planned.module == "interface/shutdown")
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+    assert run.evidence["next_engine_starts_on_same_port"].notes["ports"] != "none"
