@@ -12,6 +12,7 @@ import pytest
 from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, FaultyAgent
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
+from pytest_kvconform.rigs.vllm_setup import nixl_agents
 
 
 class Real:
@@ -172,14 +173,14 @@ def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(
         return module
 
     real = type("nixl_agent", (), {})
-    monkeypatch.setattr(faulty_nixl, "_holders", [])
-    monkeypatch.setattr(faulty_nixl, "_last", "")
+    monkeypatch.setattr(nixl_agents, "_users", [])
+    monkeypatch.setattr(nixl_agents, "_last", "")
     for name in [name for name in sys.modules if name.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
     api, bindings = load("nixl._api", nixl_agent=real), load("nixl._bindings")
     load("nixl", _api=api, _bindings=bindings)
     early = load("loaded_early", NixlWrapper=real, other=FaultReport)
-    faulty_nixl.find_holders()
+    nixl_agents.find_users_of_agent_class()
     late = load("loaded_late", agent_class=real)
     assert faulty_nixl.install()
     assert issubclass(api.nixl_agent, FaultyAgent) and issubclass(api.nixl_agent, real)

@@ -20,6 +20,7 @@ from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, 
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Group, Request
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 
 def preload() -> None:
@@ -33,28 +34,6 @@ def preload() -> None:
     load_geometries()
     with contextlib.suppress(ImportError):
         import vllm.distributed.kv_transfer.kv_connector.v1.nixl  # noqa: F401
-    _share_gloo_devices()
-
-
-def _share_gloo_devices() -> None:
-    """Let the process groups of a process share one gloo device.
-
-    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank: with a dozen ranks on two cores
-    that is a tenth of the time.
-    """
-    from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-    devices: dict[int, Any] = {}  # by process: a thread does not survive a fork
-
-    class SharedDevice(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any):
-            options = ProcessGroupGloo._Options()
-            if os.getpid() not in devices:
-                devices[os.getpid()] = ProcessGroupGloo.create_default_device()
-            options._devices, options._threads, options._timeout = [devices[os.getpid()]], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = SharedDevice
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -98,7 +77,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
         if spec.layout:
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
-        _without_limits_of_kernels()
+        keep_configured_limits()
         geometry = load_geometries()[spec.geometry]
         config = EngineArgs(
             model=str(_folder_of(geometry)),
@@ -302,35 +281,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
         if self.reusing and ids:
             self.manager.block_pool.evict_blocks(ids)
             self._poison_blocks(sorted(ids))
-
-
-def _without_limits_of_kernels() -> None:
-    """Keep the block size, prefix caching and chunked prefill as configured.
-
-    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better. Here no kernel runs.
-    """
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    update = platform.check_and_update_config
-
-    def check_and_update_config(vllm_config: Any) -> None:
-        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
-        before = (
-            cache.block_size,
-            cache.enable_prefix_caching,
-            scheduler.enable_chunked_prefill,
-            scheduler.max_num_batched_tokens,
-        )
-        update(vllm_config)
-        (
-            cache.block_size,
-            cache.enable_prefix_caching,
-            scheduler.enable_chunked_prefill,
-            scheduler.max_num_batched_tokens,
-        ) = before
-
-    platform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 def _folder_of(geometry: Geometry) -> Path:

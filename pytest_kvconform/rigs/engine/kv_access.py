@@ -6,13 +6,10 @@ token's words lie in memory is the attention backend's business (vLLM: v1/attent
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import Any
 
 import numpy as np
 
-CORES = os.sched_getaffinity(0)  # when this module is imported: before any connector can narrow it
 POISON = 0x4B  # every byte of an unowned block; as a number large and finite in each float format (bf16 and fp32: 1.3e7)
 
 
@@ -247,14 +244,3 @@ def digest(worker: Any) -> np.ndarray:
         weights = np.arange(1, words.shape[1] * 2, 2, dtype=np.uint64) * np.uint64(2 * index + 1)
         total = total + words @ weights + data[:, width:].astype(np.uint64).sum(axis=1, dtype=np.uint64)
     return total
-
-
-def release_cores(worker: Any) -> None:
-    """Let every thread of this worker run on any core again.
-
-    vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py), so that P and D would share
-    one core. That is a matter of speed, and this rig is about bytes.
-    """
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(task), CORES)

@@ -7,7 +7,6 @@ itself (`kv_access`).
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
@@ -32,6 +31,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Usage,
 )
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 IDLE_S = (
     0.001  # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -45,25 +45,13 @@ def preload() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.kv_connector_model_runner_mixin
-    from vllm.config import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
-
-    configure_logging_if_needed(LoggingConfig())  # touches every logger there is: 0.4 s
-    gc.unfreeze = lambda: (
-        None
-    )  # a worker's shutdown thaws and walks the whole inherited heap (1 s); its process ends right after
 
     import pytest_kvconform.rigs.vllm_setup.forked_executor  # noqa: F401
 
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_model_runner
         import vllm.v1.worker.cpu_worker
-        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-        # vLLM's own fallback for ranks that share no memory: torch.distributed. Its shared memory spins, which is slow when there are
-        # more ranks than cores, and stays in /dev/shm when a worker is killed.
-        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     else:
         import vllm.v1.worker.gpu_model_runner
         import vllm.v1.worker.gpu_worker  # noqa: F401
@@ -114,7 +102,7 @@ class EngineProcess:
         self.snapshots: dict[str, Snapshot] = {}
         self.oracles: dict[str, Snapshot] = {}
         self.groups = self._groups()
-        self._workers(kv_access.release_cores)
+        self._workers(release_cores)
         self._watch_connector()
         self._watch_steps()
 

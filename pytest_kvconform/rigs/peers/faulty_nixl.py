@@ -12,8 +12,6 @@ connector asks for those more often.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.rigs.scenario import NEVER, POLL, POST, REVERSED, TWICE, Faults
+from pytest_kvconform.rigs.vllm_setup.nixl_agents import replace_agent_class
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +74,6 @@ class _Orders:
 
 
 _orders = _Orders()
-_holders: list[
-    tuple[Any, str]
-] = []  # modules that refer to NIXL's agent, and their name for it: see `find_holders`
-_last = ""  # the module that was loaded last when they were looked for
 
 
 class FaultyAgent:
@@ -266,44 +261,15 @@ class FaultyAgent:
 
 
 def install() -> bool:
-    """Put the agent that obeys in the place of NIXL's, in this process and in what it forks. Returns whether NIXL is installed.
+    """Put the agent that obeys in the place of NIXL's, see `replace_agent_class`. Returns whether NIXL is installed."""
+    return replace_agent_class(_faulty)
 
-    Modules that imported the class already (vLLM's nixl_utils and its connectors among them) get it under the name they gave it.
-    """
-    try:
-        from nixl import _api, _bindings
-    except ImportError:
-        return False
-    real = _api.nixl_agent
+
+def _faulty(real: Any, error: type[Exception]) -> Any:
     if issubclass(real, FaultyAgent):
-        return True
-    error = getattr(_bindings, "nixlBackendError", RuntimeError)
-    faulty = type(
-        "nixl_agent", (FaultyAgent, real), {"real": real, "error": error, "__module__": real.__module__}
-    )
-    find_holders()
-    for module, name in _holders:
-        if vars(module).get(name) is real:
-            setattr(module, name, faulty)
-    return True
-
-
-def find_holders() -> None:
-    """Find who refers to NIXL's agent by now. What is forked after this looks only at modules that were loaded later: whoever looks at
-    all of them copies the whole heap that it inherited (0.3 s).
-    """
-    global _last
-    with contextlib.suppress(ImportError):
-        from nixl._api import nixl_agent
-
-        for module in [
-            sys.modules[name]
-            for name in itertools.takewhile(lambda name: name != _last, reversed(sys.modules))
-        ]:
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                if value is nixl_agent:
-                    _holders.append((module, name))
-        _last = next(reversed(sys.modules))
+        return real
+    members = {"real": real, "error": error, "__module__": real.__module__}
+    return type("nixl_agent", (FaultyAgent, real), members)
 
 
 def arm(orders: tuple[Faults, ...], rank: int) -> None:

@@ -218,22 +218,10 @@ def watched(run_dir: Path) -> Iterator[None]:
         os.close(finish)
 
 
-def without_shared_memory_broadcaster() -> None:
-    """Let groups of ranks broadcast through torch.distributed, which is vLLM's own fallback.
-
-    The broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and the executor of this rig never uses it.
-    """
-    from vllm.distributed import parallel_state
-
-    make_group = parallel_state.init_model_parallel_group
-    without = {"use_message_queue_broadcaster": False}
-    parallel_state.init_model_parallel_group = lambda *args, **kwargs: make_group(*args, **kwargs | without)
-
-
 def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
-    from pytest_kvconform.rigs.peers import faulty_nixl
     from pytest_kvconform.rigs.vllm_setup import nixl_agents as nixl
+    from pytest_kvconform.rigs.vllm_setup import overrides
     from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
     mended = mend_imports()
@@ -251,6 +239,10 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     import pytest_kvconform.rigs.scheduler.host
 
     pytest_kvconform.rigs.engine.process.preload()
+    overrides.configure_loggers()
+    overrides.keep_heap_frozen()
+    if current_platform.is_cpu():
+        overrides.communicate_without_shared_memory()
     load_general_plugins()
 
     def register(architecture: str) -> None:
@@ -261,18 +253,17 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
         register(architecture)
     if nixl.preload() and current_platform.is_cpu():
         nixl.without_progress_threads()
-    without_shared_memory_broadcaster()
-    if architectures:  # engines with kernels
-        current_platform.register_triton_kernel_overrides()  # looks through every module: 0.8 s, once here instead of in each worker
-    type(current_platform).register_triton_kernel_overrides = lambda self: None
+    overrides.broadcast_without_shared_memory()
+    overrides.override_triton_kernels_once(now=bool(architectures))
     if geometries:
         pytest_kvconform.rigs.bytes.process.preload()
+        overrides.share_gloo_devices()
         pytest_kvconform.rigs.scheduler.host.preload()
     for architecture in geometries - set(architectures):
         register(
             architecture
         )  # last: one of them brings numba, whose objects break that look through every module
-    faulty_nixl.find_holders()
+    nixl.find_users_of_agent_class()
     return {
         "vllm": vllm.__version__,
         "device": current_platform.device_type,

@@ -32,6 +32,7 @@ from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.recorder import HookRaised, location_of
 from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, SchedulerStopped
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
 # Rules that are broken whatever the case is about: a hook raises, its process dies or stands still, vLLM's scheduler cannot go on.
@@ -134,10 +135,6 @@ class Host:
     def __init__(self, spec: HostSpec):
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from pytest_kvconform.rigs.bytes.process import (
-            _without_limits_of_kernels as without_limits_of_kernels,
-        )
-
         self.spec = spec
         self._hook = mmap.mmap(-1, NAME_BYTES)
         self._configs: dict[tuple[str, bool], Any] = {}
@@ -145,7 +142,7 @@ class Host:
         self._kv_configs: dict[tuple[str, bool, int], Any] = {}
         self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
         self._killed: list[int] = []  # children that are still to be reaped
-        without_limits_of_kernels()
+        keep_configured_limits()
         preload()
         for role in "PD":
             self._make(role, True)

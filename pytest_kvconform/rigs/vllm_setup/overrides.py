@@ -1,0 +1,128 @@
+"""Every override of vLLM and of torch: each function changes one thing, for the whole process and for what it forks.
+
+`preload.py` calls those that hold for every process of a run. `keep_configured_limits` and `release_cores` are for
+the processes that need them. Overrides of NIXL are in `nixl_agents.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from typing import Any
+
+_CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow it
+
+
+def configure_loggers() -> None:
+    """Configure vLLM's loggers now, which touches every logger there is: 0.4 s, once instead of in each engine."""
+    from vllm.config import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
+
+def keep_heap_frozen() -> None:
+    """Make `gc.unfreeze` do nothing.
+
+    vLLM's worker calls it at shutdown and then walks the whole inherited heap (1 s); its process ends right after.
+    """
+    gc.unfreeze = lambda: None
+
+
+def broadcast_without_shared_memory() -> None:
+    """Let groups of ranks broadcast through torch.distributed, which is vLLM's own fallback.
+
+    vLLM's broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and `ForkedExecutor`
+    never uses it.
+    """
+    from vllm.distributed import parallel_state
+
+    make_group = parallel_state.init_model_parallel_group
+    without = {"use_message_queue_broadcaster": False}
+    parallel_state.init_model_parallel_group = lambda *args, **kwargs: make_group(*args, **kwargs | without)
+
+
+def communicate_without_shared_memory() -> None:
+    """Let ranks on CPU communicate through torch.distributed, vLLM's own fallback for ranks that share no memory.
+
+    vLLM's shared memory spins, which is slow when there are more ranks than cores, and stays in /dev/shm when a
+    worker is killed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def share_gloo_devices() -> None:
+    """Let the process groups of a process share one gloo device.
+
+    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank: with a
+    dozen ranks on two cores that is a tenth of the time.
+    """
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    devices: dict[int, Any] = {}  # by process: a thread does not survive a fork
+
+    class SharedDevice(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+            options = ProcessGroupGloo._Options()
+            if os.getpid() not in devices:
+                devices[os.getpid()] = ProcessGroupGloo.create_default_device()
+            options._devices, options._threads, options._timeout = [devices[os.getpid()]], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDevice
+
+
+def override_triton_kernels_once(now: bool) -> None:
+    """Let workers skip `register_triton_kernel_overrides`, which looks through every module: 0.8 s.
+
+    `now`: call it here instead, for workers that run kernels. It must come before numba is imported, whose objects
+    break that look through every module.
+    """
+    from vllm.platforms import current_platform
+
+    if now:
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda self: None
+
+
+def keep_configured_limits() -> None:
+    """Keep the block size, prefix caching and chunked prefill as configured, for engines that run no kernel.
+
+    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    update = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        before = (
+            cache.block_size,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        )
+        update(vllm_config)
+        (
+            cache.block_size,
+            cache.enable_prefix_caching,
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+        ) = before
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def release_cores(worker: Any) -> None:
+    """Let every thread of this worker run on any core again.
+
+    vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py), so
+    that P and D would share one core. That is a matter of speed, and the rigs are about bytes.
+    """
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(task), _CORES)
