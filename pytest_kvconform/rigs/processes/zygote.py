@@ -243,6 +243,7 @@ def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
     overrides.keep_heap_frozen()
     if current_platform.is_cpu():
         overrides.communicate_without_shared_memory()
+        overrides.accept_prefill_of_one_token()
     load_general_plugins()
 
     def register(architecture: str) -> None:

@@ -54,6 +54,24 @@ def communicate_without_shared_memory() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
+def accept_prefill_of_one_token() -> None:
+    """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token, whatever its strides.
+
+    On CPUs with AVX512-BF16 the kernel asks for rows whose stride is their width. One row that was cut out of a wider
+    projection keeps the wider stride, because `Tensor.contiguous` takes every single row for contiguous, and the
+    kernel raises "expect x to be transposed" (docs/findings.md). With AMX the projection is as wide as its rows.
+    """
+    from vllm import _custom_ops
+
+    kernel = _custom_ops.causal_conv1d_fwd_cpu
+
+    def causal_conv1d_fwd_cpu(x: Any, *args: Any, **kwargs: Any) -> Any:
+        one_token = x.shape[1] == 1  # x is [channel, token]
+        return kernel(x.as_strided(x.shape, (1, x.shape[0])) if one_token else x, *args, **kwargs)
+
+    _custom_ops.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
+
+
 def share_gloo_devices() -> None:
     """Let the process groups of a process share one gloo device.
 
