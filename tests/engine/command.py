@@ -49,7 +49,7 @@ class Command:
                 | {
                     MARK: self.mark,
                     "TMPDIR": str(self.temporary),
-                    "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)]),
+                    "PYTHONPATH": os.pathsep.join([str(HERE), str(folder), os.environ.get("PYTHONPATH", "")]),
                 },
             )
 
