@@ -1,7 +1,8 @@
-"""The contract, one record a rule, in TOML files by theme in this folder. `kvconform explain ID` prints one.
+"""The rules of the contract, in one TOML file a theme. `kvconform explain ID` prints one rule.
 
-A file holds tables `[KV-BYTES-001]` with the keys of `Rule`; the table's name is the id. Ids are never used again for something else.
-`clauses.toml` is no file of rules: it says which rules test which clause of vLLM's contract, see `clauses.py`.
+A file holds tables `[KV-BYTES-001]` with the keys of `Rule`. The name of the table is the id of the rule. An id is
+never used again for another rule. `clauses.toml` holds no rules but the clauses of vLLM's contract, with the rules
+that test each of them: see `clauses.py`.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ CLAUSES = "clauses.toml"
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One clause of the contract."""
+    """One requirement of the contract."""
 
     id: str  # "KV-BYTES-001"
-    sentence: str  # the requirement, said so that a connector's author can follow it
+    sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
-    since: str  # vLLM version that asks for it first
+    since: str  # first vLLM version that requires it
     source: str  # file in vLLM, or issue
-    done: str  # what the suite does to see
+    done: str  # what the suite does to test it
     check: tuple[str, ...] = ()  # if this fails, check
-    until: str = ""  # vLLM version that does not ask for it any more
+    until: str = ""  # first vLLM version that does not require it any more
     untestable: str = ""  # why no case checks it; such a rule has none
 
 
 class BadRules(ValueError):
-    """A file of rules cannot be read. The message names the file and the key: a defect of this project."""
+    """A file of rules cannot be read, which is a defect of this project. The message names the file and the key."""
 
 
 def load(folder: Path | None = None) -> dict[str, Rule]:
-    """Every rule by id, sorted. `folder` defaults to this one. Raises BadRules."""
+    """Return every rule by id, sorted. `folder` defaults to this one. Raises BadRules."""
     return _read(folder or parts.rules_folder())
 
 

@@ -1,7 +1,7 @@
-"""The clauses of the contract between vLLM 0.32 and a connector, and what became of each: the rules that test it, or why nothing does.
+"""The clauses of the contract between vLLM 0.32 and a connector, each with the rules that test it or why none does.
 
-A clause is smaller or larger than a rule: it is what vLLM's source relies on at one place. `clauses.toml` holds tables `[C2]` with the
-keys of `Clause`; docs/clauses.md is made from it.
+A clause is what vLLM's source relies on at one place, so it may be smaller or larger than a rule. `clauses.toml`
+holds tables `[C2]` with the keys of `Clause`. docs/clauses.md is made from it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 from pytest_kvconform.rules import CLAUSES, BadRules
 
 FILE = Path(__file__).with_name(CLAUSES)
-PARTS = {  # first letters of an id -> what its clauses are about, in the order of the page
-    "A": "The class, its construction and what it says of itself",
-    "B": "The order of start-up, and the end",
+PARTS = {  # first letters of an id -> what these clauses are about, in the order of docs/clauses.md
+    "A": "The class, its construction and its capabilities",
+    "B": "The order of start-up, and the shutdown",
     "C": "Calls of the scheduler half",
-    "D": "Calls of the worker half, step by step",
+    "D": "Calls of the worker half in each step",
     "E": "Completion and failure",
-    "F": "Who owns which blocks, and for how long",
+    "F": "Which side owns which blocks, and for how long",
     "G": "Tensor and pipeline parallelism",
     "H": "Several KV cache groups",
-    "I": "Recurrent states, and hits that differ between groups",
+    "I": "Recurrent states, and hits that differ between KV cache groups",
     "J": "kv_transfer_params",
     "K": "Handshake and side channel",
     "L": "Leases and heartbeats",
@@ -35,12 +35,12 @@ PARTS = {  # first letters of an id -> what its clauses are about, in the order 
 
 
 class Clause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that vLLM relies on."""
+    """One thing that vLLM relies on in a connector."""
 
     id: str  # "C2"
-    says: str  # one sentence
+    says: str  # what vLLM relies on
     source: str  # "file: name, name; file: name", files relative to vLLM's package
-    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty if and only if it is untestable
+    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty only if `untestable` says why
     untestable: str = ""  # why no rule tests it
 
 
@@ -72,6 +72,6 @@ def load(path: Path = FILE) -> dict[str, Clause]:
 
 
 def part_of(clause: str) -> str:
-    """`ML` of "ML3"; "" if it is no id."""
+    """Return `ML` for "ML3", and "" for text that is no id of a clause."""
     match = re.fullmatch(r"([A-Z]+)[1-9]\d*", clause)
     return match[1] if match else ""
