@@ -17,23 +17,27 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform import features
-from pytest_kvconform.declaration import Known
+from pytest_kvconform.declaration import KnownFailure
 from pytest_kvconform.result import CaseResult, Finding, Outcome
 
-REFUSES, HIDES, CORRUPTS = "KV-DECLARE-001", "KV-DECLARE-002", "KV-DECLARE-003"
+REFUSED_THOUGH_SUPPORTED, WORKS_THOUGH_UNSUPPORTED, WRONG_THOUGH_UNSUPPORTED = (
+    "KV-DECLARE-001",
+    "KV-DECLARE-002",
+    "KV-DECLARE-003",
+)
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at"]
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class Criteria(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is judged by besides its results."""
 
     features: dict[str, str]  # declared: name -> why it is not supported, "" if it is
-    known: tuple[Known, ...] = ()
+    known: tuple[KnownFailure, ...] = ()
     claim: bool = False  # nothing may be left out, hidden or known
     left_out: int = 0  # cases of the manifest that were not to run
 
 
-class FeatureRow(msgspec.Struct, frozen=True, kw_only=True):
+class FeatureResult(msgspec.Struct, frozen=True, kw_only=True):
     """One feature of the list: declared and observed."""
 
     name: str
@@ -46,21 +50,23 @@ class FeatureRow(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str = ""  # how
 
 
-def settle(result: CaseResult, terms: Terms) -> CaseResult:
+def apply_declaration(result: CaseResult, criteria: Criteria) -> CaseResult:
     """What becomes of a case's own word under a declaration. Settling twice changes nothing."""
     if result.case_outcome is not None:
         result = msgspec.structs.replace(
             result, outcome=result.case_outcome, case_outcome=None, declaration_rule=""
         )
-    settled = _unsupported(result, terms)
-    entry = next((entry for entry in terms.known if entry.state == "open" and entry.matches(result.id)), None)
+    settled = _apply_unsupported(result, criteria)
+    entry = next(
+        (entry for entry in criteria.known if entry.state == "open" and entry.matches(result.id)), None
+    )
     if settled.outcome is Outcome.FAIL and entry is not None:
         reason = f"{entry.reason} ({entry.issue}, until {entry.expires})"
         return msgspec.structs.replace(
             settled, outcome=Outcome.KNOWN, case_outcome=result.outcome, reason=reason
         )
     over = next(
-        (entry for entry in terms.known if entry.state == "expired" and entry.matches(result.id)), None
+        (entry for entry in criteria.known if entry.state == "expired" and entry.matches(result.id)), None
     )
     if settled.outcome is Outcome.FAIL and not settled.reason and over is not None:
         return msgspec.structs.replace(
@@ -69,19 +75,19 @@ def settle(result: CaseResult, terms: Terms) -> CaseResult:
     return settled
 
 
-def _unsupported(result: CaseResult, terms: Terms) -> CaseResult:
-    lacking = [name for name in result.features if terms.features.get(name)]
+def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
+    lacking = [name for name in result.features if criteria.features.get(name)]
     if not lacking:
         return result
     name = lacking[0]
-    words = f"{name} is declared unsupported ({terms.features[name]})"
+    words = f"{name} is declared unsupported ({criteria.features[name]})"
     outcome, against, what = Outcome.NOT_APPLICABLE, "", ""
     if result.outcome is Outcome.PASS:
-        if shows_ability(result, lacking):
-            outcome, against = (Outcome.FAIL, HIDES) if terms.claim else (outcome, "")
+        if shows_feature_works(result, lacking):
+            outcome, against = (Outcome.FAIL, WORKS_THOUGH_UNSUPPORTED) if criteria.claim else (outcome, "")
             what = ", and it works"
     elif result.outcome is Outcome.FAIL and not result.refused:
-        outcome, against, what = Outcome.FAIL, CORRUPTS, ", and it was not refused"
+        outcome, against, what = Outcome.FAIL, WRONG_THOUGH_UNSUPPORTED, ", and it was not refused"
     elif result.outcome is Outcome.FAIL or (result.outcome is Outcome.BLOCKED and result.refused):
         said = (result.finding.diagnosis or result.finding.happened) if result.finding else ""
         what = f", and was refused{f': {said}' if said else ''}"
@@ -92,7 +98,7 @@ def _unsupported(result: CaseResult, terms: Terms) -> CaseResult:
     )
 
 
-def shows_ability(result: CaseResult, names: Sequence[str]) -> bool:
+def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:
     """Whether a PASS shows that a feature works. An engine that starts shows nothing of where bytes were to move, and a D that computes a
     prompt by itself nothing of what it can be given.
     """
@@ -121,12 +127,12 @@ def shown_finding(result: CaseResult) -> Finding | None:
     )
 
 
-def feature_rows(results: Sequence[CaseResult], terms: Terms) -> tuple[FeatureRow, ...]:
+def feature_results(results: Sequence[CaseResult], criteria: Criteria) -> tuple[FeatureResult, ...]:
     """One row for each feature of the list, in its order."""
-    return tuple(_row(name, results, terms.features) for name in features.load())
+    return tuple(_feature_result(name, results, criteria.features) for name in features.load())
 
 
-def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) -> FeatureRow:
+def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) -> FeatureResult:
     mine = [result for result in results if name in result.features]
     # What another missing feature refuses or spoils says nothing about this one; of two that are missing together each is seen to be.
     alone = [
@@ -134,23 +140,26 @@ def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) 
         for result in mine
         if not any(declared.get(other) for other in result.features if other != name)
     ]
-    observed = _observed(name, alone or (mine if declared.get(name) else ()))
+    observed = _observe(name, alone or (mine if declared.get(name) else ()))
     said = [result.case_outcome or result.outcome for result in mine]
     why = declared.get(name)
     rule, sentence = "", ""
     if why == "" and observed == "refused":
         rule, sentence = (
-            REFUSES,
+            REFUSED_THOUGH_SUPPORTED,
             f"{name} is declared as supported; it was refused, and no case showed that it works",
         )
     elif why and observed == "works":
-        rule, sentence = HIDES, f"hidden ability: {name} is declared unsupported ({why}), and it works"
+        rule, sentence = (
+            WORKS_THOUGH_UNSUPPORTED,
+            f"hidden ability: {name} is declared unsupported ({why}), and it works",
+        )
     elif why and observed == "fails":
         rule, sentence = (
-            CORRUPTS,
+            WRONG_THOUGH_UNSUPPORTED,
             f"{name} is declared unsupported ({why}), and is not refused but goes wrong",
         )
-    return FeatureRow(
+    return FeatureResult(
         name=name,
         declared="undeclared" if why is None else "unsupported" if why else "supported",
         reason=why or "",
@@ -162,13 +171,13 @@ def _row(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) 
     )
 
 
-def _observed(name: str, results: Sequence[CaseResult]) -> Observed:
+def _observe(name: str, results: Sequence[CaseResult]) -> Observed:
     def said(result: CaseResult) -> Outcome:
         return result.case_outcome or result.outcome
 
     if any(said(result) is Outcome.FAIL and not result.refused for result in results):
         return "fails"
-    if any(said(result) is Outcome.PASS and shows_ability(result, [name]) for result in results):
+    if any(said(result) is Outcome.PASS and shows_feature_works(result, [name]) for result in results):
         return "works"
     if any(result.refused for result in results):
         return "refused"

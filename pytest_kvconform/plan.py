@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from pytest_kvconform import features, rules
-from pytest_kvconform import loading as parts
+from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import RIGS, Case
 from pytest_kvconform.result import Cell
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
@@ -36,7 +35,7 @@ class BadSuite(Exception):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCase:
     """One case at one cell with one variant: one item of a run, one line of the report."""
 
     module: str  # "engine/bytes"
@@ -58,7 +57,7 @@ class Planned:
 class Plan:
     """What one run could do and was asked to do."""
 
-    asked: tuple[Planned, ...]  # what settings and kv:: arguments leave
+    asked: tuple[PlannedCase, ...]  # what settings and kv:: arguments leave
     manifest: tuple[str, ...]  # ids of all cases that the matrix has when nothing is left out, sorted
 
 
@@ -84,12 +83,12 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
             raise BadSetting(
                 f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
             )
-    every = _cases_of(parts.expand(settings.matrix), settings.matrix)
+    every = _cases_of(loading.expand_matrix(settings.matrix), settings.matrix)
     asked = every
     if settings.family or settings.topology:
         try:
             asked = _cases_of(
-                parts.expand(settings.matrix, settings.family, settings.topology), settings.matrix
+                loading.expand_matrix(settings.matrix, settings.family, settings.topology), settings.matrix
             )
         except ValueError as error:
             raise BadSetting(f"--kv-family, --kv-topology: {error}") from None
@@ -101,16 +100,19 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
             not settings.rule
             or any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in settings.rule)
         )
-        and (not settings.feature or not set(settings.feature).isdisjoint(features.needed(planned)))
+        and (
+            not settings.feature or not set(settings.feature).isdisjoint(features.required_features(planned))
+        )
     ]
     return Plan(
-        tuple(_only(asked, arguments, every)), tuple(sorted({planned.id for planned in [*every, *asked]}))
+        tuple(_selected_by(asked, arguments, every)),
+        tuple(sorted({planned.id for planned in [*every, *asked]})),
     )
 
 
 def module_names() -> list[str]:
     """`<tier>/<module>` for every file of cases, tiers from cheap to dear, then by name. What begins with _ holds no cases."""
-    root = parts.folder(parts.suite_package())
+    root = loading.package_folder(loading.suite_package())
     paths = [path.relative_to(root).with_suffix("") for path in root.glob("*/*.py")]
     names = [path.as_posix() for path in paths if not any(part.startswith(("_", ".")) for part in path.parts)]
     return sorted(names, key=lambda name: (tier_order(name.split("/")[0]), name))
@@ -118,7 +120,7 @@ def module_names() -> list[str]:
 
 def load_module(name: str) -> tuple[ModuleType, tuple[Case, ...]]:
     """The module "<tier>/<module>" and its cases in the order of the file. Raises BadSuite if it has none."""
-    module = importlib.import_module(f"{parts.suite_package()}.{name.replace('/', '.')}")
+    module = importlib.import_module(f"{loading.suite_package()}.{name.replace('/', '.')}")
     found = [
         function.kv_case
         for function in vars(module).values()
@@ -134,12 +136,12 @@ def tier_order(tier: str) -> tuple[int, str]:
     return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 
-def _cases_of(places: Iterable[Any], matrix: str) -> list[Planned]:
+def _cases_of(places: Iterable[Any], matrix: str) -> list[PlannedCase]:
     cells: dict[str, list[Cell]] = {rig: [] for rig in ("engine", "bytes", "scheduler")}
     for place in places:
         cells[place.rig].append(Cell(place.family, place.topology, place.setup))
     planned = [
-        Planned(module, case, cell, variant)
+        PlannedCase(module, case, cell, variant)
         for module in module_names()
         for case in load_module(module)[1]
         for cell in cells[RIGS.get(case.tier, "engine")]
@@ -152,14 +154,16 @@ def _cases_of(places: Iterable[Any], matrix: str) -> list[Planned]:
     return planned
 
 
-def _only(asked: list[Planned], arguments: Sequence[str], every: list[Planned]) -> list[Planned]:
+def _selected_by(
+    asked: list[PlannedCase], arguments: Sequence[str], every: list[PlannedCase]
+) -> list[PlannedCase]:
     """Those that an argument selects. One that names nothing in the whole suite is a mistake; one that other settings exclude is not."""
     if not arguments:
         return asked
     names = [
         PREFIX.rstrip(":"),
         PREFIX,
-        *dict.fromkeys(prefix for planned in every + asked for prefix in _prefixes(planned)),
+        *dict.fromkeys(prefix for planned in every + asked for prefix in _selectors(planned)),
     ]
     known = set(names)
     for argument in arguments:
@@ -168,10 +172,10 @@ def _only(asked: list[Planned], arguments: Sequence[str], every: list[Planned]) 
                 f"there is no case, module or tier {argument}{did_you_mean(argument, names)}; see: kvconform list cases"
             )
     wanted = set(arguments)
-    return [planned for planned in asked if wanted & {PREFIX, *_prefixes(planned)}]
+    return [planned for planned in asked if wanted & {PREFIX, *_selectors(planned)}]
 
 
-def _prefixes(planned: Planned) -> tuple[str, str, str, str]:
+def _selectors(planned: PlannedCase) -> tuple[str, str, str, str]:
     """Every argument that selects the case, short of kv:: itself: tier, module, case, id."""
     module = f"{PREFIX}{planned.module}"
     return module.rpartition("/")[0], module, f"{module}::{planned.case.name}", planned.id
@@ -180,12 +184,12 @@ def _prefixes(planned: Planned) -> tuple[str, str, str, str]:
 # ---- order -------------------------------------------------------------------------------------------------------------------
 
 
-def ordered(planned: Sequence[Planned], seed: int) -> list[Planned]:
+def order_by_cell(planned: Sequence[PlannedCase], seed: int) -> list[PlannedCase]:
     """One cell after the other, so that its engines are started once, however a shuffling plugin left the cases.
 
     Seed 0 keeps the order in which cells and cases come. Any other seed shuffles cells, and the cases of each, the same way every time.
     """
-    by_cell: dict[Cell, list[Planned]] = {}
+    by_cell: dict[Cell, list[PlannedCase]] = {}
     for one in planned if seed == 0 else sorted(planned, key=lambda one: one.id):
         by_cell.setdefault(one.cell, []).append(one)
     groups = list(by_cell.values())
@@ -197,7 +201,7 @@ def ordered(planned: Sequence[Planned], seed: int) -> list[Planned]:
     return [one for group in groups for one in group]
 
 
-def cell_word(name: str) -> str:
+def cell_of_id(name: str) -> str:
     """`gemma3-P1D2` of an id; "" if it is no id of ours."""
     if not name.startswith(PREFIX) or "[" not in name:
         return ""

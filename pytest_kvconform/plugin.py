@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import msgspec
 
-    from pytest_kvconform.pytest_hooks.controller import Judge
-    from pytest_kvconform.pytest_hooks.runner import CHANNEL, Link, Runner, WorkerInput
+    from pytest_kvconform.pytest_hooks.controller import Controller
+    from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink
     from pytest_kvconform.subject import resolve
 
     if getattr(config.option, "maxworkerrestart", "") is None:
@@ -59,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.args[:] = others  # the suite hangs on the session and not on a path; see collect.py
     config.args_source = config.ArgsSource.ARGS  # or the header would say that `testpaths` is collected
     if hasattr(config, "workerinput"):
-        told = msgspec.json.decode(config.workerinput[CHANNEL], type=WorkerInput)
+        told = msgspec.json.decode(config.workerinput[WORKER_KEY], type=WorkerInput)
         config.pluginmanager.register(
-            Runner(config, cases, told.settings, told.subject, told.link), "kvconform-runner"
+            CaseRunner(config, cases, told.settings, told.subject, told.link), "kvconform-runner"
         )
         return
     try:
@@ -69,8 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings = load(
             flags, os.environ, config.rootpath, cache.get("kvconform/seed", None) if cache else None
         )
-        runner = Runner(config, cases, settings, resolve(settings), Link())
+        runner = CaseRunner(config, cases, settings, resolve(settings), ZygoteLink())
     except BadSetting as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(runner, "kvconform-runner")
-    config.pluginmanager.register(Judge(config, runner), "kvconform-judge")
+    config.pluginmanager.register(Controller(config, runner), "kvconform-controller")

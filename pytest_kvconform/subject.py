@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform import declaration
-from pytest_kvconform.declaration import Declared, Known
+from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
 
 _IDENTIFIER = r"[^\W\d]\w*"
@@ -46,7 +46,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     not_shared: str = ""  # why what a store saves is not found by a second engine
     exempt: str = ""  # why it has no part in this suite
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is
-    known: tuple[Known, ...] = ()  # failures that are declared as known
+    known: tuple[KnownFailure, ...] = ()  # failures that are declared as known
 
 
 def resolve(settings: Settings) -> Subject:
@@ -54,7 +54,11 @@ def resolve(settings: Settings) -> Subject:
     module, name = _parse(settings.connector)
     if module is None:
         _check_registered(name)
-    known = Registered(features={}) if module else of_vllm().get(name, Registered(features={}))
+    known = (
+        BundledDeclaration(features={})
+        if module
+        else bundled_declarations().get(name, BundledDeclaration(features={}))
+    )
     said = _declared(settings)
     config = _with_defaults(_read_config(settings.config), known.config)
     profile = settings.profile or said.profile or known.profile
@@ -90,7 +94,7 @@ def resolve(settings: Settings) -> Subject:
     )
 
 
-class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is known of a connector that vLLM registers: a file of declarations/, named as the connector. See `Subject` for the keys."""
 
     profile: str = "p2p"
@@ -106,16 +110,16 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @functools.cache
-def of_vllm() -> dict[str, Registered]:
-    """Registered name -> our declaration of it."""
+def bundled_declarations() -> dict[str, BundledDeclaration]:
+    """BundledDeclaration name -> our declaration of it."""
     folder = Path(__file__).with_name("declarations")
     return {
-        path.stem: msgspec.toml.decode(path.read_bytes(), type=Registered)
+        path.stem: msgspec.toml.decode(path.read_bytes(), type=BundledDeclaration)
         for path in sorted(folder.glob("*.toml"))
     }
 
 
-def cannot_run(subject: Subject) -> str:
+def reason_not_runnable(subject: Subject) -> str:
     """Why nothing of the connector can run here, in one sentence; "" if nothing is known against it. Imports nothing of it."""
     if subject.exempt:
         return f"{subject.connector} has no part in this suite: {subject.exempt}"
@@ -125,7 +129,7 @@ def cannot_run(subject: Subject) -> str:
     return ""
 
 
-def _declared(settings: Settings) -> Declared:
+def _declared(settings: Settings) -> Declaration:
     """What the user says of the connector: a file, or else pyproject.toml. Raises BadSetting."""
     if settings.declare:
         place = f"--kv-declare: {settings.declare}"

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform.apply_declaration import (
-    FeatureRow,
-    Terms,
+    Criteria,
+    FeatureResult,
+    apply_declaration,
     broken_rule,
-    feature_rows,
-    settle,
+    feature_results,
     shown_finding,
 )
 from pytest_kvconform.declaration import undeclared
@@ -53,7 +53,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str  # why, and what to change
     counts: dict[str, int]  # outcome -> cases; only what occurs
     causes: tuple[Cause, ...]  # violations first, then harness, then blocked; the most frequent first
-    features: tuple[FeatureRow, ...] = ()  # declared and observed; none where nobody knows what was declared
+    features: tuple[
+        FeatureResult, ...
+    ] = ()  # declared and observed; none where nobody knows what was declared
 
     @property
     def headline(self) -> str:
@@ -63,32 +65,34 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.word}: {self.sentence}"
 
 
-def judge(
+def decide_verdict(
     results: Sequence[CaseResult],
     expected: Sequence[str] | None = None,
     troubles: Sequence[str] = (),
-    terms: Terms | None = None,
+    criteria: Criteria | None = None,
 ) -> Verdict:
     """The verdict of a run.
 
     `expected` are the ids that were selected, or None if nobody knows; `troubles` are sentences about our own processes (something would
-    not end, the report could not be written): each makes the verdict HARNESS. `terms` is what was declared; None: nobody asks for a
+    not end, the report could not be written): each makes the verdict HARNESS. `criteria` is what was declared; None: nobody asks for a
     declaration. The order of the results does not matter.
     """
-    results = sorted((_sound(result) for result in results), key=lambda result: result.id)
-    if terms is not None:
-        results = [settle(result, terms) for result in results]
+    results = sorted((_require_evidence(result) for result in results), key=lambda result: result.id)
+    if criteria is not None:
+        results = [apply_declaration(result, criteria) for result in results]
     counts = {
         outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))
     }
-    word, sentence = _decide(results, sorted(expected) if expected is not None else None, troubles, terms)
+    word, sentence = _word_and_sentence(
+        results, sorted(expected) if expected is not None else None, troubles, criteria
+    )
     return Verdict(
         word=word,
         exit_code=EXIT_CODES[word],
         sentence=sentence,
         counts=counts,
         causes=_causes(results),
-        features=feature_rows(results, terms) if terms is not None else (),
+        features=feature_results(results, criteria) if criteria is not None else (),
     )
 
 
@@ -106,7 +110,7 @@ def cause_sentence(result: CaseResult) -> str:
     return (finding.diagnosis or finding.happened) if finding else signature(result)
 
 
-def _sound(result: CaseResult) -> CaseResult:
+def _require_evidence(result: CaseResult) -> CaseResult:
     """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
     if Outcome.PASS in (result.outcome, result.case_outcome) and (
         result.evidence is None or result.evidence.looked_at <= 0
@@ -117,25 +121,28 @@ def _sound(result: CaseResult) -> CaseResult:
     return result
 
 
-def _decide(
+def _word_and_sentence(
     results: Sequence[CaseResult],
     expected: Sequence[str] | None,
     troubles: Sequence[str],
-    terms: Terms | None,
+    criteria: Criteria | None,
 ) -> tuple[Word, str]:
     def of(outcome: Outcome) -> list[CaseResult]:
         return [result for result in results if result.outcome is outcome]
 
     if harness := of(Outcome.HARNESS):
         return "HARNESS", (
-            f"{_cases(len(harness))} ended in an error of the suite or of this machine, which says nothing about the connector; "
+            f"{_count_cases(len(harness))} ended in an error of the suite or of this machine, which says nothing about the connector; "
             f"the first: {harness[0].reason or harness[0].id}"
         )
     if troubles:
         return "HARNESS", f"the suite did not end cleanly: {troubles[0]}"
     if failed := of(Outcome.FAIL):
         broken = sorted({broken_rule(result) for result in failed})
-        return "VIOLATES", f"{_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_list(broken)}"
+        return (
+            "VIOLATES",
+            f"{_count_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_rules_text(broken)}",
+        )
     if not results and not expected:
         return (
             "INCOMPLETE",
@@ -144,7 +151,7 @@ def _decide(
     done = {result.id for result in results}
     if missing := [name for name in expected or () if name not in done]:
         return "INCOMPLETE", (
-            f"{len(missing)} of {_cases(len(expected or ()))} that were selected have no result, the first is {missing[0]}; "
+            f"{len(missing)} of {_count_cases(len(expected or ()))} that were selected have no result, the first is {missing[0]}; "
             "the run was stopped or a worker died: run it again to the end"
         )
     if blocked := of(Outcome.BLOCKED):
@@ -155,10 +162,10 @@ def _decide(
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
         return (
             "INCOMPLETE",
-            f"{len(blocked)} of {_cases(len(results))} could not run here: {reasons[0]}{more}",
+            f"{len(blocked)} of {_count_cases(len(results))} could not run here: {reasons[0]}{more}",
         )
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
-    if terms is not None and (wrong := _declared_wrongly(results, terms, len(known))):
+    if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known))):
         return "INCOMPLETE", wrong
     if not passed:
         return (
@@ -169,7 +176,7 @@ def _decide(
     moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
     if moving and not moved:
         return "INCOMPLETE", (
-            f"{_cases(len(passed))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
+            f"{_count_cases(len(passed))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
             "or does the connector transfer nothing with this --kv-config?"
         )
     tail = f", {moved:,} bytes moved and compared" if moved else ""
@@ -177,28 +184,28 @@ def _decide(
         failures = "1 known failure" if len(known) == 1 else f"{len(known)} known failures"
         return (
             "CONFORMS-EXCEPT",
-            f"except {failures}: {_cases(len(passed))} passed{tail}; the first: {known[0].reason}",
+            f"except {failures}: {_count_cases(len(passed))} passed{tail}; the first: {known[0].reason}",
         )
-    return "CONFORMS", f"{_cases(len(passed))} passed{tail}"
+    return "CONFORMS", f"{_count_cases(len(passed))} passed{tail}"
 
 
-def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -> str:
+def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, known: int) -> str:
     """What is to change in the declaration before anything can be said, in one sentence; "" if nothing."""
-    for entry in terms.known:
+    for entry in criteria.known:
         mine = [result for result in results if entry.matches(result.id)]
-        if entry.state == "expired" and (mine or not terms.left_out):
+        if entry.state == "expired" and (mine or not criteria.left_out):
             return f"{entry.place} ({entry.case}) expired on {entry.expires}: mend it, or see {entry.issue} and give it another date"
         passed = (
             [result.id for result in mine if result.outcome is Outcome.PASS] if entry.state == "open" else []
         )
         if passed:
             what = "remove the entry" if len(passed) == len(mine) else "let it match only what fails"
-            return f"{len(passed)} of {_cases(len(mine))} of {entry.place} ({entry.case}) no longer fail, the first is {passed[0]}: {what}"
-    if missing := undeclared(terms.features):
+            return f"{len(passed)} of {_count_cases(len(mine))} of {entry.place} ({entry.case}) no longer fail, the first is {passed[0]}: {what}"
+    if missing := undeclared(criteria.features):
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         what = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
         return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
-    for name, why in terms.features.items():
+    for name, why in criteria.features.items():
         mine = [result for result in results if name in result.features]
         if (
             why == ""
@@ -206,9 +213,11 @@ def _declared_wrongly(results: Sequence[CaseResult], terms: Terms, known: int) -
             and all((result.case_outcome or result.outcome) is Outcome.NOT_APPLICABLE for result in mine)
         ):
             return f"{name} is declared as supported, and no case could look at it: {mine[0].reason}"
-    if terms.claim and terms.left_out:
-        return f"a claim leaves nothing out, and {_cases(terms.left_out)} of the manifest did not run"
-    if terms.claim and known:
+    if criteria.claim and criteria.left_out:
+        return (
+            f"a claim leaves nothing out, and {_count_cases(criteria.left_out)} of the manifest did not run"
+        )
+    if criteria.claim and known:
         return f"a claim has no known failures, and there are {known}"
     return ""
 
@@ -233,11 +242,11 @@ def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
     )
 
 
-def _cases(count: int) -> str:
+def _count_cases(count: int) -> str:
     return f"{count} case" if count == 1 else f"{count} cases"
 
 
-def _list(rules: Sequence[str]) -> str:
+def _rules_text(rules: Sequence[str]) -> str:
     if len(rules) == 1:
         return f"the rule {rules[0]}"
     shown = ", ".join(rules[:4]) + (", ..." if len(rules) > 4 else "")

@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import loading as parts
+from pytest_kvconform import loading
 from pytest_kvconform.declaration import block_to_paste
-from pytest_kvconform.plan import cell_word
+from pytest_kvconform.plan import cell_of_id
 from pytest_kvconform.pytest_hooks.items import CaseItem
-from pytest_kvconform.pytest_hooks.runner import CHANNEL, Link, Runner, WorkerInput, write_line
+from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
 from pytest_kvconform.report import document, failure, markdown, terminal
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
 from pytest_kvconform.settings import non_default
-from pytest_kvconform.subject import cannot_run
+from pytest_kvconform.subject import reason_not_runnable
 from pytest_kvconform.verdict import signature
 
 _PROBE_SECONDS = 120.0  # importing vLLM on a slow, busy machine, with room
@@ -31,10 +31,10 @@ _LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
 }
 
 
-class Judge:
+class Controller:
     """One run, from its first process to its exit code."""
 
-    def __init__(self, config: pytest.Config, runner: Runner):
+    def __init__(self, config: pytest.Config, runner: CaseRunner):
         self.config, self.runner, self.settings = config, runner, runner.settings
         self._zygote: Any = None
         self._results: list[CaseResult] = []
@@ -65,19 +65,19 @@ class Judge:
         if (cache := getattr(self.config, "cache", None)) is not None:
             cache.set("kvconform/seed", self.settings.seed)
         try:
-            if reason := cannot_run(self.runner.subject):  # said at once, not after vLLM is loaded
-                self.runner.link = Link(refusal="BLOCKED", reason=reason)
+            if reason := reason_not_runnable(self.runner.subject):  # said at once, not after vLLM is loaded
+                self.runner.link = ZygoteLink(refusal="BLOCKED", reason=reason)
             else:
-                self._zygote = parts.bench().start_zygote(self.settings, self.runner.subject)
+                self._zygote = loading.bench_module().start_zygote(self.settings, self.runner.subject)
         except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
-            self.runner.link = Link(
+            self.runner.link = ZygoteLink(
                 refusal="HARNESS",
                 reason=f"the background process did not start: {type(error).__name__}: {error}",
             )
         if self._distributed():
             self._selected = [planned.id for planned in self.runner.plan().asked]
             if self._zygote is not None:  # workers start while vLLM is being loaded
-                self.runner.link = Link(later=str(Path(self._zygote.address).with_name("link.json")))
+                self.runner.link = ZygoteLink(later=str(Path(self._zygote.address).with_name("link.json")))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if not self._distributed():
@@ -101,20 +101,20 @@ class Judge:
         if self._zygote is None or not self._selected:
             return
         write_line(self.config, f"kv: loading vLLM and looking at {self.settings.connector}")
-        bench, deadline = parts.bench(), _PROBE_SECONDS * self.settings.timeout_scale
+        bench, deadline = loading.bench_module(), _PROBE_SECONDS * self.settings.timeout_scale
         try:
             facts = bench.probe_subject(self._zygote.address, self.runner.subject, deadline)
-            self.runner.link = Link(
+            self.runner.link = ZygoteLink(
                 address=self._zygote.address, facts=msgspec.Raw(msgspec.json.encode(facts))
             )
         except bench.BadSubject as error:
             raise pytest.UsageError(f"--kv-connector={self.settings.connector}: {error}") from None
         except Blocked as error:
-            self.runner.link = Link(refusal="BLOCKED", reason=str(error))
+            self.runner.link = ZygoteLink(refusal="BLOCKED", reason=str(error))
         except HarnessError as error:
-            self.runner.link = Link(refusal="HARNESS", reason=str(error))
+            self.runner.link = ZygoteLink(refusal="HARNESS", reason=str(error))
         except Exception as error:  # our defect, and every case will say so
-            self.runner.link = Link(
+            self.runner.link = ZygoteLink(
                 refusal="HARNESS", reason=f"looking at the connector failed: {type(error).__name__}: {error}"
             )
 
@@ -123,24 +123,24 @@ class Judge:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         told = WorkerInput(settings=self.settings, subject=self.runner.subject, link=self.runner.link)
-        node.workerinput[CHANNEL] = msgspec.json.encode(told).decode()
+        node.workerinput[WORKER_KEY] = msgspec.json.encode(told).decode()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._selected = [name for name in ids if cell_word(name)]
+        self._selected = [name for name in ids if cell_of_id(name)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """One cell, one worker: its engines are started once. Another --dist than the default is respected."""
         if config.getoption("dist") != "load":
             return None
-        from pytest_kvconform.pytest_hooks.xdist_scheduling import ByCell
+        from pytest_kvconform.pytest_hooks.xdist_scheduling import CellScheduling
 
-        return ByCell(config, log)
+        return CellScheduling(config, log)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._troubles += getattr(node, "workeroutput", {}).get(CHANNEL, [])
+        self._troubles += getattr(node, "workeroutput", {}).get(WORKER_KEY, [])
 
     # ---- results --------------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Judge:
             )  # else a test of the user's failed, or somebody pressed Ctrl-C
 
     def _conclude(self) -> document.Report:
-        """Judge and write. A report that cannot be written is a trouble, and changes the verdict that is shown."""
+        """Controller and write. A report that cannot be written is a trouble, and changes the verdict that is shown."""
         folder = Path(self.settings.report)
         self._report = self._document()
         try:
@@ -195,13 +195,13 @@ class Judge:
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             try:
                 with open(path, "a", encoding="utf-8") as file:
-                    file.write(markdown.markdown(self._report))
+                    file.write(markdown.job_summary(self._report))
             except OSError as error:  # a page of the CI service: a pity, and no part of the result
                 write_line(self.config, f"kv: no summary was appended to {path}: {error.strerror}")
         return self._report
 
     def _document(self) -> document.Report:
-        return document.make(
+        return document.make_report(
             self.settings,
             self.runner.subject,
             msgspec.json.decode(self.runner.link.facts),
@@ -265,7 +265,7 @@ def _one_per_cause(reports: list[Any]) -> list[Any]:
         groups.setdefault(cause, []).append(report)
     for first, *others in groups.values():
         if others:
-            lines = failure.compress(other.nodeid for other in others)
+            lines = failure.compress_ids(other.nodeid for other in others)
             more = [f"and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
             first.longrepr.addsection(
                 f"the same cause in {len(others)} more", "\n".join([*lines[:_MOST_LINES], *more]), "-"

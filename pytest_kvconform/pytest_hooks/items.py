@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform.apply_declaration import shown_finding
-from pytest_kvconform.plan import PREFIX, Planned, load_module
+from pytest_kvconform.plan import PREFIX, PlannedCase, load_module
 from pytest_kvconform.report.failure import failure_text
 from pytest_kvconform.result import (
     Blocked,
@@ -30,7 +30,7 @@ from pytest_kvconform.result import (
 )
 
 if TYPE_CHECKING:
-    from pytest_kvconform.pytest_hooks.runner import Runner
+    from pytest_kvconform.pytest_hooks.runner import CaseRunner
 
 # pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit likewise.
 _DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
@@ -41,8 +41,8 @@ _ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither pas
 class Suite(pytest.Collector):
     """`kv`: everything that was asked for."""
 
-    runner: Runner
-    planned: tuple[Planned, ...]
+    runner: CaseRunner
+    planned: tuple[PlannedCase, ...]
 
     def collect(self) -> Iterator[pytest.Collector]:
         for tier in dict.fromkeys(one.module.split("/")[0] for one in self.planned):
@@ -57,8 +57,8 @@ class Suite(pytest.Collector):
 class Tier(pytest.Collector):
     """`kv::engine`."""
 
-    runner: Runner
-    planned: list[Planned]
+    runner: CaseRunner
+    planned: list[PlannedCase]
 
     def collect(self) -> Iterator[pytest.Collector]:
         for name in dict.fromkeys(one.module for one in self.planned):
@@ -71,8 +71,8 @@ class Tier(pytest.Collector):
 class CaseModule(pytest.Collector):
     """`kv::engine/bytes`."""
 
-    runner: Runner
-    planned: list[Planned]
+    runner: CaseRunner
+    planned: list[PlannedCase]
 
     def collect(self) -> Iterator[pytest.Item]:
         for one in self.planned:
@@ -91,8 +91,8 @@ class CaseFailed(Exception):
 class CaseItem(pytest.Item):
     """One case at one cell with one variant. No pytest.Function: it has no fixtures, so nobody can put theirs in their place."""
 
-    runner: Runner
-    planned: Planned
+    runner: CaseRunner
+    planned: PlannedCase
     result: CaseResult | None = None
 
     def setup(self) -> None:
@@ -132,7 +132,7 @@ class CaseItem(pytest.Item):
             result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
             defect = "".join(traceback.format_exception(error))
         result = msgspec.structs.replace(result, seconds=round(time.perf_counter() - started, 3))
-        self.result = self.runner.settle(one, result)
+        self.result = self.runner.apply_declaration(one, result)
         self.user_properties.append(("outcome", self.result.outcome.value))
         if self.result.evidence:
             self.user_properties += [

@@ -1,4 +1,4 @@
-"""What every process that runs cases does: collect them, order them, run them. The process that a person started also has a `Judge`."""
+"""What every process that runs cases does: collect them, order them, run them. The process that a person started also has a `Controller`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import features, rules
-from pytest_kvconform import loading as parts
-from pytest_kvconform.apply_declaration import Terms, settle
+from pytest_kvconform import features, loading, rules
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.declaration import check_known
-from pytest_kvconform.plan import BadSuite, Plan, Planned, cell_word, make_plan, ordered
+from pytest_kvconform.plan import BadSuite, Plan, PlannedCase, cell_of_id, make_plan, order_by_cell
 from pytest_kvconform.pytest_hooks.items import CaseItem, Suite
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import MOVING_TIERS
 
-CHANNEL = "kvconform"  # key of xdist's workerinput and workeroutput
+WORKER_KEY = "kvconform"  # key of xdist's workerinput and workeroutput
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
     """How a process reaches the zygote, or why it cannot."""
 
     address: str = ""
@@ -39,10 +38,10 @@ class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: Settings
     subject: Subject
-    link: Link
+    link: ZygoteLink
 
 
-class Runner:
+class CaseRunner:
     """The hooks of every process of an active run."""
 
     def __init__(
@@ -51,7 +50,7 @@ class Runner:
         arguments: list[str] | None,
         settings: Settings,
         subject: Subject,
-        link: Link,
+        link: ZygoteLink,
     ):
         self.config, self.settings, self.subject, self.link = config, settings, subject, link
         self._arguments = arguments  # those with kv::, none for the whole suite; None: the user named only paths of their own
@@ -82,16 +81,18 @@ class Runner:
             self._plan = plan if self._arguments is not None else Plan((), plan.manifest)
         return self._plan
 
-    def settle(self, planned: Planned, result: CaseResult) -> CaseResult:
+    def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:
         """What the declaration makes of what a case said."""
-        return settle(msgspec.structs.replace(result, features=features.needed(planned)), self.terms)
+        return apply_declaration(
+            msgspec.structs.replace(result, features=features.required_features(planned)), self.criteria
+        )
 
     @property
-    def terms(self) -> Terms:
+    def criteria(self) -> Criteria:
         """What was declared, as every case is judged by it."""
-        return Terms(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
+        return Criteria(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
 
-    def properties_of(self, planned: Planned) -> list[tuple[str, object]]:
+    def properties_of(self, planned: PlannedCase) -> list[tuple[str, object]]:
         """What pytest writes into JUnit beside the outcome."""
         rule = self.rules.get(planned.case.rule)
         return [
@@ -104,11 +105,11 @@ class Runner:
         """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject could not be looked at."""
         self._item = item
         if self.link.later:
-            self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=Link)
+            self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=ZygoteLink)
         if self.link.refusal:
             raise (Blocked if self.link.refusal == "BLOCKED" else HarnessError)(self.link.reason)
         if self._bench is None:
-            module = parts.bench()
+            module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
         needs, device = (
@@ -135,7 +136,7 @@ class Runner:
         """Say at once what happens now: here, or on the controller, where it arrives as a report of a phase that pytest does not know."""
         if self._item is None:
             return
-        cell = cell_word(self._item.nodeid)
+        cell = cell_of_id(self._item.nodeid)
         sentence = sentence if sentence.startswith(cell) else f"{cell}: {sentence}"
         if not hasattr(self.config, "workerinput"):
             write_line(self.config, f"kv: {sentence}", self._item.nodeid)
@@ -166,7 +167,7 @@ class Runner:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         ours = {item.planned.id: item for item in items if isinstance(item, CaseItem)}
         others = [item for item in items if not isinstance(item, CaseItem)]
-        order = ordered([item.planned for item in ours.values()], self.settings.seed)
+        order = order_by_cell([item.planned for item in ours.values()], self.settings.seed)
         items[:] = [*others, *(ours[planned.id] for planned in order)]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -181,7 +182,7 @@ class Runner:
         if (
             output is not None
         ):  # a worker of xdist; elsewhere the judge closes, and puts what it hears into the verdict
-            output[CHANNEL] = self.close()
+            output[WORKER_KEY] = self.close()
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-from pytest_kvconform.features import of_cell
-from pytest_kvconform.plan import PREFIX, cell_word, load_module, module_names
+from pytest_kvconform.features import cell_facts
+from pytest_kvconform.plan import PREFIX, cell_of_id, load_module, module_names
 from pytest_kvconform.result import Cell
 
 
-class ByCell(LoadScopeScheduling):
+class CellScheduling(LoadScopeScheduling):
     """One cell, one worker: its engines are started once. Cases that need none of them may go to another worker."""
 
     def __init__(self, config: Any, log: Any):
@@ -24,7 +24,7 @@ class ByCell(LoadScopeScheduling):
         }
 
     def _split_scope(self, nodeid: str) -> str:
-        if not (cell := cell_word(nodeid)):
+        if not (cell := cell_of_id(nodeid)):
             return str(super()._split_scope(nodeid))
         return f"{PREFIX}{'inside' if nodeid.partition('[')[0] in self._inside else ''}[{cell}]"
 
@@ -35,5 +35,5 @@ class ByCell(LoadScopeScheduling):
 
 
 def _has_state(scope: str) -> bool:
-    family, _, place = cell_word(scope).partition("-")
-    return bool(family) and "state" in of_cell(Cell(family, *place.split(".")))
+    family, _, place = cell_of_id(scope).partition("-")
+    return bool(family) and "state" in cell_facts(Cell(family, *place.split(".")))

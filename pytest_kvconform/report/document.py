@@ -18,17 +18,16 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import __version__
-from pytest_kvconform.apply_declaration import Terms, settle
-from pytest_kvconform.declaration import Known, read_features, read_known, state_of, version
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration
+from pytest_kvconform.declaration import KnownFailure, known_failure_state, read_features, read_known, version
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
-from pytest_kvconform.subject import Subject, of_vllm
-from pytest_kvconform.verdict import Verdict, judge
+from pytest_kvconform.subject import Subject, bundled_declarations
+from pytest_kvconform.verdict import Verdict, decide_verdict
 
-SCHEMA = "kvconform/v1"
 FILE = "report.json"
-_ASKED = ("matrix", "claim", "declare")  # settings by which a report is judged again
-_READ = (*_ASKED, "device", "features", "known")  # and the others that are read
+_VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings by which a report is judged again
+_READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # and the others that are read
 _STANDS_ON = re.compile(
     r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])"
 )  # the cases that say whether a cell was refused
@@ -72,7 +71,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     verdict: Verdict
 
 
-def make(
+def make_report(
     settings: Settings,
     subject: Subject,
     facts: dict[str, Any] | None,
@@ -96,9 +95,9 @@ def make(
         selection=Selection(manifest=tuple(sorted(manifest)), selected=tuple(sorted(selected))),
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(troubles),
-        verdict=judge(()),
+        verdict=decide_verdict(()),
     )
-    return msgspec.structs.replace(report, verdict=rejudge(report))
+    return msgspec.structs.replace(report, verdict=recompute_verdict(report))
 
 
 def environment() -> dict[str, str | None]:
@@ -113,35 +112,35 @@ def environment() -> dict[str, str | None]:
     }
 
 
-def rejudge(report: Report) -> Verdict:
+def recompute_verdict(report: Report) -> Verdict:
     """The verdict that the report's own results give."""
-    return judge(report.results, report.selection.selected, report.troubles, terms(report))
+    return decide_verdict(report.results, report.selection.selected, report.troubles, criteria_of(report))
 
 
-def terms(report: Report) -> Terms:
+def criteria_of(report: Report) -> Criteria:
     """What the run was judged by besides its results."""
     subject, claim = report.subject, report.settings["claim"].value is True
-    return Terms(
+    return Criteria(
         features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out
     )
 
 
-def mistakes(report: Report) -> list[str]:
+def inconsistencies(report: Report) -> list[str]:
     """Sentences about what in a report does not follow from the rest of it. `kvconform verify` prints them."""
-    said, held = [*_of_declaration(report), *_of_refusals(report)], terms(report)
+    said, held = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
     for result in report.results:
-        settled = settle(result, held)
-        if (settled.outcome, settled.case_outcome, settled.declaration_rule) != (
+        applied = apply_declaration(result, held)
+        if (applied.outcome, applied.case_outcome, applied.declaration_rule) != (
             result.outcome,
             result.case_outcome,
             result.declaration_rule,
         ):
             said.append(
-                f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {settled.outcome.value}"
+                f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {applied.outcome.value}"
             )
     if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
         said.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
-    verdict, given = rejudge(report), report.verdict
+    verdict, given = recompute_verdict(report), report.verdict
     if (verdict.word, verdict.sentence) != (given.word, given.sentence):
         said.append(
             f"the report says {given.word} ({given.sentence}), its results give {verdict.word} ({verdict.sentence})"
@@ -151,13 +150,13 @@ def mistakes(report: Report) -> list[str]:
     return said
 
 
-def _of_declaration(report: Report) -> Iterator[str]:
+def _check_declaration(report: Report) -> Iterator[str]:
     """What was declared: the state of each known failure, and what pyproject.toml said, which stands among the settings once more. What
     stood in a file that --kv-declare named does not.
     """
     subject, today = report.subject, datetime.datetime.now(datetime.UTC).date()
     for number, entry in enumerate(subject.known):
-        state = state_of(entry, report.environment.get("vllm"))
+        state = known_failure_state(entry, report.environment.get("vllm"))
         if entry.day is None or entry.day > today:
             yield f"subject.known[{number}] is judged by {entry.day or 'no day'}, and today is {today}"
         elif entry.state != state:
@@ -170,23 +169,25 @@ def _of_declaration(report: Report) -> Iterator[str]:
         json.loads(report.settings[key].value or empty)
         for key, empty in (("features", "{}"), ("known", "[]"))
     )
-    ours = of_vllm().get(subject.connector) if subject.module is None else None
+    ours = bundled_declarations().get(subject.connector) if subject.module is None else None
     declared = read_features(ours.features if ours else {}, "features") | read_features(features, "features")
     if declared != subject.features:
         differ = sorted(
             name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
         )
         yield f"subject.features has another {', '.join(differ)} than the settings of the report"
-    if [_said(entry) for entry in read_known(known, "known")] != [_said(entry) for entry in subject.known]:
+    if [_as_written(entry) for entry in read_known(known, "known")] != [
+        _as_written(entry) for entry in subject.known
+    ]:
         yield "subject.known has other entries than the settings of the report"
 
 
-def _said(entry: Known) -> Known:
+def _as_written(entry: KnownFailure) -> KnownFailure:
     """An entry as it was written."""
     return msgspec.structs.replace(entry, day=None, state="open", place="")
 
 
-def _of_refusals(report: Report) -> Iterator[str]:
+def _check_refusals(report: Report) -> Iterator[str]:
     """Whether the connector declined: a finding says how, and what could not run because of it names the case that has this finding."""
     results = {result.id: result for result in report.results}
     for result in report.results:
@@ -242,12 +243,12 @@ def read(path: Path) -> Report:
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
     for option in OPTIONS:
-        if option.key not in _READ:  # a report of an earlier suite has no settings that came later
+        if option.key not in _READ_SETTINGS:  # a report of an earlier suite has no settings that came later
             continue
         if option.key not in report.settings:
             raise BadReport(f"{path}: $.settings: {option.key} is missing")
         try:
-            if option.key in _ASKED:
+            if option.key in _VERDICT_SETTINGS:
                 option.parse(report.settings[option.key].value)
         except ValueError as error:
             raise BadReport(f"{path}: $.settings.{option.key}: {error}") from None

@@ -34,7 +34,7 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
         ("diagnosis", [finding.diagnosis] if finding.diagnosis else []),
         ("check", [f"- {line}" for line in (finding.check or (rule.check if rule else ()))]),
         ("log", list(finding.log)),
-        ("again", [again(settings, result.id)]),
+        ("again", [rerun_command(settings, result.id)]),
         ("report", [str(Path(settings.report) / "report.json")]),
     ]
     lines = [
@@ -43,7 +43,7 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
     return "\n".join(lines)
 
 
-def again(settings: Settings, *arguments: str) -> str:
+def rerun_command(settings: Settings, *arguments: str) -> str:
     """The command that runs these ids again in this project. What pyproject.toml says is not repeated; what the environment says is."""
     words = ["pytest", f"--kv-connector={settings.connector}"]
     for option in OPTIONS:
@@ -55,7 +55,7 @@ def again(settings: Settings, *arguments: str) -> str:
     return shlex.join([*words, *arguments])
 
 
-def compress(ids: Iterable[str]) -> list[str]:
+def compress_ids(ids: Iterable[str]) -> list[str]:
     """Ids that differ only in the variant share a line: `kv::engine/bytes::attention_kv_arrives[gemma3-P1D1-{n63,n95}]`."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in ids:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pytest_kvconform.report.document import Report
-from pytest_kvconform.report.failure import compress
+from pytest_kvconform.report.failure import compress_ids
 from pytest_kvconform.report.terminal import title
 
 _MOST = 10
 
 
-def markdown(report: Report) -> str:
+def job_summary(report: Report) -> str:
     """Headline, verdict, counts and causes. Ends with a blank line, because other steps append to the same file."""
     verdict = report.verdict
     word = verdict.headline.removesuffix(verdict.sentence).strip()
@@ -44,7 +44,7 @@ def markdown(report: Report) -> str:
                     len(cause.ids),
                     cause.sentence,
                     ", ".join(cause.rules),
-                    f"`{compress(cause.ids)[0]}`",
+                    f"`{compress_ids(cause.ids)[0]}`",
                 )
             )
         if len(verdict.causes) > _MOST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_kvconform.apply_declaration import FeatureRow
+from pytest_kvconform.apply_declaration import FeatureResult
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
@@ -83,7 +83,7 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
     return [(text, {}) for text in (head, *shown)]
 
 
-def _features(rows: Sequence[FeatureRow], width: int) -> list[str]:
+def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
     """declared | observed | which: one line for each pair that occurs, and one for each declaration that is wrong."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:

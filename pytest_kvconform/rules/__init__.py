@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from pytest_kvconform import loading as parts
+from pytest_kvconform import loading
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"
@@ -41,7 +41,7 @@ class BadRules(ValueError):
 
 def load(folder: Path | None = None) -> dict[str, Rule]:
     """Return every rule by id, sorted. `folder` defaults to this one. Raises BadRules."""
-    return _read(folder or parts.rules_folder())
+    return _read(folder or loading.rules_folder())
 
 
 @functools.cache

@@ -11,12 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_kvconform import apply_declaration as settle
 from pytest_kvconform import cli, declaration, features, subject
-from pytest_kvconform.apply_declaration import Terms, feature_rows
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration, feature_results
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
 from pytest_kvconform.settings import BadSetting, Settings
-from pytest_kvconform.verdict import judge
+from pytest_kvconform.verdict import decide_verdict
 from tests.small_suite.runs import declare
 
 ALL = dict.fromkeys(features.load(), "")
@@ -186,7 +185,7 @@ def test_a_table_belongs_to_the_connector_that_it_names(kv, pytester):
 # ---- reading -------------------------------------------------------------------------------------------------------------------
 
 
-def read(tmp_path, text: str) -> declaration.Declared:
+def read(tmp_path, text: str) -> declaration.Declaration:
     (tmp_path / "d.toml").write_text(text)
     return declaration.read(declaration.read_file(tmp_path / "d.toml", "d.toml"), "d.toml")
 
@@ -286,10 +285,10 @@ PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
     ],
 )
 def test_observed(why, results, observed, rule):
-    terms = Terms(features=ALL | {"mla": why} if why is not None else {})
+    criteria = Criteria(features=ALL | {"mla": why} if why is not None else {})
     [row] = [
         row
-        for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
         if row.name == "mla"
     ]
     assert (row.observed, row.rule) == (observed, rule)
@@ -297,24 +296,28 @@ def test_observed(why, results, observed, rule):
 
 
 def test_an_ability_of_the_case_itself_needs_no_bytes():
-    terms = Terms(features=ALL | {"abort": "why"})
+    criteria = Criteria(features=ALL | {"abort": "why"})
     [row] = [
-        row for row in feature_rows([result(PASS, "abort", "mla", moved=0)], terms) if row.name == "abort"
+        row
+        for row in feature_results([result(PASS, "abort", "mla", moved=0)], criteria)
+        if row.name == "abort"
     ]
     assert (row.observed, row.rule) == ("works", "KV-DECLARE-002")
 
 
 def test_one_feature_is_not_blamed_for_another():
-    terms = Terms(features=ALL | {"tp-heterogeneous": "why"})
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "why"})
     results = [result(FAIL, "mla", "tp-heterogeneous"), result(PASS, "mla")]
     rows = {
-        row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+        row.name: row.observed
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
     }
     assert (rows["mla"], rows["tp-heterogeneous"]) == ("works", "fails")
-    terms = Terms(features=ALL | {"tp-heterogeneous": "why", "layout-heterogeneous": "why"})
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "why", "layout-heterogeneous": "why"})
     results = [result(FAIL, "mla", "tp-heterogeneous", "layout-heterogeneous", refused=True)]
     rows = {
-        row.name: row.observed for row in feature_rows([settle.settle(one, terms) for one in results], terms)
+        row.name: row.observed
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
     }
     assert (rows["mla"], rows["tp-heterogeneous"], rows["layout-heterogeneous"]) == (
         "not looked at",
@@ -327,16 +330,16 @@ def test_one_feature_is_not_blamed_for_another():
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize("why", ["", "why"])
 def test_settling_twice_changes_nothing(outcome, refused, why):
-    entry = declaration.Known(
+    entry = declaration.KnownFailure(
         case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r"
     )
     for known in ((), (entry,)):
         for claim in (False, True):
-            terms = Terms(features=ALL | {"mla": why}, known=known, claim=claim)
-            once = settle.settle(result(outcome, "mla", refused=refused), terms)
-            assert settle.settle(once, terms) == once
-            verdict = judge([once], [once.id], (), terms)
-            assert verdict == judge([settle.settle(once, terms)], [once.id], (), terms)
+            criteria = Criteria(features=ALL | {"mla": why}, known=known, claim=claim)
+            once = apply_declaration(result(outcome, "mla", refused=refused), criteria)
+            assert apply_declaration(once, criteria) == once
+            verdict = decide_verdict([once], [once.id], (), criteria)
+            assert verdict == decide_verdict([apply_declaration(once, criteria)], [once.id], (), criteria)
             assert verdict.counts == {once.outcome.value: 1}
 
 
@@ -349,12 +352,12 @@ HERE = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="need
 def test_every_connector_of_vllm_has_a_declaration_of_ours():
     names = subject.registered()
     assert names is not None
-    assert set(subject.of_vllm()) == set(names)
+    assert set(subject.bundled_declarations()) == set(names)
 
 
-@pytest.mark.parametrize("name", sorted(subject.of_vllm()))
+@pytest.mark.parametrize("name", sorted(subject.bundled_declarations()))
 def test_a_declaration_of_ours_is_whole(name):
-    known = subject.of_vllm()[name]
+    known = subject.bundled_declarations()[name]
     assert set(declaration.read_features(known.features, name)) == set(features.load())
     text = (Path(subject.__file__).with_name("declarations") / f"{name}.toml").read_text()
     assert text.startswith("# vLLM 0.32, ")
@@ -364,7 +367,7 @@ def test_a_declaration_of_ours_is_whole(name):
 
 
 @HERE
-@pytest.mark.parametrize("name", sorted(subject.of_vllm()))
+@pytest.mark.parametrize("name", sorted(subject.bundled_declarations()))
 def test_a_declaration_of_ours_names_files_of_vllm(name):
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     text = (Path(subject.__file__).with_name("declarations") / f"{name}.toml").read_text()

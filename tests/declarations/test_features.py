@@ -57,7 +57,7 @@ def test_every_fact_is_asked_for():
     ],
 )
 def test_facts_of_cells(cell, facts):
-    assert features.of_cell(Cell(*cell)) == set(facts.split())
+    assert features.cell_facts(Cell(*cell)) == set(facts.split())
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_facts_of_cells(cell, facts):
     ],
 )
 def test_facts_of_what_a_case_does(variant, facts):
-    assert set(features.of_variant(variant)) == set(facts.split())
+    assert set(features.variant_facts(variant)) == set(facts.split())
 
 
 def test_what_cases_of_the_suite_need():
     needs = {
-        planned.id: features.needed(planned)
+        planned.id: features.required_features(planned)
         for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked
     }
     assert needs["kv::engine/bytes::attention_kv_arrives[gemma3-P1D2-partial_hit]"] == (

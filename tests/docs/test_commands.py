@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform import cli, doctor
-from pytest_kvconform.features import needed
+from pytest_kvconform.features import required_features
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
@@ -91,11 +91,11 @@ def report(outcome: Outcome) -> document.Report:
         id=name,
         rule=planned.case.rule,
         cell=planned.cell,
-        features=needed(planned),
+        features=required_features(planned),
         outcome=outcome,
         evidence=evidence,
     )
-    return document.make(
+    return document.make_report(
         Settings(connector="m:C"),
         Subject(spec="m:C", connector="C", module="m"),
         None,

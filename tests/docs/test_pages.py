@@ -24,7 +24,7 @@ from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import bench
 from pytest_kvconform.rigs import launch as background
 from pytest_kvconform.settings import Settings, load
-from pytest_kvconform.subject import Subject, of_vllm, resolve
+from pytest_kvconform.subject import Subject, bundled_declarations, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers.fixtures import must_be_installed
 
@@ -252,10 +252,12 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
 
 
 def test_connectors_of_vllm_are_named() -> None:
-    stores = sorted(name for name, known in of_vllm().items() if known.profile == "store")
+    stores = sorted(name for name, known in bundled_declarations().items() if known.profile == "store")
     assert f"({', '.join(stores)});" in PAGES["docs/authors.md"]
-    packages = dict.fromkeys(package for known in of_vllm().values() for package in known.packages)
-    exempt = sorted(name for name, known in of_vllm().items() if known.exempt)
+    packages = dict.fromkeys(
+        package for known in bundled_declarations().values() for package in known.packages
+    )
+    exempt = sorted(name for name, known in bundled_declarations().items() if known.exempt)
     [sentence] = re.findall(
         r"A connector of vLLM whose package.*?one sentence\.", re.sub(r"\s+", " ", PAGES["docs/authors.md"])
     )

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from pytest_kvconform import features
-from pytest_kvconform.apply_declaration import Terms, settle
-from pytest_kvconform.verdict import judge
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration
+from pytest_kvconform.verdict import decide_verdict
 from tests.helpers.case_runner import CaseRunner
 
 UNEQUAL = "tp-heterogeneous"
-TERMS = Terms(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
+CRITERIA = Criteria(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
 
 # connector -> what its cases become where P has one rank and D two; observed; rule of the declaration that is broken
 ENDS = {
@@ -30,9 +30,9 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     mine.module = "declining_connectors"
     results = mine.run(connector, "llama", "P1D2", variants="n64 n200").results
     outcomes, observed, rule = ENDS[connector]
-    settled = [settle(result, TERMS) for result in results]
+    settled = [apply_declaration(result, CRITERIA) for result in results]
     assert {result.outcome.value for result in settled} == outcomes
-    verdict = judge(results, None, (), TERMS)
+    verdict = decide_verdict(results, None, (), CRITERIA)
     [row] = [row for row in verdict.features if row.name == UNEQUAL]
     assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
     assert verdict.word == (
@@ -40,7 +40,7 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     )  # no case that passes is left
     if rule == "KV-DECLARE-003":
         assert {result.declaration_rule for result in settled if result.outcome == "FAIL"} == {rule}
-    claim = judge(results, None, (), msgspec.structs.replace(TERMS, claim=True))
+    claim = decide_verdict(results, None, (), msgspec.structs.replace(CRITERIA, claim=True))
     assert claim.word == ("INCOMPLETE" if connector == "Declines" else "VIOLATES")
 
 
@@ -48,7 +48,7 @@ def test_supported_and_refused(case_runner: CaseRunner) -> None:
     mine = copy.copy(case_runner)
     mine.module = "declining_connectors"
     results = mine.run("Declines", "llama", "P1D2", variants="n64").results
-    verdict = judge(results, None, (), Terms(features=dict.fromkeys(features.load(), "")))
+    verdict = decide_verdict(results, None, (), Criteria(features=dict.fromkeys(features.load(), "")))
     assert (verdict.word, verdict.counts["FAIL"]) == ("VIOLATES", 1)
     assert "KV-START-001" in verdict.sentence
     [row] = [row for row in verdict.features if row.name == UNEQUAL]

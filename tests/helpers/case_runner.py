@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pytest_kvconform.features import needed
-from pytest_kvconform.plan import Planned, make_plan, ordered
+from pytest_kvconform.features import required_features
+from pytest_kvconform.plan import PlannedCase, make_plan, order_by_cell
 from pytest_kvconform.result import (
     Blocked,
     CaseResult,
@@ -21,8 +21,7 @@ from pytest_kvconform.result import (
 from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
-from pytest_kvconform.verdict import Verdict
-from pytest_kvconform.verdict import judge as judge_results
+from pytest_kvconform.verdict import Verdict, decide_verdict
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
@@ -37,7 +36,7 @@ class CellRun:
 
     @functools.cached_property
     def verdict(self) -> Verdict:
-        return judge_results(self.results)
+        return decide_verdict(self.results)
 
     @property
     def outcomes(self) -> dict[str, str]:
@@ -98,7 +97,7 @@ class CaseRunner:
         scale: float = 1.0,
         setup: str = "",
         matrix: str = "quick",
-        only: Callable[[Planned], bool] = lambda planned: True,
+        only: Callable[[PlannedCase], bool] = lambda planned: True,
         profile: str = "",
         config: str = CONFIG,
     ) -> CellRun:
@@ -122,7 +121,7 @@ class CaseRunner:
             return CellRun(
                 [
                     _result(bench, planned)
-                    for planned in ordered(make_plan(settings, ()).asked, settings.seed)
+                    for planned in order_by_cell(make_plan(settings, ()).asked, settings.seed)
                     if planned.cell.setup == setup
                     and only(planned)
                     and (planned.variant is None or not variants or str(planned.variant) in variants.split())
@@ -132,7 +131,7 @@ class CaseRunner:
             bench.close()
 
 
-def _result(bench: Bench, planned: Planned) -> CaseResult:
+def _result(bench: Bench, planned: PlannedCase) -> CaseResult:
     outcome, reason, finding, evidence, refused = Outcome.PASS, "", None, None, False
     bench.use(planned.cell)
     try:
@@ -153,6 +152,6 @@ def _result(bench: Bench, planned: Planned) -> CaseResult:
         reason=reason,
         finding=finding,
         evidence=evidence,
-        features=needed(planned),
+        features=required_features(planned),
         refused=refused,
     )

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_kvconform import features
-from pytest_kvconform.apply_declaration import CORRUPTS, REFUSES, Terms, settle
+from pytest_kvconform.apply_declaration import (
+    REFUSED_THOUGH_SUPPORTED,
+    WRONG_THOUGH_UNSUPPORTED,
+    Criteria,
+    apply_declaration,
+)
 from pytest_kvconform.result import Outcome
-from pytest_kvconform.verdict import judge as judge_results
+from pytest_kvconform.verdict import decide_verdict
 from tests.helpers.case_runner import CaseRunner, CellRun
 
 ALL = dict.fromkeys(features.load(), "")
@@ -87,26 +92,35 @@ def run_module(case_runner: CaseRunner, one: Declines) -> CellRun:
 def test_what_becomes_of_it(case_runner: CaseRunner, one: Declines) -> None:
     found = run_module(case_runner, one)
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
-    declared = Terms(features=ALL | {one.feature: "not yet"})
+    declared = Criteria(features=ALL | {one.feature: "not yet"})
     settled = {
-        name: settle(result, declared) for name, result in zip(found.outcomes, found.results, strict=True)
+        name: apply_declaration(result, declared)
+        for name, result in zip(found.outcomes, found.results, strict=True)
     }
     [row] = [
-        row for row in judge_results(found.results, None, (), declared).features if row.name == one.feature
+        row for row in decide_verdict(found.results, None, (), declared).features if row.name == one.feature
     ]
     [promised] = [
         row
-        for row in judge_results(found.results, None, (), Terms(features=ALL)).features
+        for row in decide_verdict(found.results, None, (), Criteria(features=ALL)).features
         if row.name == one.feature
     ]
     if one in WRONG:
-        assert (settled[one.by].outcome, settled[one.by].against) == (Outcome.FAIL, CORRUPTS)
-        assert (row.observed, row.rule, promised.rule) == ("fails", CORRUPTS, "")
+        assert (settled[one.by].outcome, settled[one.by].declaration_rule) == (
+            Outcome.FAIL,
+            WRONG_THOUGH_UNSUPPORTED,
+        )
+        assert (row.observed, row.rule, promised.rule) == ("fails", WRONG_THOUGH_UNSUPPORTED, "")
         return
     assert {result.outcome for result in settled.values() if one.feature in result.features} == {
         Outcome.NOT_APPLICABLE
     }
-    assert (row.observed, row.rule, promised.observed, promised.rule) == ("refused", "", "refused", REFUSES)
+    assert (row.observed, row.rule, promised.observed, promised.rule) == (
+        "refused",
+        "",
+        "refused",
+        REFUSED_THOUGH_SUPPORTED,
+    )
     assert settled[one.by].refused
     if one in CLEAN:
         assert found.findings[one.by].declined == one.declined

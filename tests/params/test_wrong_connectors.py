@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.plan import Planned, load_module
+from pytest_kvconform.plan import PlannedCase, load_module
 from tests.helpers.case_runner import CellRun
 
 MODULES = (
@@ -238,7 +238,7 @@ WRONG_STORES = [
 ]
 
 
-def of(modules: tuple[str, ...]) -> Callable[[Planned], bool]:
+def of(modules: tuple[str, ...]) -> Callable[[PlannedCase], bool]:
     return lambda planned: planned.module in modules
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from pytest_kvconform import declaration, features, plan
-from pytest_kvconform.pytest_hooks.runner import Link, WorkerInput
+from pytest_kvconform.pytest_hooks.runner import WorkerInput, ZygoteLink
 from pytest_kvconform.report import document
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
 from pytest_kvconform.subject import resolve
@@ -63,9 +63,9 @@ def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: P
     found = load({"kv_connector": "m:C"} | command_line, environment, folder)
     subject = resolve(found)
     declaration.check_known(subject.known, plan.make_plan(found, ()).manifest)
-    told = WorkerInput(settings=found, subject=subject, link=Link())
+    told = WorkerInput(settings=found, subject=subject, link=ZygoteLink())
     assert msgspec.json.decode(msgspec.json.encode(told), type=WorkerInput) == told
-    document.encode(document.make(found, subject, None, (), (), (), ()))
+    document.encode(document.make_report(found, subject, None, (), (), (), ()))
     return found
 
 

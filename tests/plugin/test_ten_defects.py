@@ -26,7 +26,7 @@ from pytest_kvconform import cli
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS
-from pytest_kvconform.verdict import EXIT_CODES, judge
+from pytest_kvconform.verdict import EXIT_CODES, decide_verdict
 from tests.report.test_verdict import result
 
 from .test_selection import collect
@@ -79,14 +79,14 @@ def test_2_a_command_that_fails_has_an_exit_code(kv, pytester, capsys):
 
 @pytest.mark.parametrize("worse", ["BLOCKED", "FAIL", "HARNESS"])
 def test_3_what_could_not_run_outranks_any_number_of_passes(worse):
-    verdict = judge([*(result(Outcome.PASS) for _ in range(100)), result(Outcome(worse))])
+    verdict = decide_verdict([*(result(Outcome.PASS) for _ in range(100)), result(Outcome(worse))])
     assert verdict.exit_code == {"BLOCKED": 10, "FAIL": 1, "HARNESS": 11}[worse]
 
 
 def test_3_nothing_but_declined_and_known_is_no_success():
     for size in (1, 2):
         for outcomes in itertools.combinations([Outcome.NOT_APPLICABLE, Outcome.KNOWN], size):
-            assert judge([result(outcome) for outcome in outcomes]).word == "INCOMPLETE"
+            assert decide_verdict([result(outcome) for outcome in outcomes]).word == "INCOMPLETE"
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n2",)], ids=["one", "n2"])
@@ -123,7 +123,7 @@ def test_5_every_word_that_is_written_is_read_back(kv):
         report = document.read(path)
         assert report.verdict.word in EXIT_CODES
         assert document.encode(report) == path.read_bytes()
-        assert document.mistakes(report) == []
+        assert document.inconsistencies(report) == []
 
 
 DOES = {  # option -> arguments that must change something, and what is then different

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_kvconform.pytest_hooks.xdist_scheduling import ByCell
+from pytest_kvconform.pytest_hooks.xdist_scheduling import CellScheduling
 
 IDS = [
     "test_of_theirs.py::test_one",
@@ -23,7 +23,7 @@ def order(pytester):
     given: list[str] = []
     node = Mock()
     node.send_runtest_some = lambda indexes: given.append(IDS[indexes[0]])
-    scheduler = ByCell(pytester.parseconfig("--dist=load", "--tx=popen"), None)
+    scheduler = CellScheduling(pytester.parseconfig("--dist=load", "--tx=popen"), None)
     scheduler.add_node(node)
     scheduler.add_node_collection(node, IDS)
     scheduler.schedule()

@@ -64,7 +64,7 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def run(*sides: list[CaseResult]) -> tuple[int, str]:
         for name, results in zip(("Upstream", "Ours"), sides, strict=True):
             subject, ids = Subject(spec=name, connector=name), [result.id for result in results]
-            made = document.make(
+            made = document.make_report(
                 Settings(connector=name), subject, None, results, ids, make_plan(Settings(), ()).manifest, ()
             )
             document.write(made, tmp_path / name)

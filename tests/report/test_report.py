@@ -37,7 +37,7 @@ def test_what_is_written_is_read_back_and_written_the_same(kv):
     path = kv(deeds=DEEDS).path
     report = document.read(path)
     assert document.encode(report) == path.read_bytes()
-    assert document.rejudge(report) == report.verdict
+    assert document.recompute_verdict(report) == report.verdict
     assert document.read(path.parent) == report
     assert report.facts == {"name": "C", "version": "1.2.3", "vllm": "0.32.0", "layout": "HND"}
     assert [file.name for file in path.parent.iterdir()] == ["report.json"]

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_kvconform import features
 from pytest_kvconform.report import terminal
-from pytest_kvconform.report.failure import compress
+from pytest_kvconform.report.failure import compress_ids
 
 SECTIONS = ["rule", "happened", "differs", "diagnosis", "check", "log", "again", "report"]
 
@@ -77,7 +77,7 @@ def test_ids_that_differ_in_the_variant_share_a_line():
         "kv::e/b::d[llama-P1D1]",
         "kv::e/b::c[l-P1D1-a-b]",
     ]
-    assert compress(ids) == [
+    assert compress_ids(ids) == [
         "kv::e/b::c[llama-P1D1-{n1,n2}]",
         "kv::e/b::c[llama-P1D2-n1]",
         "kv::e/b::d[llama-P1D1]",
@@ -122,10 +122,10 @@ def test_without_unicode_everything_is_ascii(kv, monkeypatch):
 
 @pytest.mark.parametrize("width", [200, 80, 40, 10])
 def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
-    from pytest_kvconform.apply_declaration import Terms
+    from pytest_kvconform.apply_declaration import Criteria
     from pytest_kvconform.report.document import Selection, read
     from pytest_kvconform.result import CaseResult, Finding, Outcome
-    from pytest_kvconform.verdict import judge
+    from pytest_kvconform.verdict import decide_verdict
 
     small = read(kv().path)
     results = tuple(
@@ -152,7 +152,7 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     selection = Selection(
         manifest=tuple(map(str, range(9999))), selected=tuple(result.id for result in results)
     )
-    verdict = judge(results, selection.selected, troubles, Terms(features=declared))
+    verdict = decide_verdict(results, selection.selected, troubles, Criteria(features=declared))
     assert {row.rule for row in verdict.features} >= {"", "KV-DECLARE-003"}
     big = msgspec.structs.replace(
         small, results=results, troubles=troubles, selection=selection, verdict=verdict

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
-from pytest_kvconform.verdict import EXIT_CODES, judge
+from pytest_kvconform.verdict import EXIT_CODES, decide_verdict
 
 COUNT = itertools.count()
 
@@ -46,25 +46,28 @@ PASS = result(Outcome.PASS)
 def test_the_worst_decides(outcomes, word):
     results = [result(Outcome(outcome)) for outcome in outcomes]
     for order in itertools.permutations(results):
-        verdict = judge(order, [one.id for one in order])
+        verdict = decide_verdict(order, [one.id for one in order])
         assert (verdict.word, verdict.exit_code) == (word, EXIT_CODES[word])
     assert verdict.counts == {outcome: outcomes.count(outcome) for outcome in outcomes}
 
 
 def test_could_not_run_outranks_any_number_of_passes():
-    assert judge([result(Outcome.PASS) for _ in range(100)] + [result(Outcome.BLOCKED)]).word == "INCOMPLETE"
+    assert (
+        decide_verdict([result(Outcome.PASS) for _ in range(100)] + [result(Outcome.BLOCKED)]).word
+        == "INCOMPLETE"
+    )
 
 
 def test_a_case_that_was_selected_and_has_no_result():
-    verdict = judge([PASS], [PASS.id, "kv::engine/bytes::lost[llama-P1D1]"])
+    verdict = decide_verdict([PASS], [PASS.id, "kv::engine/bytes::lost[llama-P1D1]"])
     assert verdict.word == "INCOMPLETE"
     assert "1 of 2 cases" in verdict.sentence
     assert "kv::engine/bytes::lost[llama-P1D1]" in verdict.sentence
-    assert judge([], ["kv::a/b::c[d-P1D1]"]).word == "INCOMPLETE"
+    assert decide_verdict([], ["kv::a/b::c[d-P1D1]"]).word == "INCOMPLETE"
 
 
 def test_troubles_are_ours():
-    verdict = judge([PASS], [PASS.id], ["process 17 would not end"])
+    verdict = decide_verdict([PASS], [PASS.id], ["process 17 would not end"])
     assert verdict.word == "HARNESS"
     assert "process 17" in verdict.sentence
 
@@ -74,15 +77,15 @@ def test_troubles_are_ours():
     [None, Evidence(looked_at=0, unit="bytes", bytes_moved=9), Evidence(looked_at=-1, unit="bytes")],
 )
 def test_a_pass_without_evidence_is_ours_even_in_a_report(evidence):
-    assert judge([result(Outcome.PASS, evidence=evidence)]).word == "HARNESS"
+    assert decide_verdict([result(Outcome.PASS, evidence=evidence)]).word == "HARNESS"
 
 
 def test_zero_bytes_over_all_cases_that_move_bytes():
-    assert judge([result(Outcome.PASS, moved=0), result(Outcome.PASS, moved=0)]).word == "INCOMPLETE"
-    assert judge([result(Outcome.PASS, moved=0), result(Outcome.PASS, moved=1)]).word == "CONFORMS"
-    assert judge([result(Outcome.PASS, module="interface/names", moved=0)]).word == "CONFORMS"
+    assert decide_verdict([result(Outcome.PASS, moved=0), result(Outcome.PASS, moved=0)]).word == "INCOMPLETE"
+    assert decide_verdict([result(Outcome.PASS, moved=0), result(Outcome.PASS, moved=1)]).word == "CONFORMS"
+    assert decide_verdict([result(Outcome.PASS, module="interface/names", moved=0)]).word == "CONFORMS"
     mixed = [result(Outcome.PASS, module="interface/names", moved=0), result(Outcome.PASS, moved=0)]
-    assert judge(mixed).word == "INCOMPLETE"
+    assert decide_verdict(mixed).word == "INCOMPLETE"
 
 
 def test_causes_group_by_signature():
@@ -102,7 +105,7 @@ def test_causes_group_by_signature():
         result(Outcome.BLOCKED),
         result(Outcome.BLOCKED),
     ]
-    expected = judge(results)
+    expected = decide_verdict(results)
     assert [(cause.sentence, cause.rules, len(cause.ids)) for cause in expected.causes] == [
         ("x1", ("KV-A-001",), 3),
         ("late by one", ("KV-A-001", "KV-B-001"), 2),
@@ -111,11 +114,11 @@ def test_causes_group_by_signature():
     ]
     assert expected.sentence == "6 cases break 2 rules: KV-A-001, KV-B-001"
     random.Random(1).shuffle(results)
-    assert judge(results) == expected
+    assert decide_verdict(results) == expected
 
 
 def test_a_failure_that_said_nothing_still_counts():
     assert (
-        judge([result(Outcome.FAIL, finding=None, reason="the case did not reach its end")]).word
+        decide_verdict([result(Outcome.FAIL, finding=None, reason="the case did not reach its end")]).word
         == "VIOLATES"
     )

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
-from pytest_kvconform.apply_declaration import settle
+from pytest_kvconform.apply_declaration import apply_declaration
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
@@ -36,9 +36,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     raw = json.loads(path.read_bytes())
     change(raw)
     report = msgspec.convert(raw, document.Report)
-    results = tuple(settle(result, document.terms(report)) for result in report.results)
+    results = tuple(apply_declaration(result, document.criteria_of(report)) for result in report.results)
     report = msgspec.structs.replace(report, results=results)
-    path.write_bytes(document.encode(msgspec.structs.replace(report, verdict=document.rejudge(report))))
+    path.write_bytes(
+        document.encode(msgspec.structs.replace(report, verdict=document.recompute_verdict(report)))
+    )
 
 
 def verified(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -184,7 +186,7 @@ def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other:
         refused=called,
     )
     ids = [start.id, stands.id]
-    report = document.make(
+    report = document.make_report(
         Settings(connector="m:C"),
         Subject(spec="m:C", connector="C", module="m"),
         None,
@@ -193,7 +195,7 @@ def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other:
         ids,
         (),
     )
-    assert len(document.mistakes(report)) == (not other and called != bool(declined))
+    assert len(document.inconsistencies(report)) == (not other and called != bool(declined))
 
 
 def test_what_the_verdict_says_besides_its_word_is_compared_too(kv, capsys):

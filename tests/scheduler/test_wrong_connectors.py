@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pytest_kvconform.plan import Planned, load_module
+from pytest_kvconform.plan import PlannedCase, load_module
 from tests.helpers.case_runner import CellRun
 
 MODULES = (
@@ -341,11 +341,11 @@ def names(words: str) -> set[str]:
     return set(words.split())
 
 
-def chosen(wrong: Wrong) -> Callable[[Planned], bool]:
+def chosen(wrong: Wrong) -> Callable[[PlannedCase], bool]:
     """Of every case the first variant, and those that are named."""
     first: dict[str, str] = {}
 
-    def choose(planned: Planned) -> bool:
+    def choose(planned: PlannedCase) -> bool:
         name, variant = planned.case.name, str(planned.variant)
         return planned.module in MODULES and (
             first.setdefault(name, variant) == variant or f"{name}[{variant}]" in names(wrong.by)
