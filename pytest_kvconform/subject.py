@@ -60,7 +60,7 @@ def resolve(settings: Settings) -> Subject:
         else bundled_declarations().get(name, BundledDeclaration(features={}))
     )
     said = _declared(settings)
-    config = _with_defaults(_read_config(settings.config), known.config)
+    config = merge_config(_read_config(settings.config), known.config)
     profile = settings.profile or said.profile or known.profile
     handover = settings.handover or said.handover or known.handover
     if profile == "store" and handover not in ("", "none"):
@@ -141,7 +141,7 @@ def _declared(settings: Settings) -> Declaration:
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 
-def _with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The user's object over ours, key by key, those of kv_connector_extra_config included."""
     extra = defaults.get("kv_connector_extra_config", {}) | config.get("kv_connector_extra_config", {})
     return defaults | config | ({"kv_connector_extra_config": extra} if extra else {})

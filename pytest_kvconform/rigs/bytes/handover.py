@@ -14,8 +14,9 @@ from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
+from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL, Deadlines
+from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 

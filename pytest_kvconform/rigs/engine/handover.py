@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from pytest_kvconform.kvspace.rows.compare import Comparison, Due, compare_rows, compare_state
+from pytest_kvconform.kvspace.rows.compare import Due, compare_rows, compare_state
 from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.observation import Generated, Observation, RequestObservation, logprob_distance
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
@@ -36,64 +36,7 @@ PREFILL = {
 }  # what vLLM's own proxy sends to P
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What D said for one request."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[np.ndarray, ...]  # one array per token, over the whole vocabulary
-    finish: str | None
-
-
-@dataclass(frozen=True)
-class RequestObservation:
-    """One request of a scenario on its way from P to D."""
-
-    name: str
-    length: int  # prompt tokens
-    prefill: Trace
-    decode: Trace
-    rows: (
-        Comparison | None
-    )  # D's cache against P's, before D's first forward; None: D never had a first forward
-    state_bytes: int = 0  # bytes of recurrent state that were compared
-    state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.compare.compare_state
-    state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
-    changed_blocks: tuple[int, ...] = ()  # blocks of nobody that changed on D
-    got: Generated | None = None
-    want: Generated | None = None
-
-
-@dataclass(frozen=True)
-class Observation:
-    """All that one scenario showed. Cases judge it; nothing is judged here."""
-
-    scenario: Scenario
-    prefiller: EngineFacts
-    decoder: EngineFacts
-    requests: tuple[RequestObservation, ...] = ()
-    failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
-    stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
-    logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs while the subject was at work
-    usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
-    released_s: float = 0.0  # how long that took
-    noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
-    tolerance: float = 0.0
-    tolerance_source: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-FLOAT32_TOLERANCE = 1e-4  # DESIGN.md: float32 agrees to 1e-4
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds. Every wait of this rig has one of these."""
-
-    request: float  # a hand-over, from the first step on P to the last token of D
-    release: float  # from the last token to the return of every block; far below any lease
-    call: float  # one call of an engine
-    start: float  # until an engine is up
+FLOAT32_TOLERANCE = 1e-4
 
 
 def observe(
@@ -338,54 +281,6 @@ def _generated(outputs: list[Output]) -> Generated:
         finish=next((o.finish for o in outputs if o.finish), None),
         logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None),
     )
-
-
-def logprob_distance(a: Generated, b: Generated) -> float:
-    """Largest difference of log-probabilities at any position up to the first at which the tokens differ."""
-    worst = 0.0
-    for x, y, s, t in zip(a.logprobs, b.logprobs, a.tokens, b.tokens, strict=False):
-        worst = max(worst, float(np.abs(x - y).max()))
-        if s != t:
-            break
-    return worst
-
-
-@dataclass(frozen=True)
-class OutputDifference:
-    """How far one answer is from another."""
-
-    largest: float  # difference of log-probabilities, up to `position`
-    position: int | None  # first generated token that is wrong; None: the answers agree
-    sentence: str = ""
-
-
-def first_difference(got: Generated, want: Generated, tolerance: float) -> OutputDifference:
-    """Where `got` leaves `want` by more than the tolerance. A token may differ only where both choices are equally good within it."""
-    largest = 0.0
-    if len(got.tokens) != len(want.tokens):
-        return OutputDifference(
-            largest,
-            min(len(got.tokens), len(want.tokens)),
-            f"{len(got.tokens)} tokens instead of {len(want.tokens)}",
-        )
-    for i, (x, y, s, t) in enumerate(zip(got.logprobs, want.logprobs, got.tokens, want.tokens, strict=True)):
-        distance = float(np.abs(x - y).max())
-        largest = max(largest, distance)
-        if distance > tolerance:
-            worst = int(np.abs(x - y).argmax())
-            return OutputDifference(
-                largest,
-                i,
-                f"generated token {i}: log-probabilities differ by up to {distance:.3g} (token id {worst}: "
-                f"{x[worst]:.4f}, with the oracle {y[worst]:.4f})",
-            )
-        if s != t:
-            if abs(float(y[s] - y[t])) > 2 * tolerance:
-                return OutputDifference(
-                    largest, i, f"generated token {i} is {s}, with the oracle {t}, at equal log-probabilities"
-                )
-            break  # a tie: both are right, and what follows cannot be compared
-    return OutputDifference(largest, None)
 
 
 def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:

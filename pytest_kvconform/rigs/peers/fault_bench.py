@@ -1,97 +1,83 @@
-"""Transfers over a transport that misbehaves: pattern engines whose NIXL agents obey, and what stands in their pools afterwards."""
+"""Transfers over a transport that can fail: byte engines whose NIXL agents follow faults, and what their pools hold afterwards."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
+from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import Deadlines
 from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
 from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, tokens
 
-if TYPE_CHECKING:
-    from pytest_kvconform.rigs.bytes.bench import ByteBench
-
-AFTER = Transfer(
-    "after", (Prompt(tokens(19, seed=7)),)
-)  # handed over without faults, at first and after each that leaves traces
-LONGEST = 240  # tokens: of one transfer, and of what P keeps of earlier ones until its lease is over
-LEASE = "kv_lease_duration"  # vLLM's NixlConnector: seconds P keeps what nobody reads; key of kv_connector_extra_config
-LEASE_S = 2  # long enough for every read; its heartbeats prolong it by a third less
-LEASE_DEFAULT_S = 30
-PATIENCE_S = 8  # longer leases are not waited for
+# Handed over without faults: first of all, and after each transfer that leaves traces.
+AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
+LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
+LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
 DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
 
 
 @dataclass(frozen=True)
-class FaultSeen:
+class FaultObservation:
     """A transfer with faults, and what came of it."""
 
-    seen: TransferObservation  # its `usage` is that of the moment when D holds nothing any more, or of the deadline
-    struck: tuple[FaultReport, FaultReport] = (
+    transfer: TransferObservation  # its `usage`: when D holds nothing any more, or at the deadline
+    reports: tuple[FaultReport, FaultReport] = (
         FaultReport(),
         FaultReport(),
-    )  # on P and on D, all ranks together
-    after: TransferObservation | None = (
-        None  # a transfer without faults on the same engines; None: nothing had failed, or an engine had
-    )
+    )  # of P and of D, all ranks together
+    # A transfer without faults on the same engines; None: nothing had failed, or an engine had.
+    after: TransferObservation | None = None
 
 
 class FaultBench:
-    """Pairs of engines of one cell whose transport can misbehave: one pair for each policy for failed loads."""
+    """Pairs of engines whose transport can fail: one pair for each policy for failed loads."""
 
-    def __init__(self, pattern: ByteBench):
-        self.pattern = pattern
-        self._pairs: dict[tuple[Cell, str], tuple[FaultyEngineHandle, FaultyEngineHandle]] = {}
-        self._seen: dict[tuple[Cell, str], FaultSeen] = {}
+    def __init__(self, context: RunContext):
+        self.context = context
+        remark = " with a transport that can fail"
+        self.pairs = EnginePairs(context, FaultyEngineHandle, call_deadline(context), remark)
+        self._observations: dict[tuple[Cell, str], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
 
-    def agents(self, policy: str) -> int:
-        """NIXL agents that the connector makes in the engines of the current cell."""
-        p, d = self._engines(policy)
-        return sum(struck.agents for engine in (p, d) for struck in engine.fault_reports())
+    def agents(self, cell: Cell, policy: str) -> int:
+        """NIXL agents that the connector makes in the engines of a cell."""
+        return _agents(*self._engines(cell, policy))
 
-    def observe(self, transfer: Transfer) -> FaultSeen:
-        """What a transfer with faults shows in the current cell; runs it on first use. Raises Blocked where it cannot be run."""
-        key = self.pattern.bench.cell, transfer.name
-        if key not in self._seen:
-            p, d = self._engines(transfer.policy)
-            found = self._seen[key] = observe_faulty(
-                transfer, p, d, self.pattern.limits, lambda: next(self.pattern.names)
+    def observe(self, cell: Cell, transfer: Transfer) -> FaultObservation:
+        """The observation of a transfer with faults; runs it on first use. Raises Blocked if it cannot run."""
+        key = cell, transfer.name
+        if key not in self._observations:
+            p, d = self._engines(cell, transfer.policy)
+            found = self._observations[key] = observe_faulty(
+                transfer, p, d, self.context.deadlines, self.context.next_name
             )
-            last = found.after or found.seen
+            last = found.after or found.transfer
             if last.failed or last.stuck:
-                self._deaths.setdefault(key[0], []).append(
-                    last.failed.sentence if last.failed else last.stuck[0]
-                )
-                self._end(key[0], transfer.policy)
-        return self._seen[key]
+                sentence = last.failed.sentence if last.failed else last.stuck[0]
+                self._deaths.setdefault(cell, []).append(sentence)
+                self.pairs.end(cell, transfer.policy)
+        return self._observations[key]
 
-    def kept(self, transfer: Transfer) -> tuple[str, ...]:
-        """Requests of a transfer that P still holds when their lease is over. Raises Blocked where that would take too long."""
-        found = self.observe(transfer)
-        assert found.seen.usage is not None
-        mine = {r.prefill.id for r in found.seen.requests}
-        if not mine & set(found.seen.usage[0].requests):
+    def kept(self, cell: Cell, transfer: Transfer) -> tuple[str, ...]:
+        """Requests of a transfer that P still holds when their lease is over. Raises Blocked if that would take too long."""
+        found = self.observe(cell, transfer).transfer
+        assert found.usage is not None
+        mine = {r.prefill.id for r in found.requests}
+        if not mine & set(found.usage[0].requests):
             return ()
-        if self.lease_s > PATIENCE_S:
-            raise Blocked(
-                f"P may keep what nobody has read for {self.lease_s:.0f} s: "
-                f"declare `lease`, the key of kv_connector_extra_config for these seconds, and a shorter one is asked for ({LEASE_S} s)"
-            )
-        p, d = self._engines(transfer.policy)
-        deadline = time.monotonic() + self.lease_s + self.pattern.limits.release
+        self.context.require_short_lease(self._asked_lease_s)
+        p, d = self._engines(cell, transfer.policy)
+        deadline = time.monotonic() + self.lease_s + self.context.deadlines.release
         while (held := mine & set(p.usage().requests)) and time.monotonic() < deadline:
             p.step(0.05)
             d.step()
@@ -99,109 +85,79 @@ class FaultBench:
 
     @property
     def lease_s(self) -> float:
-        """Seconds P may keep what nobody reads."""
-        return float(
-            self._config("P")
-            .get("kv_connector_extra_config", {})
-            .get(self.pattern.bench.subject.lease or LEASE, LEASE_DEFAULT_S)
-        )
-
-    def drop(self) -> None:
-        """End all engines."""
-        for cell, policy in list(self._pairs):
-            self._end(cell, policy)
-
-    def _end(self, cell: Cell, policy: str) -> None:
-        for engine in self._pairs.pop((cell, policy), ()):
-            engine.end()
-
-    def _config(self, role: str) -> dict[str, Any]:
-        """The fields of vLLM's KVTransferConfig, with a short lease where it is known how, unless the user has given one."""
-        config, key = self.pattern.config(role), self.pattern.bench.subject.lease
-        if key:
-            config = config | {
-                "kv_connector_extra_config": {key: self.shortest_lease}
-                | config.get("kv_connector_extra_config", {})
-            }
-        return config
+        """Seconds for which P may keep blocks that no peer reads."""
+        return self.context.lease_s(self._asked_lease_s)
 
     @property
-    def shortest_lease(self) -> float:
-        """Seconds: on a slow machine a read takes longer, too."""
-        return LEASE_S * max(1.0, self.pattern.bench.settings.timeout_scale)
+    def _asked_lease_s(self) -> float:
+        """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
+        return self.context.patience(LEASE_S)
 
-    def _engines(self, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
-        pattern, bench = self.pattern, self.pattern.bench
-        cell = bench.cell
-        if (cell, policy) in self._pairs:
-            return self._pairs[cell, policy]
-        if len(deaths := self._deaths.get(cell, [])) >= DEATHS:
+    def _engines(self, cell: Cell, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
+        """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
+        if not self.pairs.running(cell, policy) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(
                 f"transfers of {cell} on a transport with faults failed {len(deaths)} times, last: {deaths[-1]}"
             )
-        if not pattern.current(cell) and not any(other == cell for other, _ in self._pairs):
-            bench.drop()  # the engines of another cell
-        tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
-        bench.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}) with a transport that can fail")
-        name, pair = next(pattern.names), list[FaultyEngineHandle]()
         try:
-            for role in "PD":
-                spec = pattern.spec(role, cell, tp[role], LONGEST)
-                config = {**spec.kv_transfer_config, **self._config(role), "kv_load_failure_policy": policy}
-                spec = msgspec.structs.replace(spec, kv_transfer_config=config)
-                pair.append(
-                    FaultyEngineHandle(
-                        bench.address, f"{cell}-{role}-{name}", spec, pattern.patience, pattern.limits.start
-                    )
-                )
-            for engine in pair:
-                engine.wait_ready()
+            new = not self.pairs.running(cell, policy)
+            p, d = self.pairs.pair(
+                cell,
+                lambda role, tp, folder: byte_engine_spec(
+                    self.context, cell, role, LONGEST, folder, self._asked_lease_s, policy
+                ),
+                policy,
+            )
         except EngineFailed as failed:
-            for engine in pair:
-                engine.end()
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
             raise Blocked(
                 f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
                 refused=failed.declined,
             ) from None
-        self._pairs[cell, policy] = pair[0], pair[1]
-        self._introduce(cell, policy, *pair)
-        return pair[0], pair[1]
+        if new:
+            self._introduce(cell, policy, p, d)
+        return p, d
 
     def _introduce(self, cell: Cell, policy: str, p: FaultyEngineHandle, d: FaultyEngineHandle) -> None:
-        """Hand something over without faults, so that peers have met and what follows is the faults' doing. Raises Blocked if it fails.
+        """Hand something over without faults, so that peers have met, and what follows comes from the faults.
 
-        A connector that makes no NIXL agent even now is not asked for more: no fault can be planned for it.
+        Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no fault can be
+        set for it.
         """
-        limits = self.pattern.limits
-        seen = observe_transfer(AFTER, p, d, limits, lambda: next(self.pattern.names))
-        reason = seen.failed.sentence if seen.failed else "; ".join(seen.stuck) or seen.refused
-        if reason and (
-            seen.failed or sum(struck.agents for engine in (p, d) for struck in engine.fault_reports())
-        ):
-            self._end(cell, policy)
+        found = observe_transfer(AFTER, p, d, self.context.deadlines, self.context.next_name)
+        reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
+        if reason and (found.failed or _agents(p, d)):
+            self.pairs.end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
                 f"stands on kv::bytes/handover::completes: without any fault a transfer did not end well: {reason}"
             )
 
 
+def _agents(*engines: FaultyEngineHandle) -> int:
+    """NIXL agents of all ranks."""
+    return sum(report.agents for engine in engines for report in engine.fault_reports())
+
+
 def observe_faulty(
     transfer: Transfer,
     p: FaultyEngineHandle,
     d: FaultyEngineHandle,
-    limits: Deadlines,
+    deadlines: Deadlines,
     ids: Callable[[], str],
-) -> FaultSeen:
-    """Run one transfer with its faults and wait until nothing of it is under way; after a failure hand one more over without faults."""
-    seen, struck = _observe(transfer, p, d, limits, ids)
-    if seen.failed or seen.stuck or not leaves_traces(transfer):
-        return FaultSeen(seen, struck)
-    return FaultSeen(seen, struck, _observe(AFTER, p, d, limits, ids)[0])
+) -> FaultObservation:
+    """Run one transfer with its faults and wait until nothing of it is under way.
+
+    After a failure one more transfer runs, without faults.
+    """
+    observation, reports = _observe(transfer, p, d, deadlines, ids)
+    if observation.failed or observation.stuck or not leaves_traces(transfer):
+        return FaultObservation(observation, reports)
+    return FaultObservation(observation, reports, _observe(AFTER, p, d, deadlines, ids)[0])
 
 
 def leaves_traces(transfer: Transfer) -> bool:
-    """Whether something failed, or came in a way that a connector may remember."""
+    """Whether a load failed, or notifications arrived in a way that a connector may remember."""
     return transfer.fails or any(faults.notifications in (TWICE, NEVER) for faults in transfer.faults)
 
 
@@ -209,34 +165,33 @@ def _observe(
     transfer: Transfer,
     p: FaultyEngineHandle,
     d: FaultyEngineHandle,
-    limits: Deadlines,
+    deadlines: Deadlines,
     ids: Callable[[], str],
 ) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
-    seen, struck = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
+    found, reports = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
     try:
         for engine in (p, d):
             engine.set_faults(transfer.faults)
-        # Blocks are waited for below: P may keep some until its lease is over.
-        seen = observe_transfer(transfer, p, d, replace(limits, release=0.0), ids)
-        if seen.failed or seen.stuck:
-            return seen, struck
-        usage = _quiet(
-            transfer, p, d, time.monotonic() + limits.release, {r.prefill.id for r in seen.requests}
-        )
-        struck = _struck(p), _struck(d)
+        # `_until_quiet` waits for blocks: P may keep some until its lease is over.
+        found = observe_transfer(transfer, p, d, replace(deadlines, release=0.0), ids)
+        if found.failed or found.stuck:
+            return found, reports
+        mine = {r.prefill.id for r in found.requests}
+        usage = _until_quiet(transfer, p, d, time.monotonic() + deadlines.release, mine)
+        reports = _report(p), _report(d)
         p_audits, d_audits = (
-            _first_wrong(now, engine.audit()) for now, engine in zip(seen.audits, (p, d), strict=True)
+            _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
         )
-        seen = replace(seen, usage=usage, audits=(p_audits, d_audits))
+        found = replace(found, usage=usage, audits=(p_audits, d_audits))
     except EngineFailed as failed:
-        seen = replace(seen, failed=failed)
-    return seen, struck
+        found = replace(found, failed=failed)
+    return found, reports
 
 
-def _quiet(
+def _until_quiet(
     transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
-    """Step both engines until no transfer and no message is under way and neither holds anything of this transfer."""
+    """Step both engines until no transfer and no message is under way and neither holds a block of this transfer."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -244,16 +199,16 @@ def _quiet(
         usage = p.usage(), d.usage()
         free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
         held = bool(mine & set(usage[0].requests)) and not may_keep
-        if (
-            free and not held and not any(_struck(engine).pending for engine in (p, d))
-        ) or time.monotonic() > deadline:
+        quiet = free and not held and not any(_report(engine).pending for engine in (p, d))
+        if quiet or time.monotonic() > deadline:
             return usage
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Of each rank the audit at the end of the transfer if it found something, else the one made when nothing was under way any more."""
+    """Of each rank the audit at the end of the transfer if it found something, else the audit when nothing was under way."""
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 
 
-def _struck(engine: FaultyEngineHandle) -> FaultReport:
+def _report(engine: FaultyEngineHandle) -> FaultReport:
+    """The fault reports of all ranks, added up."""
     return sum(engine.fault_reports(), FaultReport())

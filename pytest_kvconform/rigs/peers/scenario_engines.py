@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
+from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import PREFILL, Deadlines
+from pytest_kvconform.rigs.engine.handover import PREFILL
 from pytest_kvconform.rigs.engine.messages import Trace, Usage
 from pytest_kvconform.rigs.peers.hostile_clients import Deaf
 from pytest_kvconform.rigs.peers.messages import Watched
@@ -101,13 +103,13 @@ class Desk:
 
     def open(self, name: str, after: str = "") -> Actor:
         """Start an engine; `after`: one that has ended, on its ports."""
-        pattern = self.bench.pattern
+        context = self.bench.context
         spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name[0], self.cell)
         handle = Handle(
-            pattern.bench.address,
-            f"{self.cell}-{name}-{next(pattern.names)}",
+            context.address,
+            f"{self.cell}-{name}-{context.next_name()}",
             spec,
-            pattern.patience,
+            call_deadline(context),
             self.limits.start,
         )
         actor = self.actors[name] = Actor(name, handle)
@@ -147,7 +149,7 @@ class Desk:
     def request(self, number: int, side: str, params: dict[str, Any] | None) -> ByteRequest:
         """A request with the prompt of this number."""
         return ByteRequest(
-            id=f"{next(self.bench.pattern.names)}-{side}",
+            id=f"{self.bench.context.next_name()}-{side}",
             tokens=tokens(LENGTH, seed=number),
             max_tokens=1,
             kv_transfer_params=params,

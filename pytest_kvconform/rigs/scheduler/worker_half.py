@@ -45,7 +45,7 @@ class WorkerHalf:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         from pytest_kvconform.rigs.bytes import worker as byte_worker
-        from pytest_kvconform.rigs.bytes.bench import blocks_for
+        from pytest_kvconform.rigs.bytes.specs import blocks_for
 
         if rig.subject.requires_device not in ("", device := current_platform.device_type):
             raise Blocked(

@@ -1,0 +1,86 @@
+"""From a cell of the byte rig to the specification of one of its engines."""
+
+from __future__ import annotations
+
+import math
+
+from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
+from model_matrix.geometries import SlidingWindow, State, expand_layers
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.context import RunContext, port_environment
+from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
+
+ROOM = {
+    "P": 4,
+    "D": 9,
+}  # blocks beyond those that a transfer needs; different, so that no address fits both by accident
+
+
+def byte_engine_spec(
+    context: RunContext,
+    cell: Cell,
+    role: str,
+    longest: int,
+    folder: str = "",
+    lease_s: float = 0.0,
+    policy: str = "",
+) -> ByteEngineSpec:
+    """How one side of a cell is built, with room for `longest` tokens at once.
+
+    `folder`, `lease_s` and `policy`: see `rigs.context.transfer_config`.
+    """
+    geometry, side = load_geometries()[cell.family], side_of(cell, role)
+    return ByteEngineSpec(
+        role=role,
+        geometry=geometry.id,
+        tensor_parallel=dict(zip("PD", parse_topology(cell.topology), strict=True))[role],
+        block_size=side.block,
+        num_blocks=blocks_for(geometry, block_size(cell, role), longest) + ROOM[role],
+        max_model_len=longest,
+        max_batched_tokens=2 * longest,
+        kv_transfer_config=context.transfer_config(
+            role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy
+        ),
+        environment=port_environment(),
+        layout=side.layout,
+        cache_dtype=side.dtype,
+        conv_layout=side.conv,
+        content=side.content,
+        kernel_block=side.kernel,
+        prefix_caching=side.prefix_caching,
+        device=context.facts.device,
+        store=context.subject.profile == "store",
+    )
+
+
+def side_of(cell: Cell, role: str) -> Side:
+    """How memory is laid out on one side of a cell."""
+    setup: Setup = load_byte_matrices().setups[cell.setup]
+    return setup.prefill if role == "P" else setup.decode
+
+
+def block_size(cell: Cell, role: str) -> int:
+    """Tokens a block of attention layers has on one side."""
+    side = side_of(cell, role)
+    tp = dict(zip("PD", parse_topology(cell.topology), strict=True))[role]
+    kernel = side.kernel or (16 if side.content == PACKED else 32)
+    return block_size_of(load_geometries()[cell.family], tp, side.block, side.dtype, kernel_block=kernel)
+
+
+def blocks_for(geometry: Geometry, size: int, tokens: int) -> int:
+    """Blocks of `size` tokens that requests of so many tokens in all may hold, in all groups together.
+
+    Counted as if vLLM gave every kind of layer groups as large as the rarest kind (v1/core/kv_cache_utils.py,
+    `_get_kv_cache_groups_uniform_page_size`), which is never fewer groups than vLLM makes.
+    """
+    counts: dict[str, int] = {}
+    for layer in expand_layers(geometry):
+        if isinstance(layer.kind, SlidingWindow):
+            kind = "window"
+        else:
+            kind = "state" if isinstance(layer.kind, State) else "full"
+        counts[kind] = counts.get(kind, 0) + 1
+    rarest = min(counts.values())
+    return sum(math.ceil(count / rarest) for count in counts.values()) * (math.ceil(tokens / size) + 1)

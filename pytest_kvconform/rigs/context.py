@@ -1,0 +1,183 @@
+"""What every bench of a run needs: the zygote's address, the subject, deadlines, names, and the fields of KVTransferConfig.
+
+`RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent. A bench
+registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are running.
+
+This module has the only places that merge the user's configuration with the suite's, that name the ports of an engine,
+and that ask for a short lease.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.subject import merge_config
+
+if TYPE_CHECKING:
+    from pytest_kvconform.settings import Settings
+    from pytest_kvconform.subject import Subject
+
+CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
+LEASE_KEY = (
+    "kv_lease_duration"  # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
+)
+DEFAULT_LEASE_S = 30  # its default
+LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
+
+
+class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the probe found out about the connector's class."""
+
+    name: str  # class
+    module: str
+    file: str
+    supports_hma: bool
+    vllm: str  # version
+    device: str  # "cpu" or "cuda": what this vLLM runs on
+    mended: str = (
+        ""  # packages of this environment that do not load beside its torch, and what was done about it
+    )
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. Every wait of a bench has one of these."""
+
+    request: float  # a hand-over, from the first step on P to the last token of D
+    release: float  # from the last token to the return of every block; far below any lease
+    call: float  # one call of an engine
+    start: float  # until an engine is up
+
+    @classmethod
+    def scaled(cls, scale: float) -> Deadlines:
+        """The deadlines of a run with --kv-timeout-scale."""
+        return cls(
+            request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale
+        )
+
+
+class RunningEngines:
+    """How each bench ends its engines, so that engines of one cell at a time are running."""
+
+    def __init__(self) -> None:
+        self._cell: Cell | None = None
+        self._ends: list[Callable[[], None]] = []
+
+    def register(self, end: Callable[[], None]) -> None:
+        """Register the function with which a bench ends all its engines."""
+        self._ends.append(end)
+
+    def make_room(self, cell: Cell) -> None:
+        """End the engines of other cells, of every bench, before engines of this cell start."""
+        if self._cell != cell:
+            self.end_all()
+            self._cell = cell
+
+    def end_all(self) -> None:
+        """End the engines of every bench."""
+        for end in self._ends:
+            end()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every bench of one pytest process needs."""
+
+    address: str  # of the zygote: a Unix socket in the folder of the run
+    subject: Subject
+    settings: Settings
+    facts: SubjectFacts
+    progress: Callable[[str], None]  # shows the user a sentence at once
+    running: RunningEngines = field(default_factory=RunningEngines)
+    names: Iterator[str] = field(
+        default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
+    )  # names that are unique in the run: of requests, engines and folders
+
+    @functools.cached_property
+    def deadlines(self) -> Deadlines:
+        """The deadlines of this run."""
+        return Deadlines.scaled(self.settings.timeout_scale)
+
+    def next_name(self) -> str:
+        """A name that is unique in the run."""
+        return next(self.names)
+
+    def patience(self, seconds: float) -> float:
+        """A wait that --kv-timeout-scale makes longer, and never shorter."""
+        return seconds * max(1.0, self.settings.timeout_scale)
+
+    def store_folder(self, name: str) -> Path:
+        """The folder in which a store saves; it does not exist yet."""
+        return Path(self.address).parent / f"store-{name}"
+
+    def transfer_config(self, role: str, **more: Any) -> dict[str, Any]:
+        """The fields of vLLM's KVTransferConfig for one side, see the function `transfer_config`."""
+        return transfer_config(self.subject, role, self.facts.device, **more)
+
+    def lease_s(self, asked_s: float) -> float:
+        """Seconds for which P keeps blocks that no peer reads, in engines for which `asked_s` is asked for."""
+        extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
+        return float(extra.get(self.subject.lease or LEASE_KEY, DEFAULT_LEASE_S))
+
+    def has_long_lease(self, asked_s: float) -> bool:
+        """Whether the lease of such engines is so long that no case waits for its end."""
+        return self.lease_s(asked_s) > self.patience(LONGEST_LEASE_S)
+
+    def require_short_lease(self, asked_s: float) -> None:
+        """Raise Blocked if the lease of such engines is so long that no case waits for its end."""
+        if self.has_long_lease(asked_s):
+            raise Blocked(
+                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: declare `lease`, the key of "
+                f"kv_connector_extra_config for these seconds, and the suite asks for {asked_s:.0f} s"
+            )
+
+
+def transfer_config(
+    subject: Subject,
+    role: str,
+    device: str,
+    *,
+    port: int = 0,
+    folder: str = "",
+    lease_s: float = 0.0,
+    policy: str = "",
+) -> dict[str, Any]:
+    """The fields of vLLM's KVTransferConfig for one side. The user's configuration wins over the suite's.
+
+    `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector declares the
+    key for it. `policy`: kv_load_failure_policy; it wins over the user's.
+    """
+    extra: dict[str, Any] = {}
+    if subject.module is None and subject.connector.startswith("Nixl"):
+        extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
+    if subject.folder and folder:
+        extra[subject.folder] = folder
+    if subject.lease and lease_s:
+        extra[subject.lease] = lease_s
+    roles = {"P": "kv_producer", "D": "kv_consumer"}
+    ours: dict[str, Any] = {
+        "kv_connector": subject.connector,
+        "kv_connector_module_path": subject.module,
+        "kv_role": "kv_both" if subject.profile == "store" else roles[role],
+        "kv_buffer_device": device,
+    }
+    if port:
+        ours["kv_port"] = port
+    if extra:
+        ours["kv_connector_extra_config"] = extra
+    return merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
+
+
+def port_environment(port: int = 0) -> dict[str, str]:
+    """The environment variable that names the port of an engine's side channel; 0: a free one."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port())}

