@@ -70,7 +70,8 @@ def cell(topology: str) -> float:
     """Seconds from asking for a cell to the end of its first hand-over, with the zygote up."""
     from pytest_kvconform.result import Cell
     from pytest_kvconform.rigs import bench
-    from pytest_kvconform.rigs.engine.handover import SUBJECT, Deadlines, _run
+    from pytest_kvconform.rigs.context import Deadlines
+    from pytest_kvconform.rigs.engine.handover import SUBJECT, _run
     from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
@@ -85,7 +86,7 @@ def cell(topology: str) -> float:
         table = bench.Bench(zygote.address, subject, settings, facts, lambda sentence: None)
         table.use(Cell(FAMILY, topology))
         began = time.monotonic()
-        p, d = table._engines()
+        p, d = table.engine.engines(table.cell)
         run = _run(
             Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5, 20, 90), "first"
         )

@@ -28,11 +28,12 @@ import numpy as np
 
 from model_matrix import load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, expand_layers
-from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
-from pytest_kvconform.rigs.bytes.bench import blocks_for
+from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import _release
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
+from pytest_kvconform.rigs.bytes.specs import blocks_for
+from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.ports import free_port

@@ -17,8 +17,8 @@ import numpy as np
 from soaked import BLOCK, Engine, background, start
 
 from model_matrix import load_geometries, parse_topology
-from pytest_kvconform.rigs.bytes.bench import ROOM, blocks_for
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
+from pytest_kvconform.rigs.bytes.specs import ROOM, blocks_for
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.processes.ports import free_port

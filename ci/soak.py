@@ -29,9 +29,9 @@ from soaked import BLOCK, Engine, background, start
 
 from model_matrix import load_geometries
 from pytest_kvconform.kvspace.pools.diagnose import count_pool
-from pytest_kvconform.rigs.bytes.bench import blocks_for
 from pytest_kvconform.rigs.bytes.handover import shared_owners
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
+from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.messages import Output

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from model_matrix import Geometry
-from pytest_kvconform.rigs.bench import launch_zygote, transfer_config, wait_for_zygote
+from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.bytes import handle as pattern
 from pytest_kvconform.rigs.bytes import process as byte_process
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve

@@ -64,7 +64,7 @@ def _inside(body: Body, rule: str) -> Body:
 
     @functools.wraps(body)
     def run(bench: Bench, variant: Any) -> Evidence:
-        return bench.protocol.run(body.__module__, body.__name__, rule, variant)
+        return bench.scheduler.run(bench.cell, body.__module__, body.__name__, rule, variant)
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pytest_kvconform.result import Finding, Violation
-from pytest_kvconform.rigs.bench import REQUEST_S
+from pytest_kvconform.rigs.context import REQUEST_S
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 
 

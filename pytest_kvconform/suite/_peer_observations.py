@@ -32,7 +32,7 @@ def any_ranks(cell: Cell) -> bool:
 def observe(bench: Bench, name: str) -> StorySeen:
     """A story, whatever became of it. Raises NotApplicable for a store."""
     has_peers(bench)
-    return bench.pattern.peers.observe(name)
+    return bench.peers.observe(bench.cell, name)
 
 
 def has_peers(bench: Bench) -> None:

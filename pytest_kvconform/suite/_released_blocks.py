@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.result import Evidence, Finding, Violation
-from pytest_kvconform.rigs.bench import RELEASE_S
+from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.engine.messages import Usage
 
 

@@ -21,8 +21,9 @@ from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
-from pytest_kvconform.rigs import bench
+from pytest_kvconform.rigs import context
 from pytest_kvconform.rigs import launch as background
+from pytest_kvconform.rigs.engine import bench as engine_bench
 from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import Subject, bundled_declarations, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
@@ -184,13 +185,15 @@ def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_numbers_that_authors_are_told() -> None:
     text = re.sub(r"\s+", " ", PAGES["docs/authors.md"])
-    assert f"An engine has {bench.START_S:.0f} s to start and {bench.CALL_S:.0f} s to answer a call" in text
     assert (
-        f"a hand-over has {bench.REQUEST_S:.0f} s; blocks must be free {bench.RELEASE_S:.0f} s after the last token"
+        f"An engine has {context.START_S:.0f} s to start and {context.CALL_S:.0f} s to answer a call" in text
+    )
+    assert (
+        f"a hand-over has {context.REQUEST_S:.0f} s; blocks must be free {context.RELEASE_S:.0f} s after the last token"
         in text
     )
-    assert f"pools of {bench.BLOCKS['P']} blocks (P) and {bench.BLOCKS['D']} blocks (D)" in text
-    assert f"A prompt may be {bench.PROMPT_BLOCKS} blocks long" in PAGES["docs/families.md"]
+    assert f"pools of {engine_bench.BLOCKS['P']} blocks (P) and {engine_bench.BLOCKS['D']} blocks (D)" in text
+    assert f"A prompt may be {engine_bench.PROMPT_BLOCKS} blocks long" in PAGES["docs/families.md"]
     for family in load_families():
         assert f"`{family}`" in text
 
@@ -226,8 +229,8 @@ def test_the_table_for_a_store(tmp_path: Path) -> None:
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("store", "none", "my_pkg.mod")
     assert (
-        bench.transfer_config(subject, "P", "cpu")["kv_role"]
-        == bench.transfer_config(subject, "D", "cpu")["kv_role"]
+        context.transfer_config(subject, "P", "cpu")["kv_role"]
+        == context.transfer_config(subject, "D", "cpu")["kv_role"]
         == "kv_both"
     )
 

@@ -8,22 +8,25 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.result import Evidence, Violation
+from pytest_kvconform.result import Cell, Evidence, Violation
+from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import scenarios as peer_stories
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
+from pytest_kvconform.settings import Settings
 from pytest_kvconform.suite.protocol import peers
 
 
 def bench(scale: float) -> Any:
     """As much of a bench as one of these needs."""
-    made = SimpleNamespace(
-        settings=SimpleNamespace(timeout_scale=scale), subject=SimpleNamespace(profile="p2p", lease="")
+    subject: Any = SimpleNamespace(profile="p2p", lease="", module="m", connector="C", folder="", config={})
+    facts = SubjectFacts(name="", module="", file="", supports_hma=True, vllm="0.32.0", device="cpu")
+    settings = Settings(timeout_scale=scale)
+    context = RunContext("", subject, settings, facts, lambda sentence: None)
+    return SimpleNamespace(
+        context=context, settings=settings, subject=subject, cell=Cell("", ""), peers=PeerBench(context)
     )
-    made.pattern = SimpleNamespace(bench=made)
-    made.pattern.peers = PeerBench(made.pattern)
-    return made
 
 
 @pytest.mark.parametrize(("scale", "stall"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
@@ -35,7 +38,7 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
         yield
 
     desk = SimpleNamespace(
-        bench=bench(scale).pattern.peers, compute=nothing, begin=nothing, end=nothing, receive=nothing
+        bench=bench(scale).peers, compute=nothing, begin=nothing, end=nothing, receive=nothing
     )
     p: Any = SimpleNamespace(stop=nothing, resume=lambda: None)
     for _ in peer_stories.stalled(desk, p, p):

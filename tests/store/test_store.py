@@ -18,8 +18,8 @@ from pytest_kvconform.rigs.bench import (
     Zygote,
     launch_zygote,
     probe_subject,
-    transfer_config,
 )
+from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _stores

@@ -18,7 +18,12 @@ from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import Output, Request, Snapshot, Trace, Usage
-from pytest_kvconform.rigs.engine.observation import Generated, Observation, RequestObservation, logprob_distance
+from pytest_kvconform.rigs.engine.observation import (
+    Generated,
+    Observation,
+    RequestObservation,
+    logprob_distance,
+)
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"

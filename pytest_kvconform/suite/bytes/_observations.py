@@ -14,9 +14,9 @@ from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.kvspace.rows.compare import SAME, UNWRITTEN
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.bench import block_size, side_of
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.bytes.specs import block_size, side_of
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._stores import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
@@ -24,7 +24,7 @@ from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 def look(bench: Bench, transfer: Transfer) -> TransferObservation:
     """The observation, whatever became of it."""
-    return bench.pattern.observe(transfer, longest(bench.cell, bench.settings.matrix))
+    return bench.bytes.observe(bench.cell, transfer, longest(bench.cell, bench.settings.matrix))
 
 
 def settled(bench: Bench, transfer: Transfer) -> TransferObservation:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from model_matrix import parse_topology
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.bench import side_of
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
+from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._recomputed_tokens import computed_once, whole_blocks
 

@@ -7,7 +7,7 @@ import functools
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bytes.bench import block_size
+from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3, "nightly": 3}  # how many block boundaries are visited from both sides

@@ -13,7 +13,7 @@ from pytest_kvconform.suite.bytes._transfers import longest
 def engines_start(bench: Bench, variant: None) -> Evidence:
     """Both engines start and register the memory of every layer on every rank."""
     try:
-        p, d = bench.pattern.facts(longest(bench.cell, bench.settings.matrix))
+        p, d = bench.bytes.facts_of_engines(bench.cell, longest(bench.cell, bench.settings.matrix))
     except EngineFailed as failed:
         finding = Finding(
             rule="KV-START-001",

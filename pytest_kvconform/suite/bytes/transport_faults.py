@@ -7,10 +7,11 @@ from pytest_kvconform.kvspace.pools.classify import COLLATERAL
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
-from pytest_kvconform.rigs.bench import RELEASE_S, Bench
+from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.peers.fault_bench import FaultSeen, leaves_traces
+from pytest_kvconform.rigs.context import RELEASE_S
+from pytest_kvconform.rigs.peers.fault_bench import FaultObservation, leaves_traces
 from pytest_kvconform.rigs.scenario import (
     LATE,
     NEVER,
@@ -126,7 +127,7 @@ def _repeats(transfer: Transfer) -> bool:
 def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends as the policy says, and no engine dies, hangs or raises."""
     found = _look(bench, transfer)
-    seen, failed = found.seen, _failed_requests(found.seen)
+    seen, failed = found.transfer, _failed_requests(found.transfer)
     if seen.failed or seen.stuck:
         diagnosis = (
             seen.failed.sentence
@@ -143,7 +144,7 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
             )
         )
     broken, refused = (
-        sum(s.failed for s in found.struck),
+        sum(s.failed for s in found.reports),
         [r.name for r in seen.requests if r.finish == "error"],
     )
     if (refused and transfer.policy != "fail") or len(failed) > broken:
@@ -171,19 +172,19 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
 @case("KV-BYTES-001", variants=_judged_by_bytes)
 def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """What was loaded is right on every rank, whatever became of the other request."""
-    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-BYTES-001")
+    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-BYTES-001")
 
 
 @case("KV-FAIL-002", variants=_reusing)
 def p_keeps_blocks_until_the_last_read(bench: Bench, transfer: Transfer) -> Evidence:
     """P's blocks are not free before the last transfer has read them: a slow one reads what P computed."""
-    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-002")
+    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-FAIL-002")
 
 
 @case("KV-FAIL-003", variants=_repeating)
 def repeated_notification_counts_once(bench: Bench, transfer: Transfer) -> Evidence:
     """The same when every notification comes twice."""
-    return _bytes_right(bench, _settled(bench, transfer).seen, "KV-FAIL-003")
+    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-FAIL-003")
 
 
 @case("KV-FAIL-004", variants=_failing)
@@ -192,7 +193,7 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
     found = _settled(bench, transfer)
     for check in (
         check
-        for check in _others(found.seen)
+        for check in _others(found.transfer)
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong)
     ):
         raise Violation(
@@ -205,16 +206,18 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
                 diagnosis="a load was reported as failed while one of its transfers was still under way, and its blocks were free by then",
             )
         )
-    size = found.seen.decoder.num_blocks
-    return Evidence(looked_at=size * len(found.seen.audits[1]), unit="blocks", bytes_moved=moved(found.seen))
+    size = found.transfer.decoder.num_blocks
+    return Evidence(
+        looked_at=size * len(found.transfer.audits[1]), unit="blocks", bytes_moved=moved(found.transfer)
+    )
 
 
 @case("KV-FAIL-005", variants=_waited_for)
 def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """D gives every block back as soon as the request has ended, P at the latest when its lease is over."""
     found = _settled(bench, transfer)
-    assert found.seen.usage is not None
-    p, d = found.seen.usage
+    assert found.transfer.usage is not None
+    p, d = found.transfer.usage
     if d.free_blocks != d.total_blocks or d.requests:
         raise Violation(
             Finding(
@@ -224,16 +227,18 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
                 diagnosis="a failed load was not reported in finished_recving by every rank",
             )
         )
-    if kept := bench.pattern.faulty.kept(transfer):
+    if kept := bench.faults.kept(bench.cell, transfer):
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
                 happened=f"{_story(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} requests, and its lease of "
-                f"{bench.pattern.faulty.lease_s:.0f} s is over",
+                f"{bench.faults.lease_s:.0f} s is over",
                 diagnosis="P waits for a notification that will not come, without a deadline",
             )
         )
-    return Evidence(looked_at=d.total_blocks + p.total_blocks, unit="blocks", bytes_moved=moved(found.seen))
+    return Evidence(
+        looked_at=d.total_blocks + p.total_blocks, unit="blocks", bytes_moved=moved(found.transfer)
+    )
 
 
 @case("KV-FAIL-006", variants=_with_traces)
@@ -266,18 +271,17 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
     return _bytes_right(bench, after, "KV-FAIL-006")
 
 
-def _look(bench: Bench, transfer: Transfer) -> FaultSeen:
+def _look(bench: Bench, transfer: Transfer) -> FaultObservation:
     """The observation. Raises NotApplicable where nothing can be disturbed, Blocked where the fault met nothing."""
     if is_store(bench):
         raise NotApplicable(NEEDS_NIXL)
-    faulty = bench.pattern.faulty
-    if not faulty.agents(transfer.policy):
+    if not bench.faults.agents(bench.cell, transfer.policy):
         if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):
             raise HarnessError("vLLM's own NIXL connector made no agent that this suite can control")
         raise NotApplicable(NEEDS_NIXL)
-    found = faulty.observe(transfer)
-    struck = found.struck[0] + found.struck[1]
-    done = not (found.seen.failed or found.seen.stuck)
+    found = bench.faults.observe(bench.cell, transfer)
+    struck = found.reports[0] + found.reports[1]
+    done = not (found.transfer.failed or found.transfer.stuck)
     if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not struck.changed:
         raise Blocked(
             f"{_story(transfer)}: the connector began no transfer that this fault is for ({struck.transfers} in all)"
@@ -287,10 +291,10 @@ def _look(bench: Bench, transfer: Transfer) -> FaultSeen:
     return found
 
 
-def _settled(bench: Bench, transfer: Transfer) -> FaultSeen:
+def _settled(bench: Bench, transfer: Transfer) -> FaultObservation:
     """The observation, if every request came to its end."""
     found = _look(bench, transfer)
-    if found.seen.failed or found.seen.stuck:
+    if found.transfer.failed or found.transfer.stuck:
         raise Blocked(f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 

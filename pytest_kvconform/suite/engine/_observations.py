@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.handover import Observation
+from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 
 
@@ -19,7 +19,7 @@ def moved(seen: Observation) -> int:
 
 def settled(bench: Bench, scenario: Scenario) -> Observation:
     """The observation, if every request of the scenario came to its end; otherwise Blocked, in one line."""
-    seen = bench.observe(scenario)
+    seen = bench.engine.observe(bench.cell, scenario)
     if seen.failed or seen.stuck:
         raise Blocked(
             f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]"

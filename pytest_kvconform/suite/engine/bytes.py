@@ -9,7 +9,7 @@ from pytest_kvconform.kvspace.rows.explain import count_sentence, explain, inter
 from pytest_kvconform.kvspace.rows.window import missing_window
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.handover import Observation
+from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers

@@ -15,7 +15,7 @@ from pytest_kvconform.suite.engine._scenarios import everything, transfers
 @case("KV-HANDOVER-001", variants=everything)
 def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
-    seen = bench.observe(scenario)
+    seen = bench.engine.observe(bench.cell, scenario)
     came_to_an_end(seen, bench.settings.timeout_scale)
     ends = [r.got.finish for r in seen.requests if r.got]
     wrong = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.handover import first_difference
+from pytest_kvconform.rigs.engine.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._observations import moved, settled
 from pytest_kvconform.suite.engine._scenarios import handovers

@@ -16,7 +16,7 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
     """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
     seen = settled(bench, scenario)
     try:
-        ends = bench.leftovers()
+        ends = bench.engine.leftovers(bench.cell)
     except EngineFailed as failed:
         if failed.how == "refused":
             on = f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"

@@ -13,7 +13,7 @@ from pytest_kvconform.suite.engine._scenarios import has_state, has_window
 def engines_start(bench: Bench, _: None) -> Evidence:
     """Both engines start."""
     try:
-        p, d = bench.facts_of_engines()
+        p, d = bench.engine.facts_of_engines(bench.cell)
     except EngineFailed as failed:
         finding = Finding(
             rule="KV-START-001",
@@ -41,7 +41,7 @@ def engines_start(bench: Bench, _: None) -> Evidence:
 def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
     """The hybrid memory allocator stays on: vLLM turns it off in silence for a class that does not inherit SupportsHMA."""
     try:
-        facts = bench.facts_of_engines()
+        facts = bench.engine.facts_of_engines(bench.cell)
     except EngineFailed as failed:
         raise _stands_on_start(bench, failed) from None
     for role, engine in zip("PD", facts, strict=True):

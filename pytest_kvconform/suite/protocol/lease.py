@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
-from pytest_kvconform.rigs.bench import RELEASE_S, Bench
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
@@ -30,7 +31,7 @@ WAITS = {"waiting": "before it was scheduled", "loading": "for its load to end"}
 
 def _look(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     has_peers(bench)
-    bench.pattern.peers.needs_short_lease()
+    bench.peers.require_short_lease()
     return look(bench, name, rule, owns)
 
 
@@ -71,7 +72,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     """P gives back what nobody comes for, not before its lease is over, soon after, and once."""
     seen = _look(bench, "late", "KV-LEASE-002", "")
-    handed, lease = seen.handed["late"], bench.pattern.peers.lease_s
+    handed, lease = seen.handed["late"], bench.peers.lease_s
     kept = seen.numbers["freed"] - handed.added
     if not seen.numbers["freed"]:
         raise violation(
@@ -107,7 +108,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
         looked_at += all_right(
             "KV-LEASE-003",
             seen,
-            bench.pattern.peers.lease_s,
+            bench.peers.lease_s,
             {"after": f"{COMES[name]}: the next request of D"},
         )
     return evidence(looked_at, "rows", seen)
@@ -119,7 +120,7 @@ def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     seen = _look(bench, variant, "KV-LEASE-004", "P D6")
     if seen.slow:
         raise Blocked(seen.slow)
-    ended, lease = seen.requests[variant], bench.pattern.peers.lease_s
+    ended, lease = seen.requests[variant], bench.peers.lease_s
     if (what := became(ended)) != RIGHT:
         words = {STUCK: "did not end", WRONG: "was given what stood in the blocks by then"}.get(
             what, "was not given what P had computed"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, HarnessError
-from pytest_kvconform.rigs.bench import REQUEST_S, Bench
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.context import REQUEST_S
 from pytest_kvconform.rigs.peers.scenarios import QUESTIONS, STALL_S
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
@@ -49,7 +50,7 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     all_right(
         "KV-PEER-001",
         seen,
-        bench.pattern.peers.lease_s,
+        bench.peers.lease_s,
         {"after": f"after this: {PLACES[variant]}: the next request of D"},
     )
     return evidence(len(seen.requests), "requests", seen)
@@ -74,7 +75,7 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
     seen = look(bench, story, rule, "")
     bad = seconds(seen.requests["bad"])
     for name, words in others.items():
-        if bad > bench.pattern.peers.patience(NOTICEABLE_S) and seconds(seen.requests[name]) > HELD_UP * bad:
+        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(seen.requests[name]) > HELD_UP * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(seen.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
@@ -83,7 +84,7 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
                 diagnosis="one peer that cannot be reached holds up requests that have nothing to do with it",
             )
     if "good" in others:
-        all_right(rule, seen, bench.pattern.peers.lease_s, {"good": others["good"]})
+        all_right(rule, seen, bench.peers.lease_s, {"good": others["good"]})
     return evidence(len(others), "requests", seen)
 
 
@@ -106,7 +107,7 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     all_right(
         "KV-PEER-002",
         seen,
-        bench.pattern.peers.lease_s,
+        bench.peers.lease_s,
         {new: f"P was started anew on the same port: a request of {who} for what the new engine has"},
     )
     return evidence(2, "requests", seen)
@@ -123,7 +124,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"]),
     )
     what = {"meeting": "D met it", "reading": "D read from it"}[variant]
-    stall = bench.pattern.peers.patience(STALL_S)
+    stall = bench.peers.patience(STALL_S)
     if longest >= stall / 2:
         if noise >= stall / 4:
             raise Blocked(
@@ -139,7 +140,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     all_right(
         "KV-PEER-005",
         seen,
-        bench.pattern.peers.lease_s,
+        bench.peers.lease_s,
         {variant: f"P stood still for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))
@@ -153,5 +154,5 @@ def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     if sent < QUESTIONS // 2:
         raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
     words = f"after {sent} messages that make no sense to the port on which P listens, a request of a D that P has not met before"
-    rows = all_right("KV-SIDE-001", seen, bench.pattern.limits.request, {"stranger": words})
+    rows = all_right("KV-SIDE-001", seen, bench.context.deadlines.request, {"stranger": words})
     return evidence(rows, "rows", seen, messages=sent, ports=int(seen.numbers["ports"]))

@@ -6,7 +6,8 @@ from collections import Counter
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, Violation
-from pytest_kvconform.rigs.bench import RELEASE_S, Bench
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.peers.messages import Watched
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
@@ -47,7 +48,7 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     all_right(
         "KV-RANK-001",
         seen,
-        bench.pattern.peers.lease_s,
+        bench.peers.lease_s,
         {name: f"request {ended.id} of D" for name, ended in seen.requests.items()},
     )
     return evidence(looked_at, "reports", seen)
@@ -97,7 +98,7 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
             seen,
         )
     seen = look(bench, story, "KV-RANK-002", OWNS)
-    all_right("KV-RANK-002", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    all_right("KV-RANK-002", seen, bench.peers.lease_s, {"last": "the next request of D"})
     named = sum(len(_counts(watched, where)) for watched in engine(seen, ENGINES[role]).watched)
     return evidence(named + len(seen.ids), "requests", seen)
 
@@ -155,7 +156,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             seen,
             request,
         )
-    all_right("KV-RANK-003", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    all_right("KV-RANK-003", seen, bench.peers.lease_s, {"last": "the next request of D"})
     return evidence(looked_at, "calls", seen, reports=len(told))
 
 
@@ -175,7 +176,7 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     all_right(
         "KV-RANK-004",
         seen,
-        bench.pattern.peers.lease_s,
+        bench.peers.lease_s,
         {"quiet": "a request of a D that had nothing to compute"},
     )
     return evidence(sum(watched.idle for watched in engine(seen, ENGINES["D"]).watched), "steps", seen)
@@ -208,7 +209,7 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
             diagnosis="loads of aborted requests are forgotten instead of reported in finished_recving",
         )
     _audited(seen)
-    all_right("KV-RANK-005", seen, bench.pattern.peers.lease_s, {"last": "the next request of D"})
+    all_right("KV-RANK-005", seen, bench.peers.lease_s, {"last": "the next request of D"})
     return evidence(seen.usage["after"].total_blocks, "blocks", seen)
 
 
