@@ -59,7 +59,7 @@ def accept_prefill_of_one_token() -> None:
 
     On CPUs with AVX512-BF16 the kernel asks for rows whose stride is their width. One row that was cut out of a wider
     projection keeps the wider stride, because `Tensor.contiguous` takes every single row for contiguous, and the
-    kernel raises "expect x to be transposed" (docs/findings.md). With AMX the projection is as wide as its rows.
+    kernel raises "expect x to be transposed" (docs/findings.md).
     """
     from vllm import _custom_ops
 
