@@ -1,5 +1,7 @@
-"""From the matrix to cells: which families run at which topologies. The lists themselves are in `engine.toml` (engine
-rig), `bytes.toml` (byte rig) and `scheduler.toml` (scheduler rig)."""
+"""From the matrix to cells: which models run at which topologies on each rig.
+
+The lists are in one file for each rig: `engine.toml`, `bytes.toml`, `peers.toml` and `scheduler.toml`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,15 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
 
-ENGINE_FILE = Path(__file__).with_name("engine.toml")
-BYTES_FILE = Path(__file__).with_name("bytes.toml")
-SCHEDULER_FILE = Path(__file__).with_name("scheduler.toml")
+MATRICES = ("quick", "full")
+RIGS = ("engine", "bytes", "scheduler", "peers")
 
 
 class MatrixError(ValueError):
@@ -33,16 +34,8 @@ class Place(NamedTuple):
 
     family: str  # of the engine rig a family id, of the others a geometry id
     topology: str
-    setup: str = ""  # not of the engine rig: a word of bytes.toml
-    rig: str = "engine"  # or "bytes" or "scheduler"
-
-
-class Matrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each matrix of the engine rig: family id -> topologies."""
-
-    quick: dict[str, list[str]]
-    full: dict[str, list[str]]
-    nightly: dict[str, list[str]]
+    setup: str = ""  # a word of bytes.toml; "" for the engine rig
+    rig: str = "engine"  # one of RIGS
 
 
 class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,28 +57,36 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Side = Side()
 
 
-class ByteMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each matrix of the byte rig: geometry id -> setup -> topologies."""
+class EngineMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`engine.toml`. Each matrix: family id -> topologies."""
+
+    quick: dict[str, list[str]]
+    full: dict[str, list[str]]
+
+
+class SetupMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`scheduler.toml` or `peers.toml`. Each matrix: geometry id -> setup of bytes.toml -> topologies."""
+
+    quick: dict[str, dict[str, list[str]]]
+    full: dict[str, dict[str, list[str]]]
+
+
+class ByteMatrices(SetupMatrices, frozen=True, forbid_unknown_fields=True):
+    """`bytes.toml`: setups, and the matrices of the byte rig."""
 
     setups: dict[str, Setup]
-    quick: dict[str, dict[str, list[str]]]
-    full: dict[str, dict[str, list[str]]]
 
 
-class SchedulerMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each matrix of the scheduler rig: geometry id -> setup of bytes.toml -> topologies."""
-
-    quick: dict[str, dict[str, list[str]]]
-    full: dict[str, dict[str, list[str]]]
+Matrices = TypeVar("Matrices", EngineMatrices, SetupMatrices, ByteMatrices)
 
 
 def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
     """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose everything.
 
-    A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can have no cell in common: then
-    the list is empty. Raises UnknownName.
+    A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can have no cell
+    in common: then the list is empty. Raises UnknownName.
     """
-    _know("matrix", matrix, msgspec.structs.asdict(load_matrices()))
+    _know("matrix", matrix, MATRICES)
     chosen = _places(matrix)
     words = {
         place: {place.family, *([load_geometries()[place.family].family] if place.rig != "engine" else [])}
@@ -99,9 +100,7 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
         )
     for topology in topologies:
         parse_topology(topology)
-        elsewhere = [
-            name for name in msgspec.structs.asdict(load_matrices()) if topology in _topologies(_places(name))
-        ]
+        elsewhere = [name for name in MATRICES if topology in _topologies(_places(name))]
         if matrix not in elsewhere and elsewhere:
             raise UnknownName(
                 f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}"
@@ -115,20 +114,18 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
 
 
 def _places(matrix: str) -> list[Place]:
-    """Every cell of one matrix. Only the engine rig has something of its own for the nightly one: bytes are the same on any day."""
-    engine: dict[str, list[str]] = getattr(load_matrices(), matrix)
-    name = "full" if matrix == "nightly" else matrix
-    others: dict[str, dict[str, dict[str, list[str]]]] = {
-        "bytes": getattr(load_byte_matrices(), name),
-        "scheduler": getattr(load_scheduler_matrices(), name),
-    }
-    return [Place(family, topology) for family, row in engine.items() for topology in row] + [
-        Place(geometry, topology, setup, rig)
-        for rig, rows in others.items()
-        for geometry, setups in rows.items()
-        for setup, row in setups.items()
-        for topology in row
-    ]
+    """Every cell of one matrix."""
+    engine: dict[str, list[str]] = getattr(load_engine_matrices(), matrix)
+    places = [Place(family, topology) for family, row in engine.items() for topology in row]
+    for rig in RIGS[1:]:
+        rows: dict[str, dict[str, list[str]]] = getattr(load_setup_matrices(rig), matrix)
+        places += [
+            Place(geometry, topology, setup, rig)
+            for geometry, setups in rows.items()
+            for setup, row in setups.items()
+            for topology in row
+        ]
+    return places
 
 
 def parse_topology(topology: str) -> tuple[int, int]:
@@ -149,61 +146,55 @@ def _topologies(places: Iterable[Place]) -> list[str]:
     return sorted({place.topology for place in places})
 
 
+def matrix_file(rig: str) -> Path:
+    """The matrix file of a rig."""
+    return Path(__file__).with_name(f"{rig}.toml")
+
+
 @functools.cache
-def load_matrices() -> Matrices:
+def load_engine_matrices() -> EngineMatrices:
     """The matrices of `engine.toml`. Raises MatrixError."""
-    return read_matrices(ENGINE_FILE)
-
-
-def read_matrices(path: Path) -> Matrices:
-    """Read a matrix file. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
-    try:
-        matrices = msgspec.toml.decode(path.read_bytes(), type=Matrices)
-        for name, rows in msgspec.structs.asdict(matrices).items():
-            for family, row in rows.items():
-                _know(f"family for {name}.{family}", family, load_families())
-                for topology in row:
-                    parse_topology(topology)
-    except (msgspec.MsgspecError, UnknownName) as error:
-        raise MatrixError(f"{path.name}: {error}") from error
-    return matrices
+    return read_matrices(matrix_file("engine"), EngineMatrices)
 
 
 @functools.cache
 def load_byte_matrices() -> ByteMatrices:
     """The setups and matrices of `bytes.toml`. Raises MatrixError."""
-    return read_byte_matrices(BYTES_FILE)
-
-
-def read_byte_matrices(path: Path) -> ByteMatrices:
-    """Read a matrix file of the byte rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
-    try:
-        matrices = msgspec.toml.decode(path.read_bytes(), type=ByteMatrices)
-        _check_rows(matrices, matrices.setups)
-    except (msgspec.MsgspecError, UnknownName) as error:
-        raise MatrixError(f"{path.name}: {error}") from error
-    return matrices
+    return read_matrices(matrix_file("bytes"), ByteMatrices)
 
 
 @functools.cache
-def load_scheduler_matrices() -> SchedulerMatrices:
-    """The matrices of `scheduler.toml`. Raises MatrixError."""
-    return read_scheduler_matrices(SCHEDULER_FILE)
+def load_setup_matrices(rig: str) -> SetupMatrices:
+    """The matrices of any other rig than "engine". Raises MatrixError."""
+    return load_byte_matrices() if rig == "bytes" else read_matrices(matrix_file(rig), SetupMatrices)
 
 
-def read_scheduler_matrices(path: Path) -> SchedulerMatrices:
-    """Read a matrix file of the scheduler rig. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
+def read_matrices(path: Path, kind: type[Matrices]) -> Matrices:
+    """Read a matrix file. Raises MatrixError naming the file and the key; OSError if it cannot be read."""
     try:
-        matrices = msgspec.toml.decode(path.read_bytes(), type=SchedulerMatrices)
-        _check_rows(matrices, load_byte_matrices().setups)
+        matrices = msgspec.toml.decode(path.read_bytes(), type=kind)
+        if isinstance(matrices, EngineMatrices):
+            _check_families(matrices)
+        else:
+            known = matrices.setups if isinstance(matrices, ByteMatrices) else load_byte_matrices().setups
+            _check_geometries(matrices, known)
     except (msgspec.MsgspecError, UnknownName) as error:
         raise MatrixError(f"{path.name}: {error}") from error
     return matrices
 
 
-def _check_rows(matrices: ByteMatrices | SchedulerMatrices, known: dict[str, Setup]) -> None:
+def _check_families(matrices: EngineMatrices) -> None:
+    """Raise UnknownName unless families and topologies are known."""
+    for name in MATRICES:
+        for family, row in getattr(matrices, name).items():
+            _know(f"family for {name}.{family}", family, load_families())
+            for topology in row:
+                parse_topology(topology)
+
+
+def _check_geometries(matrices: SetupMatrices, known: dict[str, Setup]) -> None:
     """Raise UnknownName unless geometries, setups and topologies are known."""
-    for name in ("quick", "full"):
+    for name in MATRICES:
         for geometry, setups in getattr(matrices, name).items():
             _know(f"geometry for {name}.{geometry}", geometry, load_geometries())
             for setup, row in setups.items():

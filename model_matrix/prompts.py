@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from model_matrix.families import Family
 
-BLOCKS = {"quick": 2, "full": 6, "nightly": 6}  # how many block boundaries are visited from both sides
-LAYOUTS = {
-    "quick": 2,
-    "full": 4,
-    "nightly": 4,
-}  # how many times a window begins exactly at a block, from both sides
+# How many block boundaries are visited from both sides, and how many times a window begins exactly at a block.
+BLOCKS = {"quick": 2, "full": 6}
+LAYOUTS = {"quick": 2, "full": 4}
 
 
 def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, ...]:
     """Prompt lengths in tokens, sorted, each once. `block_size` is the tokens a block really has in the engine.
 
     The longest is below 7 * block_size, or else one token past the last layout of a window.
-    Raises ValueError for a block size below 2, and KeyError for a matrix that is not quick, full or nightly.
+    Raises ValueError for a block size below 2, and KeyError for a matrix that is not quick or full.
     """
     if block_size < 2:
         raise ValueError(f"a block of {block_size} tokens has no inside")

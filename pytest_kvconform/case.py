@@ -1,4 +1,4 @@
-"""`@case` is the only way to become a case of the suite. A case is a function of a bench; what varies is data."""
+"""`@case` is the only way to become a case of the suite. A case is a function of a bench; its variants are data."""
 
 from __future__ import annotations
 
@@ -12,55 +12,62 @@ from pytest_kvconform.result import Cell, Evidence
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
-RIGS = {
-    "interface": "scheduler",
-    "protocol": "scheduler",
-    "bytes": "bytes",
-}  # tier -> rig in whose cells it runs; others: "engine"
-Body = Callable[
-    ..., Evidence
-]  # body(bench, variant): returns evidence, or raises Violation, Blocked, NotApplicable, HarnessError
+# Tier -> rigs of its cases. A case that names no rig runs on the only one of its tier. Cells of a rig: model_matrix/<rig>.toml.
+RIGS_OF_TIERS = {
+    "interface": ("scheduler",),
+    "protocol": ("scheduler", "peers"),
+    "bytes": ("bytes",),
+    "engine": ("engine",),
+}
+# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation, Blocked,
+# NotApplicable or HarnessError.
+Body = Callable[..., Evidence]
 
 
 @dataclass(frozen=True)
 class Case:
     """One registered case; the plugin makes one pytest item for each of its cells and variants."""
 
-    name: str  # the function's name: "arrive"
+    name: str  # the function's name: "rows_arrive"
     rule: str  # id of the rule it checks: "KV-BYTES-001"
     tier: str  # the folder of its module: "engine"
-    body: Body
-    applies: Callable[[Cell], bool]  # whether the case has a meaning there
+    rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers" or "scheduler"
+    body: Body  # body(bench, variant)
+    applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
     variants: Callable[
         [Cell, str], Iterable[Any]
-    ]  # (cell, matrix) -> the scenarios; str(variant) is the last word of the id
-    inside: bool = False  # it runs in a process of its own, and needs none of the cell's engines
+    ]  # (cell, matrix) -> variants; str(variant) is the last word of the id
 
 
 def case(
     rule: str,
     *,
+    rig: str = "",
     applies: Callable[[Cell], bool] = lambda cell: True,
     variants: Callable[[Cell, str], Iterable[Any]] = lambda cell, matrix: (None,),
-    inside: bool = False,
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 
-    The function is called as `body(bench, variant)` and must return Evidence. With `inside` it is called as `body(rig, variant)` in a
-    process of its own that has vLLM, see pytest_kvconform/rigs/scheduler/rig.py; the variant travels there.
+    The function is called as `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is called as
+    `body(rig, variant)` in a process of its own that has vLLM, see pytest_kvconform/rigs/scheduler/rig.py; the variant
+    travels there. Raises ValueError if the rig has to be named and is not.
     """
 
     def register(body: Body) -> Body:
         tier = body.__module__.split(".")[-2]
-        run = _inside(body, rule) if inside else body
-        run.kv_case = Case(body.__name__, rule, tier, run, applies, variants, inside)  # type: ignore[attr-defined]
+        rigs = RIGS_OF_TIERS.get(tier, ("engine",))
+        if not rig and "scheduler" in rigs:
+            raise ValueError(f"{body.__name__}: a case of tier {tier} names its rig: {', '.join(rigs)}")
+        where = rig or rigs[0]
+        run = _on_scheduler_rig(body, rule) if where == "scheduler" else body
+        run.kv_case = Case(body.__name__, rule, tier, where, run, applies, variants)  # type: ignore[attr-defined]
         return run
 
     return register
 
 
-def _inside(body: Body, rule: str) -> Body:
-    """A body that runs another one on the scheduler rig; that one is its `__wrapped__`."""
+def _on_scheduler_rig(body: Body, rule: str) -> Body:
+    """A function of a bench that runs `body` in the scheduler host process; `body` is its `__wrapped__`."""
 
     @functools.wraps(body)
     def run(bench: Bench, variant: Any) -> Evidence:
@@ -69,5 +76,4 @@ def _inside(body: Body, rule: str) -> Body:
     return run
 
 
-# The plugin hands every body a Bench: what runs the case. See pytest_kvconform/rigs/bench.py.
-__all__ = ["RIGS", "Bench", "Body", "Case", "case"]
+__all__ = ["RIGS_OF_TIERS", "Body", "Case", "case"]

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from pytest_kvconform import features, loading, rules
-from pytest_kvconform.case import RIGS, Case
+from pytest_kvconform.case import Case
 from pytest_kvconform.result import Cell
 from pytest_kvconform.settings import BadSetting, Settings, did_you_mean
 
@@ -137,14 +137,14 @@ def tier_order(tier: str) -> tuple[int, str]:
 
 
 def _cases_of(places: Iterable[Any], matrix: str) -> list[PlannedCase]:
-    cells: dict[str, list[Cell]] = {rig: [] for rig in ("engine", "bytes", "scheduler")}
+    cells: dict[str, list[Cell]] = {}
     for place in places:
-        cells[place.rig].append(Cell(place.family, place.topology, place.setup))
+        cells.setdefault(place.rig, []).append(Cell(place.family, place.topology, place.setup))
     planned = [
         PlannedCase(module, case, cell, variant)
         for module in module_names()
         for case in load_module(module)[1]
-        for cell in cells[RIGS.get(case.tier, "engine")]
+        for cell in cells.get(case.rig, ())
         if case.applies(cell)
         for variant in case.variants(cell, matrix)
     ]

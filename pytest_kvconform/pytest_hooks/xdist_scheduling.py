@@ -16,17 +16,18 @@ class CellScheduling(LoadScopeScheduling):
 
     def __init__(self, config: Any, log: Any):
         super().__init__(config, log)
-        self._inside = {
+        self._on_scheduler_rig = {
             f"{PREFIX}{module}::{case.name}"
             for module in module_names()
             for case in load_module(module)[1]
-            if case.inside
+            if case.rig == "scheduler"
         }
 
     def _split_scope(self, nodeid: str) -> str:
         if not (cell := cell_of_id(nodeid)):
             return str(super()._split_scope(nodeid))
-        return f"{PREFIX}{'inside' if nodeid.partition('[')[0] in self._inside else ''}[{cell}]"
+        rig = "scheduler" if nodeid.partition("[")[0] in self._on_scheduler_rig else ""
+        return f"{PREFIX}{rig}[{cell}]"
 
     def _assign_work_unit(self, node: Any) -> None:
         """Cells with states come first: they have few cases, which take long, and xdist would leave them for the end, for one worker."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix import Family, Geometry, UnknownName, expand, load_families, load_geometries
-from pytest_kvconform.case import RIGS
+from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
 from pytest_kvconform.rigs.processes.zygote import SOCKET
@@ -63,7 +63,8 @@ class Zygote:
 
 def start_zygote(settings: Settings, subject: Subject) -> Zygote:
     """Start the background process; its imports go on while pytest collects."""
-    rigs = {RIGS.get(tier, "engine") for tier in settings.tier} or {"engine", "bytes", "scheduler"}
+    tiers = settings.tier or RIGS_OF_TIERS
+    rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
     models: dict[str, dict[str, Family] | dict[str, Geometry]] = {
         "engine": load_families(),
         "bytes": load_geometries(),

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from model_matrix import load_families
-from model_matrix.cells import read_matrices
+from model_matrix.cells import EngineMatrices, read_matrices
 from model_matrix.families import Family
 from pytest_kvconform import rules
 from pytest_kvconform.declaration import check_known
@@ -271,11 +271,11 @@ def test_connectors_of_vllm_are_named() -> None:
 def test_the_lines_for_the_matrix(tmp_path: Path) -> None:
     (tmp_path / "engine.toml").write_text(blocks(PAGES["docs/families.md"], "toml")[0])
     example, real = (
-        msgspec.structs.asdict(read_matrices(tmp_path / "engine.toml")),
+        msgspec.structs.asdict(read_matrices(tmp_path / "engine.toml", EngineMatrices)),
         (ROOT / "model_matrix" / "engine.toml"),
     )
     for matrix, rows in example.items():
-        assert rows["llama"] == getattr(read_matrices(real), matrix)["llama"]
+        assert rows["llama"] == getattr(read_matrices(real, EngineMatrices), matrix)["llama"]
 
 
 def test_the_record_of_a_rule(tmp_path: Path) -> None:

@@ -3,17 +3,16 @@
 import pytest
 
 from model_matrix.cells import (
-    BYTES_FILE,
-    ENGINE_FILE,
-    SCHEDULER_FILE,
+    ByteMatrices,
+    EngineMatrices,
     MatrixError,
+    SetupMatrices,
     UnknownName,
     expand,
     load_byte_matrices,
+    matrix_file,
     parse_topology,
-    read_byte_matrices,
     read_matrices,
-    read_scheduler_matrices,
 )
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
@@ -39,10 +38,10 @@ def test_quick_is_every_family_in_both_directions():
 
 
 def test_each_matrix_holds_the_one_before():
-    quick, full, nightly = (engine(matrix) for matrix in ("quick", "full", "nightly"))
+    quick, full = (engine(matrix) for matrix in ("quick", "full"))
     assert set(full) - set(quick) == {(family, "P2D2") for family in load_families()}
-    assert set(full) < set(nightly)
-    assert len(set(nightly)) == len(nightly)
+    assert set(quick) < set(full)
+    assert len(set(full)) == len(full)
 
 
 def test_selections_narrow():
@@ -50,7 +49,7 @@ def test_selections_narrow():
     assert engine("full", topologies=["P2D2"]) == [
         (family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")
     ]
-    assert engine("nightly", ["qwen3_5"], ["P1D4"]) == []
+    assert engine("full", ["qwen3_5"], ["P1D4"]) == []
 
 
 def test_a_family_selects_its_geometries_and_a_geometry_itself():
@@ -68,7 +67,7 @@ def test_the_byte_rig_sees_every_family_in_quick_and_every_geometry_in_full():
         geometry.family for geometry in geometries.values()
     }
     assert {place[0] for place in pairs("full")} == set(geometries)
-    assert set(pairs("quick")) <= set(pairs("full")) == set(pairs("nightly"))
+    assert set(pairs("quick")) <= set(pairs("full"))
     assert {place[2] for place in pairs("full")} == set(load_byte_matrices().setups)
 
 
@@ -89,15 +88,15 @@ def test_every_pair_is_possible():
     ],
 )
 def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, said):
-    assert old in BYTES_FILE.read_text()
-    (tmp_path / "bytes.toml").write_text(BYTES_FILE.read_text().replace(old, new))
+    assert old in matrix_file("bytes").read_text()
+    (tmp_path / "bytes.toml").write_text(matrix_file("bytes").read_text().replace(old, new))
     with pytest.raises(MatrixError, match=f"^bytes.toml: .*({said})"):
-        read_byte_matrices(tmp_path / "bytes.toml")
+        read_matrices(tmp_path / "bytes.toml", ByteMatrices)
 
 
 def test_every_size_divides_the_model():
     """vLLM replicates KV heads where they are fewer than ranks, but for gpt_oss; everything else must divide."""
-    for family, topology in engine("nightly"):
+    for family, topology in engine("full"):
         config = load_families()[family].config
         for size in parse_topology(topology):
             sizes = [
@@ -114,14 +113,14 @@ def test_every_size_divides_the_model():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("quik",), "matrix called 'quik' (did you mean quick?); there are: quick, full, nightly"),
+        (("quik",), "matrix called 'quik' (did you mean quick?); there are: quick, full"),
         (
             ("quick", ["gema3"]),
             "called 'gema3' (did you mean gemma3?); there are: llama, gemma3, gpt_oss, qwen3_5, ",
         ),
         (("quick", ["Llama"]), "called 'Llama' (did you mean llama?)"),
         (("quick", ["xyz"]), "called 'xyz'; there are"),
-        (("quick", [], ["P4D4"]), "topology 'P4D4' is not in the quick matrix, but in: full, nightly"),
+        (("quick", [], ["P4D4"]), "topology 'P4D4' is not in the quick matrix, but in: full"),
         (("quick", [], ["P1D3"]), "(did you mean P1D2?)"),
         (("quick", [], ["p1d2"]), "'p1d2' is no topology (did you mean P1D2?)"),
     ],
@@ -156,10 +155,10 @@ def test_no_topology(word):
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, old, new, said):
-    assert old in ENGINE_FILE.read_text()
-    (tmp_path / "engine.toml").write_text(ENGINE_FILE.read_text().replace(old, new))
+    assert old in matrix_file("engine").read_text()
+    (tmp_path / "engine.toml").write_text(matrix_file("engine").read_text().replace(old, new))
     with pytest.raises(MatrixError, match=f"^engine.toml: .*({said})"):
-        read_matrices(tmp_path / "engine.toml")
+        read_matrices(tmp_path / "engine.toml", EngineMatrices)
 
 
 def test_cells_of_the_scheduler_rig_are_cells_of_the_byte_rig_where_both_have_them():
@@ -174,8 +173,17 @@ def test_cells_of_the_scheduler_rig_are_cells_of_the_byte_rig_where_both_have_th
 
 
 def test_a_mistake_in_the_file_of_the_scheduler_rig_is_named(tmp_path):
-    (tmp_path / "scheduler.toml").write_text(SCHEDULER_FILE.read_text().replace("b16 =", "b17 =", 1))
+    (tmp_path / "scheduler.toml").write_text(
+        matrix_file("scheduler").read_text().replace("b16 =", "b17 =", 1)
+    )
     with pytest.raises(
-        MatrixError, match=r"^protocol\.toml: .*setup for quick\.llama3_1_8b\.b17.*did you mean b16"
+        MatrixError, match=r"^scheduler\.toml: .*setup for quick\.llama3_1_8b\.b17.*did you mean b16"
     ):
-        read_scheduler_matrices(tmp_path / "scheduler.toml")
+        read_matrices(tmp_path / "scheduler.toml", SetupMatrices)
+
+
+def test_cells_of_the_rig_of_peers_are_cells_of_the_byte_rig():
+    quick, full = (
+        {place[:3] for place in expand(matrix) if place.rig == "peers"} for matrix in ("quick", "full")
+    )
+    assert quick <= set(pairs("quick")) and full <= set(pairs("full")) and quick < full

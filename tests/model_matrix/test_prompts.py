@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from model_matrix.families import load_families
 from model_matrix.prompts import prompt_lengths
 
-MATRICES = st.sampled_from(["quick", "full", "nightly"])
+MATRICES = st.sampled_from(["quick", "full"])
 
 
 def windowed(window: int):

@@ -15,7 +15,7 @@ runs: list[int] = []
 DONE = Evidence(looked_at=1, unit="things")
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def hands_over(rig: Rig, variant: None) -> Evidence:
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(3 * p.block_size + 5)
@@ -49,7 +49,7 @@ def hands_over(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def remembers_calls(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     id = p.add(rig.prompt(5), rig.prefill_params(), max_tokens=3)
@@ -71,7 +71,7 @@ def remembers_calls(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
     d = rig.side("D", blocks=20)
     prompt = rig.prompt(3 * d.block_size)
@@ -96,7 +96,7 @@ def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def ends_as_it_is_told(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     stops, aborted, goes_on = (p.add(rig.prompt(9, seed=n), max_tokens=3, stop=n == 0) for n in range(3))
@@ -109,7 +109,7 @@ def ends_as_it_is_told(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def waits_for_every_rank(rig: Rig, variant: None) -> Evidence:
     p, d = rig.side("P"), rig.side("D", policy="recompute")
     _, id = rig.hand_over_and_load(p, d, rig.prompt(40))
@@ -123,7 +123,7 @@ def waits_for_every_rank(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-@case(RULE, variants=lambda cell, matrix: (), inside=True)
+@case(RULE, variants=lambda cell, matrix: (), rig="scheduler")
 def sees_what_is_left(rig: Rig, what: str) -> Evidence:
     """A case that plants a leak and says what the leak check said."""
     p = rig.side("P")
@@ -143,7 +143,7 @@ def sees_what_is_left(rig: Rig, what: str) -> Evidence:
     raise NotApplicable("; ".join(p.leaks()))
 
 
-@case(RULE, inside=True)
+@case(RULE, rig="scheduler")
 def fails(rig: Rig, how: str) -> Evidence:
     if how == "bug":
         raise ZeroDivisionError("ours")

@@ -1,6 +1,6 @@
 """What cases of the tiers interface and protocol run on: vLLM's real scheduler with the connector's scheduler half, and a scripted worker.
 
-A case that says `@case(RULE, inside=True)` is a function `case(rig: Rig, variant) -> Evidence` and runs in a process of its own, forked for
+A case that says `@case(RULE, rig="scheduler")` is a function `case(rig: Rig, variant) -> Evidence` and runs in a process of its own, forked for
 it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request, KVOutputAggregator, the KV cache groups of a real model. The
 scheduler builds the connector itself. There is no worker: the case says what one would report.
 

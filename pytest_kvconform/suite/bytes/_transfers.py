@@ -10,11 +10,10 @@ from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
-BOUNDARIES = {"quick": 2, "full": 3, "nightly": 3}  # how many block boundaries are visited from both sides
+BOUNDARIES = {"quick": 2, "full": 3}  # how many block boundaries are visited from both sides
 LAYOUTS = {
     "quick": 1,
     "full": 2,
-    "nightly": 3,
 }  # how many times a window begins exactly at a block, from both sides
 
 

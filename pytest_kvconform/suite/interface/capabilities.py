@@ -14,7 +14,7 @@ from pytest_kvconform.suite.interface._cells import once
 ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
 
 
-@case("KV-LAYOUT-001", inside=True)
+@case("KV-LAYOUT-001", rig="scheduler")
 def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
@@ -34,7 +34,7 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     return Evidence(looked_at=len(answers), unit="answers", notes={"layout": answers[0] or "any"})
 
 
-@case("KV-CAPS-001", applies=once, inside=True)
+@case("KV-CAPS-001", applies=once, rig="scheduler")
 def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
     """requires_piecewise_for_cudagraph answers with a bool, for no extra configuration and for the engine's own."""
     config = rig.host.vllm_config("P")
@@ -49,7 +49,7 @@ def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence
     return Evidence(looked_at=len(asked), unit="answers")
 
 
-@case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
+@case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
     """vLLM reads supports_divergent_local_hybrid_hits and requires_kv_delivery as attributes: a method would always be true."""
     connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
@@ -72,7 +72,7 @@ def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
     )
 
 
-@case("KV-CAPS-003", inside=True)
+@case("KV-CAPS-003", rig="scheduler")
 def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evidence:
     """The groups that a load fills are groups that are transferred; a hand-over of a request's own blocks fills them all."""
     d = rig.side("D")
@@ -106,7 +106,7 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
     return Evidence(looked_at=len(transferred), unit="groups", notes={"loaded": len(groups)})
 
 
-@case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), inside=True)
+@case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), rig="scheduler")
 def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
     """Events, pending work, hit sources and the cache's reset: before, during and after a request every answer is of its kind."""
     side = rig.side(role)

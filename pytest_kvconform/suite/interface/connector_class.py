@@ -19,7 +19,7 @@ from pytest_kvconform.suite.interface._calls import (
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
 
-@case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), inside=True)
+@case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
     """After the constructor the base class has the configuration, the role and the KV cache configuration that vLLM passed."""
     if which == "worker":
@@ -50,7 +50,7 @@ def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
     return Evidence(looked_at=len(given), unit="attributes")
 
 
-@case("KV-CLASS-002", applies=once, inside=True)
+@case("KV-CLASS-002", applies=once, rig="scheduler")
 def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
     """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
     found, signatures = connector_class(rig), 0
@@ -92,7 +92,7 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
     return Evidence(looked_at=signatures, unit="hooks")
 
 
-@case("KV-CLASS-003", applies=has_groups, inside=True)
+@case("KV-CLASS-003", applies=has_groups, rig="scheduler")
 def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     """The hybrid memory allocator is on if the class can finish all groups, and vLLM did not turn it off in silence."""
     found, hma = connector_class(rig), rig.host.spec.supports_hma

@@ -9,7 +9,7 @@ from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, Side
 from pytest_kvconform.suite.interface._cells import has_groups
 
 
-@case("KV-GROUPS-001", applies=has_groups, inside=True)
+@case("KV-GROUPS-001", applies=has_groups, rig="scheduler")
 def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     """With the last group marked as not transferred, none of its blocks stands in what P hands over or in what D is told to load."""
     p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))

@@ -25,7 +25,7 @@ Left = TypeVar("Left", dict[str, Any], list[int])
 MOMENT_S = 4.0  # that what was told to end may take to do so; times --kv-timeout-scale
 
 
-@case("KV-SHUTDOWN-001", applies=once, inside=True)
+@case("KV-SHUTDOWN-001", applies=once, rig="scheduler")
 def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
     """After a start and shutdown of both halves there is no thread, listening port or process that was not there before."""
     half = WorkerHalf(rig, "P")
@@ -61,7 +61,9 @@ def _left(known: set[str], ports: set[str]) -> dict[str, list[Any]]:
     return {what: things for what, things in found.items() if things}
 
 
-@case("KV-SHUTDOWN-002", applies=once, variants=lambda cell, matrix: ("started", "half_built"), inside=True)
+@case(
+    "KV-SHUTDOWN-002", applies=once, variants=lambda cell, matrix: ("started", "half_built"), rig="scheduler"
+)
 def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
     """shutdown() can be called again, and on halves that were built and never registered."""
     half = WorkerHalf(rig, "P")
@@ -80,7 +82,7 @@ def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
     return Evidence(looked_at=6, unit="calls of shutdown()")
 
 
-@case("KV-SHUTDOWN-003", applies=once, inside=True)
+@case("KV-SHUTDOWN-003", applies=once, rig="scheduler")
 def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
     """The same process starts a second engine on the same port, and holds no more files and memory after it than after the first one."""
     held, ports = Counter[str](), []

@@ -31,7 +31,7 @@ def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
     "KV-ROLE-001",
     applies=each_memory,
     variants=lambda cell, matrix: roles(cell, matrix) if once(cell) or matrix != "quick" else (),
-    inside=True,
+    rig="scheduler",
 )
 def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
     """The worker half is built, registered and asked what it publishes before there is a scheduler."""
@@ -43,7 +43,7 @@ def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
     )
 
 
-@case("KV-ROLE-002", variants=roles, inside=True)
+@case("KV-ROLE-002", variants=roles, rig="scheduler")
 def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
     """In a process without process groups, KV memory or a worker half, the scheduler half sees a request through to its end."""
     if has_process_groups() or has_worker_half():
@@ -67,7 +67,7 @@ def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"finish": side.results[id].finish or ""})
 
 
-@case("KV-LIFE-001", applies=each_memory, variants=roles, inside=True)
+@case("KV-LIFE-001", applies=each_memory, variants=roles, rig="scheduler")
 def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
     """Worker half, memory, scheduler half, count of reports, published metadata; then two steps in which nothing is computed."""
     half = WorkerHalf(rig, role)
@@ -89,7 +89,7 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
     return Evidence(looked_at=2, unit="steps", notes={"reports that make one": count or "one a rank"})
 
 
-@case("KV-LIFE-002", applies=once, variants=roles, inside=True)
+@case("KV-LIFE-002", applies=once, variants=roles, rig="scheduler")
 def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
     """vLLM's engine_id is left as it is, and every engine_id that a half or a part of it keeps is this one."""
     half = WorkerHalf(rig, role)
@@ -123,7 +123,7 @@ def _engine_ids(connector: Any) -> dict[str, str]:
     "KV-LIFE-003",
     applies=once,
     variants=lambda cell, matrix: ("no_rank", "one_rank", "two_stages"),
-    inside=True,
+    rig="scheduler",
 )
 def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidence:
     """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
@@ -155,7 +155,7 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
     return Evidence(looked_at=1, unit="calls", notes={"ranks": len(given)})
 
 
-@case("KV-LIFE-004", applies=once, inside=True)
+@case("KV-LIFE-004", applies=once, rig="scheduler")
 def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     """A second engine with the port of the first one: the start raises or finds another port, and does not wait for ever."""
     half = WorkerHalf(rig, "P")
@@ -187,7 +187,7 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     )
 
 
-@case("KV-WIRE-001", applies=once, variants=roles, inside=True)
+@case("KV-WIRE-001", applies=once, variants=roles, rig="scheduler")
 def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     """What the worker half publishes, and what it says at the end of a step, are of vLLM's classes and survive pickling."""
     half = WorkerHalf(rig, role)
@@ -225,7 +225,9 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     return Evidence(looked_at=len(given), unit="answers", notes=dict.fromkeys(given, "survives"))
 
 
-@case("KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), inside=True)
+@case(
+    "KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), rig="scheduler"
+)
 def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     """Every layer of the model is registered, beside a name in no group whose tensor is another layer's."""
     half = WorkerHalf(rig, "P")
@@ -246,7 +248,7 @@ def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     "KV-LAYOUT-002",
     applies=once,
     variants=lambda cell, matrix: ("LBHNC", "LBNHC") if matrix == "quick" else ("LBHNC", "LBNHC", "BLHNC"),
-    inside=True,
+    rig="scheduler",
 )
 def register_kv_caches_takes_resolved_layout(rig: Rig, layout: str) -> Evidence:
     """Whatever the connector asked for, it registers memory in the layout that vLLM resolved, and works in a step."""

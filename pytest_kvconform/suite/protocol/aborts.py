@@ -19,7 +19,7 @@ ENDED = "request_finished"
 STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running", "preempted")
 
 
-@case("KV-ABORT-001", variants=spread(*STATES), inside=True)
+@case("KV-ABORT-001", variants=spread(*STATES), rig="scheduler")
 def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     """One of two requests of D is aborted: the other one loads and ends as ever, the report of the first may come late, nothing is left."""
     hands_over(rig)
@@ -78,7 +78,7 @@ def _bring(d: Side, id: str, state: str) -> None:
             d.step()
 
 
-@case("KV-ABORT-002", variants=spread("waiting", "asked"), inside=True)
+@case("KV-ABORT-002", variants=spread("waiting", "asked"), rig="scheduler")
 def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     """D gives a request up before it had a block: P, which keeps blocks for it, is told."""
     hands_over(rig)

@@ -25,7 +25,7 @@ def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
     return ("empty", *endings(cell, matrix))
 
 
-@case("KV-META-001", variants=_situations, inside=True)
+@case("KV-META-001", variants=_situations, rig="scheduler")
 def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
     """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too. The recorder judges each."""
     if situation == "empty":
@@ -38,7 +38,7 @@ def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
     return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
 
 
-@case("KV-META-002", variants=spread("P", "D"), inside=True)
+@case("KV-META-002", variants=spread("P", "D"), rig="scheduler")
 def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) -> Evidence:
     """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
     side = crowd(rig, role)
@@ -54,7 +54,7 @@ def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) 
     return Evidence(looked_at=len(side.calls_of(BUILT)), unit="steps")
 
 
-@case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), inside=True)
+@case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), rig="scheduler")
 def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     """The blocks that a load is to fill stand in the metadata of one step."""
     hands_over(rig)
@@ -77,7 +77,7 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
-@case("KV-META-003", variants=endings, inside=True)
+@case("KV-META-003", variants=endings, rig="scheduler")
 def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     """After its end a request is in the metadata of one step at most: to be sent, to be given up, to be told to P."""
     side, id, sides = end(rig, ending)
@@ -92,7 +92,7 @@ def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=4, unit="steps")
 
 
-@case("KV-META-003", inside=True)
+@case("KV-META-003", rig="scheduler")
 def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
     hands_over(rig)
@@ -108,7 +108,7 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=2, unit="steps")
 
 
-@case("KV-META-004", variants=spread("prefill", "decode"), inside=True)
+@case("KV-META-004", variants=spread("prefill", "decode"), rig="scheduler")
 def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
     """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
     hands_over(rig)

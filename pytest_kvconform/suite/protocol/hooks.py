@@ -28,7 +28,7 @@ SOON_S = (
 SILENT = 20  # steps in which no worker reports anything
 
 
-@case("KV-HOOK-001", variants=endings, inside=True)
+@case("KV-HOOK-001", variants=endings, rig="scheduler")
 def no_hook_raises(rig: Rig, ending: str) -> Evidence:
     """From its arrival to the end of a request no hook raises."""
     _, _, sides = end(rig, ending)
@@ -38,7 +38,7 @@ def no_hook_raises(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=sum(len(side.calls) for side in sides), unit="calls")
 
 
-@case("KV-HOOK-002", variants=spread("loading", "kept"), inside=True)
+@case("KV-HOOK-002", variants=spread("loading", "kept"), rig="scheduler")
 def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     """While a load, or the blocks of an end, wait for workers that report nothing, every hook comes back soon, and others go on."""
     p = side = rig.side("P")
@@ -72,7 +72,7 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})
 
 
-@case("KV-HOOK-003", variants=spread("P", "D"), inside=True)
+@case("KV-HOOK-003", variants=spread("P", "D"), rig="scheduler")
 def scheduler_assertions_hold(rig: Rig, role: str) -> Evidence:
     """With requests of every kind at once, what the connector answers and does never makes vLLM's own assertions fail."""
     side = crowd(rig, role)

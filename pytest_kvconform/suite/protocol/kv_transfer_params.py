@@ -42,7 +42,7 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
 # ---- requests that are none of its business ----------------------------------------------------------------------------------
 
 
-@case("KV-PARAMS-001", variants=_strangers, inside=True)
+@case("KV-PARAMS-001", variants=_strangers, rig="scheduler")
 def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     """Of a request without params, or with keys of somebody else, the connector takes no notice."""
     hands_over(rig)
@@ -67,7 +67,7 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
 # ---- what a hand-over needs --------------------------------------------------------------------------------------------------
 
 
-@case("KV-PARAMS-003", applies=_one_rank, inside=True)
+@case("KV-PARAMS-003", applies=_one_rank, rig="scheduler")
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
     hands_over(rig)
@@ -93,7 +93,7 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
 
 
-@case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), inside=True)
+@case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), rig="scheduler")
 def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     """On its way through a router a dict may change its order, gain keys and go through JSON again: D loads the same."""
     hands_over(rig)
@@ -146,13 +146,13 @@ def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
     return list(OF_LISTS) if one_group(cell) else ["missing", "emptied", "shorter", "longer"]
 
 
-@case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, inside=True)
+@case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def corrupted_params_fail_only_their_request(rig: Rig, how: str) -> Evidence:
     """Each field of P's answer in turn is not what it should be. D's engine lives; the request is computed, fails, or loads what P has."""
     return _each_field(rig, how, lists=False)
 
 
-@case("KV-PARAMS-002", variants=_ways_of_lists, inside=True)
+@case("KV-PARAMS-002", variants=_ways_of_lists, rig="scheduler")
 def corrupted_lists_fail_only_their_request(rig: Rig, how: str) -> Evidence:
     """The same for fields that hold lists, as block ids do."""
     return _each_field(rig, how, lists=True)
@@ -173,7 +173,7 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     )
 
 
-@case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, inside=True)
+@case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
     """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
     hands_over(rig)
@@ -183,7 +183,7 @@ def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
     )
 
 
-@case("KV-PARAMS-005", applies=_one_rank, inside=True)
+@case("KV-PARAMS-005", applies=_one_rank, rig="scheduler")
 def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
     hands_over(rig)

@@ -45,7 +45,7 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     return seen
 
 
-@case("KV-LEASE-001", applies=one_rank, variants=lambda cell, matrix: ("late", "overtaken"))
+@case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("late", "overtaken"))
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request, or computes it: it does not take what stands in the blocks by now for the prompt's."""
     seen = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
@@ -68,7 +68,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     return evidence(1, "requests", seen)
 
 
-@case("KV-LEASE-002", applies=one_rank)
+@case("KV-LEASE-002", rig="peers", applies=one_rank)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     """P gives back what nobody comes for, not before its lease is over, soon after, and once."""
     seen = _look(bench, "late", "KV-LEASE-002", "")
@@ -99,7 +99,7 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     return evidence(1, "requests", seen, kept_s=round(kept, 3))
 
 
-@case("KV-LEASE-003", applies=one_rank)
+@case("KV-LEASE-003", rig="peers", applies=one_rank)
 def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     """D reads, and says so, when P does not know the request any more: P goes on, and the next hand-over is right."""
     looked_at = 0
@@ -114,7 +114,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "rows", seen)
 
 
-@case("KV-LEASE-004", applies=one_rank, variants=lambda cell, matrix: ("waiting", "loading"))
+@case("KV-LEASE-004", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("waiting", "loading"))
 def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     """A request that waits on D for longer than a lease finds its blocks as they were."""
     seen = _look(bench, variant, "KV-LEASE-004", "P D6")

@@ -51,7 +51,9 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
 
 
 @case(
-    "KV-LOAD-001", variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"), inside=True
+    "KV-LOAD-001",
+    variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"),
+    rig="scheduler",
 )
 def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
@@ -76,7 +78,7 @@ def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     "KV-LOAD-002",
     applies=_several_ranks,
     variants=lambda cell, matrix: ("in_turn", "backwards", "twice_in_turn"),
-    inside=True,
+    rig="scheduler",
 )
 def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """The load has ended when the last rank has reported it: get_finished_count agrees with the number of reports."""
@@ -99,7 +101,7 @@ def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     "KV-LOAD-002",
     applies=_several_senders,
     variants=lambda cell, matrix: ("in_turn", "backwards"),
-    inside=True,
+    rig="scheduler",
 )
 def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """P's blocks are its own until the last rank has reported that they were read."""
@@ -125,7 +127,7 @@ def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     return Evidence(looked_at=p.ranks, unit="reports")
 
 
-@case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("first", "last"), inside=True)
+@case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("first", "last"), rig="scheduler")
 def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     """A load that failed on one rank has failed, and is over when every rank has reported it."""
     p, d, [id] = _pair(rig, policy="recompute")
@@ -153,7 +155,7 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
 
 
-@case("KV-LOAD-003", variants=spread("nothing", "empty", "unknown", "twice", "ended"), inside=True)
+@case("KV-LOAD-003", variants=spread("nothing", "empty", "unknown", "twice", "ended"), rig="scheduler")
 def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
     """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
     p, d, [id] = _pair(rig)
@@ -176,7 +178,7 @@ def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
     return _done(rig, p, d, [id])
 
 
-@case("KV-LOAD-004", variants=spread("request", "one_of_two"), inside=True)
+@case("KV-LOAD-004", variants=spread("request", "one_of_two"), rig="scheduler")
 def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """Under the policy `fail` the request ends with an error, once, and no other one does."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
@@ -196,7 +198,7 @@ def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(seconds), unit="requests")
 
 
-@case("KV-LOAD-004", variants=spread("request", "one_of_two", "preempted_later"), inside=True)
+@case("KV-LOAD-004", variants=spread("request", "one_of_two", "preempted_later"), rig="scheduler")
 def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
@@ -224,7 +226,7 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
 
 
-@case("KV-LOAD-004", applies=one_group, variants=spread("fail", "recompute"), inside=True)
+@case("KV-LOAD-004", applies=one_group, variants=spread("fail", "recompute"), rig="scheduler")
 def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
     p, d, [id] = _pair(rig, policy=policy)
@@ -243,7 +245,11 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=computed)
 
 
-@case("KV-LOAD-005", variants=spread("begun", "under_way", "reported", "one_of_two", "one_rank"), inside=True)
+@case(
+    "KV-LOAD-005",
+    variants=spread("begun", "under_way", "reported", "one_of_two", "one_rank"),
+    rig="scheduler",
+)
 def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
     """Blocks of a request that is aborted while it loads stay until the load is reported, and come back then."""
     p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
@@ -279,7 +285,7 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
-@case("KV-LOAD-006", variants=spread("loading", "sending", "idle"), inside=True)
+@case("KV-LOAD-006", variants=spread("loading", "sending", "idle"), rig="scheduler")
 def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
     """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
     p, d, seconds = _pair(rig)

@@ -41,7 +41,7 @@ def _answers(*sides: Side) -> Evidence:
     )
 
 
-@case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), inside=True)
+@case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), rig="scheduler")
 def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     """The answer is (int or None, bool) in every situation."""
     length = several(PROMPT, rig.side("P").block_size)
@@ -56,21 +56,21 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     return _answers(side)
 
 
-@case("KV-MATCH-002", variants=lengths, inside=True)
+@case("KV-MATCH-002", variants=lengths, rig="scheduler")
 def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
     """Of a prompt of any length, one token and whole blocks included, no more is announced than is not computed yet."""
     p = rig.side("P")
     return _tour(rig, rig.prompt(several(length, p.block_size)))
 
 
-@case("KV-MATCH-002", variants=spread("b", "2b", "3b"), inside=True)
+@case("KV-MATCH-002", variants=spread("b", "2b", "3b"), rig="scheduler")
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
     """Behind a local prefix hit there is less to announce."""
     b = rig.side("P").block_size
     return _tour(rig, rig.prompt(3 * b + 1), warm=several(warm, b))
 
 
-@case("KV-MATCH-003", variants=spread("b+1", "2b+1", "3b+1"), inside=True)
+@case("KV-MATCH-003", variants=spread("b+1", "2b+1", "3b+1"), rig="scheduler")
 def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
     b = rig.side("P").block_size
@@ -78,7 +78,7 @@ def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     return _tour(rig, rig.prompt(size), warm=size)
 
 
-@case("KV-MATCH-004", inside=True)
+@case("KV-MATCH-004", rig="scheduler")
 def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
     hands_over(rig)
@@ -104,7 +104,7 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
 
 
-@case("KV-MATCH-004", inside=True)
+@case("KV-MATCH-004", rig="scheduler")
 def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence:
     """While D has no block to give, it is asked in every step, and no step orders anything; then there is one load, and nothing is left."""
     hands_over(rig)
@@ -137,7 +137,7 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
     return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
 
 
-@case("KV-MATCH-004", inside=True)
+@case("KV-MATCH-004", rig="scheduler")
 def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     """Two loads where there is room for one: the second begins when the first request has ended, and loads what it was to load before."""
     hands_over(rig)
@@ -164,7 +164,7 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
 
 
-@case("KV-MATCH-005", variants=spread("preempted", "preempted_twice", "one_token"), inside=True)
+@case("KV-MATCH-005", variants=spread("preempted", "preempted_twice", "one_token"), rig="scheduler")
 def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     """What P kept is gone when D has read it: asked again, the connector has nothing."""
     hands_over(rig)
@@ -194,7 +194,7 @@ def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     return Evidence(looked_at=len(answers()), unit="answers")
 
 
-@case("KV-MATCH-006", variants=spread("handed_over", "plain"), inside=True)
+@case("KV-MATCH-006", variants=spread("handed_over", "plain"), rig="scheduler")
 def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     """None keeps a request waiting; in the end there is another answer."""
     p, d = rig.side("P"), rig.side("D")
@@ -215,7 +215,7 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     )
 
 
-@case("KV-MATCH-007", variants=spread("discarded", "second_call"), inside=True)
+@case("KV-MATCH-007", variants=spread("discarded", "second_call"), rig="scheduler")
 def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str) -> Evidence:
     """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
     hands_over(rig)
@@ -245,7 +245,7 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
 
 
-@case("KV-MATCH-008", variants=spread("no_hit", "hit", "starved"), inside=True)
+@case("KV-MATCH-008", variants=spread("no_hit", "hit", "starved"), rig="scheduler")
 def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
     hands_over(rig)
@@ -287,7 +287,7 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     )
 
 
-@case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), inside=True)
+@case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), rig="scheduler")
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
     """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
     p, d = rig.side("P"), rig.side("D")

@@ -46,7 +46,7 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
     return d.first_external_tokens(second)
 
 
-@case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, inside=True)
+@case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
@@ -89,7 +89,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
 @case(
     "KV-MULTI-001",
     variants=lambda cell, matrix: ("first", "last", "unsure_first", "unsure_last"),
-    inside=True,
+    rig="scheduler",
 )
 def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
@@ -137,7 +137,7 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
     return bool(p.calls_of(ENDED, id)[0].result[0])
 
 
-@case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, inside=True)
+@case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, rig="scheduler")
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
@@ -166,7 +166,7 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     return Evidence(looked_at=len(p.steps), unit="steps")
 
 
-@case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
+@case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
@@ -200,7 +200,7 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     )
 
 
-@case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, inside=True)
+@case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector

@@ -30,7 +30,7 @@ NOTICEABLE_S = 1.0  # a request that another one holds up for less is not held u
 HELD_UP = 0.8  # of the time that one takes: what takes as long has waited for it
 
 
-@case("KV-PEER-001", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+@case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """The request for which P cannot be reached ends, and the next one of D is right."""
     seen = look(bench, variant, "KV-PEER-001", OWNS[variant])
@@ -56,14 +56,14 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     return evidence(len(seen.requests), "requests", seen)
 
 
-@case("KV-PEER-003", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+@case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """Requests that come from a peer that D has met, or from nobody, do not wait until the other one has failed."""
     met = {"good": "a request whose P D has met before"} if variant == "dead" else {}
     return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
 
 
-@case("KV-PEER-004", applies=one_rank)
+@case("KV-PEER-004", rig="peers", applies=one_rank)
 def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence:
     """Nor does a request that comes from a peer that D has not met yet."""
     return _not_held_up(
@@ -88,7 +88,7 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
     return evidence(len(others), "requests", seen)
 
 
-@case("KV-PEER-002", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
+@case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
     seen = look(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
@@ -113,7 +113,7 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     return evidence(2, "requests", seen)
 
 
-@case("KV-PEER-005", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
+@case("KV-PEER-005", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P stands still, and the load ends well when P goes on."""
     seen = look(bench, "stalled", "KV-PEER-005", "D2 P2")
@@ -146,7 +146,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))
 
 
-@case("KV-SIDE-001", applies=one_rank)
+@case("KV-SIDE-001", rig="peers", applies=one_rank)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand messages that make no sense a D that P has never met gets what P has computed, and P lives."""
     seen = look(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")

@@ -38,7 +38,7 @@ def _end_of(p: Side, first: str) -> int:
     return max(step.scheduled[first][1] for step in p.steps if first in step.scheduled)
 
 
-@case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), inside=True)
+@case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
 def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     """D loads nothing, since its own cache has the prompt or since vLLM drops the answer: P is told all the same."""
     hands_over(rig)
@@ -68,7 +68,7 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.locally_computed_tokens(SAME))
 
 
-@case("KV-HIT-002", variants=lambda cell, matrix: HITS, inside=True)
+@case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     """D loads up to the same token whatever it has, and what it has it does not load."""
     hands_over(rig)
@@ -103,7 +103,7 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     "KV-HIT-003",
     applies=has_states,
     variants=lambda cell, matrix: ("no_hit", "hit", "diverged", "one_token_left"),
-    inside=True,
+    rig="scheduler",
 )
 def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
@@ -144,7 +144,7 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
     return lengths(cell, matrix) if has_states(cell) else ["1", "b+1"]
 
 
-@case("KV-HIT-004", variants=_stops, inside=True)
+@case("KV-HIT-004", variants=_stops, rig="scheduler")
 def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     """D loads no more tokens than P has computed; of a model with states just as many, which cannot be taken back, and not the last."""
     hands_over(rig)

@@ -14,7 +14,6 @@ from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     all_right,
-    any_ranks,
     became,
     engine,
     evidence,
@@ -28,7 +27,7 @@ ENGINES = dict(zip("PD", RANKS, strict=True))
 OWNS = " ".join(RANKS)
 
 
-@case("KV-RANK-001", applies=any_ranks)
+@case("KV-RANK-001", rig="peers")
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank names every request once, whichever rank was slow."""
     _look_at_reports(bench, "handed_over", "KV-RANK-001")
@@ -83,7 +82,7 @@ def _counts(watched: Watched, where: str) -> Counter[str]:
     return Counter(request for report in watched.reports for request in getattr(report, where))
 
 
-@case("KV-RANK-002", applies=any_ranks, variants=lambda cell, matrix: ("P", "D"))
+@case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"))
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
     """A rank names requests that wait for a load, or whose blocks P keeps, and no other ones."""
     story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
@@ -121,7 +120,7 @@ def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
     ]
 
 
-@case("KV-RANK-003", applies=any_ranks)
+@case("KV-RANK-003", rig="peers")
 def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank."""
     seen = look(bench, "failed", "KV-RANK-003", OWNS)
@@ -160,7 +159,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "calls", seen, reports=len(told))
 
 
-@case("KV-RANK-004", applies=any_ranks)
+@case("KV-RANK-004", rig="peers")
 def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
     seen = look(bench, "quiet", "KV-RANK-004", OWNS)
@@ -182,7 +181,7 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     return evidence(sum(watched.idle for watched in engine(seen, ENGINES["D"]).watched), "steps", seen)
 
 
-@case("KV-RANK-005", applies=any_ranks)
+@case("KV-RANK-005", rig="peers")
 def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
     """A load whose request was aborted is reported when its last transfer has ended, and then its blocks are free."""
     seen = look(bench, "aborted", "KV-RANK-005", OWNS)

@@ -25,14 +25,14 @@ def _ends(*sides: Side) -> Evidence:
     return Evidence(looked_at=sum(len(side.calls_of(ENDED)) for side in sides), unit="ends")
 
 
-@case("KV-FINISH-001", variants=endings, inside=True)
+@case("KV-FINISH-001", variants=endings, rig="scheduler")
 def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
     """At every end the answer is (bool, dict or None)."""
     _, _, sides = end(rig, ending)
     return _ends(*sides)
 
 
-@case("KV-FINISH-002", variants=spread("p-length", "p-stop"), inside=True)
+@case("KV-FINISH-002", variants=spread("p-length", "p-stop"), rig="scheduler")
 def params_survive_json(rig: Rig, ending: str) -> Evidence:
     """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
     hands_over(rig)
@@ -48,7 +48,7 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(second)[0])
 
 
-@case("KV-FINISH-003", variants=spread(*ENDINGS), inside=True)
+@case("KV-FINISH-003", variants=spread(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
     _, _, sides = end(rig, ending)
@@ -57,7 +57,7 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     return _ends(*sides)
 
 
-@case("KV-FINISH-003", variants=spread("length+abort", "abort+stop", "stop+length"), inside=True)
+@case("KV-FINISH-003", variants=spread("length+abort", "abort+stop", "stop+length"), rig="scheduler")
 def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
     """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
     p, ids = rig.side("P"), {}
@@ -84,7 +84,7 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
 @case(
     "KV-FINISH-004",
     variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]),
-    inside=True,
+    rig="scheduler",
 )
 def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
@@ -112,7 +112,7 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
 @case(
     "KV-FINISH-005",
     variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"),
-    inside=True,
+    rig="scheduler",
 )
 def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     """Params name the blocks that P has at the end, whatever blocks it had before."""
@@ -160,7 +160,7 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     return Evidence(looked_at=len(named), unit="blocks")
 
 
-@case("KV-FINISH-006", variants=spread("p-length", "p-stop"), inside=True)
+@case("KV-FINISH-006", variants=spread("p-length", "p-stop"), rig="scheduler")
 def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     """Blocks that params name are P's until the workers report them as sent, and free then."""
     hands_over(rig)

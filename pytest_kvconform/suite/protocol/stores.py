@@ -44,7 +44,7 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
     return local, external
 
 
-@case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), inside=True)
+@case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), rig="scheduler")
 def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     """Each prompt is the one before and more; D's own prefix cache is kept, or forgotten before each. Every answer can be loaded."""
     side = _store(rig)
@@ -68,7 +68,7 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     "KV-STORE-002",
     applies=_dense,
     variants=lambda cell, matrix: ("nothing", "another", "beginning", "swapped"),
-    inside=True,
+    rig="scheduler",
 )
 def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     """Of a prompt that shares less than a block with what was saved, nothing is announced, as often as it is asked."""
@@ -90,7 +90,7 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     return Evidence(looked_at=len(answers), unit="answers")
 
 
-@case("KV-STORE-003", applies=_dense, inside=True)
+@case("KV-STORE-003", applies=_dense, rig="scheduler")
 def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times about a prompt that was saved, a store says the same, unless it does not know yet."""
     side = _store(rig)

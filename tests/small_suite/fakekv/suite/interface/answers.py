@@ -4,6 +4,6 @@ from fakekv.suite.engine.bytes import arrive  # noqa: F401 - an imported case is
 from pytest_kvconform.case import case
 
 
-@case("KV-ANSWER-001")
+@case("KV-ANSWER-001", rig="engine")
 def hello(bench, variant):
     return act(bench, "KV-ANSWER-001", "hello", variant, moved=0)
