@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -100,7 +100,7 @@ def violation(
             happened=happened,
             differs=count_pool(wrong.pool) if wrong else "",
             picture=draw_pool(wrong.pool) if wrong else (),
-            diagnosis=diagnosis or (explain_pool(wrong.pool) if wrong else ""),
+            diagnosis=diagnosis or (diagnose_pool(wrong.pool) if wrong else ""),
             log=seen.logged[-4:],
         )
     )

@@ -44,7 +44,7 @@ def rows(says: str) -> dict[str, str]:
 
 
 LAYERS = r"model\.layers\.0\.self_attn\.attn and 31 more layers"
-WRITTEN_TO = "a pool that loads only read was written to"
+WRITTEN_TO = "P's pool was written to, but loads only read it"
 
 WRONG = [
     # Which blocks.
@@ -70,7 +70,7 @@ WRONG = [
     Wrong(
         "FirstGroupForAll",
         rows(
-            r"the block ids of one group were used for the layers of another: it explains all 152064 words in .* and 21 more layers$"
+            r"the block ids of one group were used for the layers of another: this explains all 152064 words in .* and 21 more layers$"
         ),
         geometry="gemma3_1b",
     ),
@@ -94,17 +94,17 @@ WRONG = [
     ),
     # Which bytes of a block.
     Wrong("SwapsHeads", rows(r"head 2 and head 5 are exchanged in all 221184 words$")),
-    Wrong("ReversesHeads", rows(r"the heads are in reverse order: it explains all 884736 words")),
+    Wrong("ReversesHeads", rows(r"the heads are in reverse order: this explains all 884736 words")),
     Wrong("HeadsOfTheOtherRank", rows(r"head is off by \+4 in all 442368 words$"), topology="P1D2"),
-    Wrong("SwapsPlanes", rows(r"K and V are exchanged: it explains all 884736 words")),
+    Wrong("SwapsPlanes", rows(r"K and V are exchanged: this explains all 884736 words")),
     Wrong(
         "PackedAsSplit",
-        rows(r"a packed K\|V per token was read as split \(.*\): it explains all 827392 words"),
+        rows(r"a packed K\|V per token was read as split \(.*\): this explains all 827392 words"),
     ),
-    Wrong("NhdInHnd", rows(r"NHD bytes were put into an HND cache: it explains all 870400 words")),
+    Wrong("NhdInHnd", rows(r"NHD bytes were put into an HND cache: this explains all 870400 words")),
     Wrong(
         "LocalStride",
-        rows(r"the local block stride was used to find the remote blocks: it explains all \d+ words"),
+        rows(r"the local block stride was used to find the remote blocks: this explains all \d+ words"),
         topology="P1D2",
     ),
     Wrong(
@@ -116,7 +116,7 @@ WRONG = [
     Wrong(
         "CutsAcrossSegments",
         {
-            "recurrent_state_arrives": r"the convolution state was cut in one piece across its segments: it explains all 92160 words in .* and 29 more"
+            "recurrent_state_arrives": r"the convolution state was cut in one piece across its segments: this explains all 92160 words in .* and 29 more"
         },
         geometry="qwen3_5_35b_a3b",
         topology="P1D2",
@@ -127,7 +127,7 @@ WRONG = [
     Wrong(
         "ReportsEarly",
         {
-            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
+            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
             # What came late came over what D had computed by then: its last token, and the rest of that block.
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
@@ -135,7 +135,7 @@ WRONG = [
     Wrong(  # half of what comes late comes from P's second rank, which nobody could see at the check
         "ReportsEarly",
         {
-            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them right$",
+            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
         topology="P2D1",
@@ -143,7 +143,7 @@ WRONG = [
     Wrong(
         "FreesAtOnce",
         rows(
-            r"the right remote blocks were read, but after they had been given back and overwritten: it explains all 884736 words"
+            r"the right remote blocks were read, but after they had been freed and overwritten: this explains all 884736 words"
         ),
         variants="reused",
     ),

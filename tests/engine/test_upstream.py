@@ -12,7 +12,7 @@ from tests.helpers.case_runner import CellRun
 
 from .command import Command, Run
 
-CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already given up"
+CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already freed"
 
 
 def lengths(family: str) -> tuple[set[int], set[int]]:

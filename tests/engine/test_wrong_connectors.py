@@ -74,7 +74,7 @@ WRONG = [
     Wrong(
         "OneBit",
         {"attention_kv_arrives"},
-        r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that stand nowhere",
+        r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that are nowhere",
     ),
     Wrong(
         "OneBit",

@@ -40,7 +40,7 @@ STOPPED = {
     "all_blocks_are_freed",
     "next_transfer_is_right",
 }
-OVERWRITTEN = "were read, but after they had been given back and overwritten"
+OVERWRITTEN = "were read, but after they had been freed and overwritten"
 WRONG = [
     Wrong(
         "ForgetsFailure",

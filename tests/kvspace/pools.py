@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace.pools.regions import Array, Region, poison, write_state, write_tokens
+from pytest_kvconform.kvspace.pools.poison import poison
+from pytest_kvconform.kvspace.pools.regions import Region, write_state, write_tokens
+from pytest_kvconform.kvspace.pools.words import Array
 
 PAGE_BYTES_AT_MOST = 1 << 15
 
@@ -73,7 +75,7 @@ def attention(
     width: int,
     first: int = 0,
 ) -> Region:
-    """`order` is the order of the axes in a page, outermost first: n tokens, h heads, p planes, e.g. "hnp" (HND, packed)."""
+    """`order`: the axes of a page, outermost first: n tokens, h heads, p planes. "hnp" is HND, packed."""
     sizes, strides, stride = {"n": n, "h": heads, "p": planes}, {}, width
     for axis in reversed(order):
         strides[axis], stride = stride, stride * sizes[axis]
@@ -127,7 +129,7 @@ def shuffled(seed: int, count: int, blocks: int) -> list[int]:
 
 @st.composite
 def pools(draw: st.DrawFn, groups: int | None = None, with_state: bool | None = None) -> Pool:
-    """LBHNC, LBNHC or BLHNC (K and V packed or split), groups that share memory, odd widths, padding between pages."""
+    """LBHNC, LBNHC or BLHNC, K and V packed or split, groups that share memory, odd widths, padding."""
     layout = draw(st.sampled_from(["LB-hnp", "LB-nhp", "LB-hpn", "LB-pnh", "BL-hnp", "BL-nhp"]))
     planes = draw(st.sampled_from([1, 2]))
     width = draw(

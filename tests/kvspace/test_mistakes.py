@@ -1,4 +1,4 @@
-"""Mistakes of layout are made with real bytes, page by page, and named; what is no such mistake is described and not named."""
+"""name_mistakes: layout mistakes, made with real bytes page by page, are named; other differences are not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvconform.kvspace.kinds import MOVED
 from pytest_kvconform.kvspace.pools import mistakes
 from pytest_kvconform.kvspace.pools.compare import PoolComparison, compare_pool
-from pytest_kvconform.kvspace.pools.diagnose import explain_pool
+from pytest_kvconform.kvspace.pools.diagnose import diagnose_pool
 from pytest_kvconform.kvspace.pools.mistakes import Source, name_mistakes
-from pytest_kvconform.kvspace.pools.regions import poison, write_tokens
-from pytest_kvconform.kvspace.rows.compare import MOVED
+from pytest_kvconform.kvspace.pools.poison import poison
+from pytest_kvconform.kvspace.pools.regions import write_tokens
 from tests.kvspace.pools import Pool, attention, pools, shuffled, state
 
 SETTINGS = settings(max_examples=30, deadline=None)
@@ -70,9 +71,8 @@ def test_bytes_of_one_layout_in_another_are_named(theirs, ours, name, n, heads, 
     if found.words.get(MOVED):
         assert name in name_mistakes(found)
         if n != heads and n != 2 * heads and n > 2 and tokens > n:
-            alike = (
-                {mistakes.TOKEN_AXIS} if heads in (2, 4) else set()
-            )  # pages of ranks with one head each are an HND page
+            # Pages of ranks with one head each, one after the other, are an HND page.
+            alike = {mistakes.TOKEN_AXIS} if heads in (2, 4) else set()
             assert name_mistakes(found)[0] == name and set(name_mistakes(found)) <= {name} | alike
     else:  # one head, or only one token: the layouts agree on all that was written
         assert name_mistakes(found) == ()
@@ -88,7 +88,7 @@ def test_reversed_heads_and_exchanged_planes_are_named(n, heads, tokens):
     pair = right.copy()
     pair[:, [0, 1]] = pair[:, [1, 0]]
     found = put(pool, pair.reshape(-1, pool.page))
-    assert name_mistakes(found) == () and "head 0 and head 1 are exchanged" in explain_pool(found)
+    assert name_mistakes(found) == () and "head 0 and head 1 are exchanged" in diagnose_pool(found)
 
 
 @SETTINGS
@@ -107,9 +107,8 @@ def test_heads_cut_along_the_token_axis_are_named(n, heads, ratio, rank, hnd, to
     theirs = pages(prefiller, prefiller.shadow)
     decoder = one_layer("hnp" if hnd else "nhp", n * ratio, heads, tokens, first=rank * heads)
     found = put(decoder, theirs[:, rank * decoder.page : (rank + 1) * decoder.page])
-    assert (
-        mistakes.TOKEN_AXIS in name_mistakes(found) or MOVED not in found.words
-    )  # all that was taken is behind the last token
+    # Nothing has moved if all that was taken is after the last token.
+    assert mistakes.TOKEN_AXIS in name_mistakes(found) or MOVED not in found.words
 
 
 @SETTINGS
@@ -161,7 +160,7 @@ def test_a_convolution_cut_in_one_piece_is_named(ratio, rank, sizes, conv, wider
     decoder.storage.reshape(3, -1)[1, : len(piece)] = piece
     found = compare_pool(decoder.storage, decoder.shadow, decoder.regions, decoder.held)
     assert name_mistakes(found) == (mistakes.CONV_CUT,)
-    assert "cut in one piece" in explain_pool(found)
+    assert "cut in one piece" in diagnose_pool(found)
 
 
 @SETTINGS
@@ -176,13 +175,13 @@ def test_ids_of_one_group_used_for_all_are_named(pool):
     pool.settle()
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held)
     assert name_mistakes(found) == (mistakes.ONE_GROUP,)
-    assert mistakes.ONE_GROUP in explain_pool(found)
+    assert mistakes.ONE_GROUP in diagnose_pool(found)
 
 
 @SETTINGS
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(8, 40), st.integers(0, 9))
 def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed):
-    """Two layers; P's pages have a gap behind them that D's do not have, as with the pages of other layers in BLHNC."""
+    """Two layers. P has a gap after each page, like the pages of other layers in BLHNC; D has none."""
     rows, count = n * heads * 2 * 64, -(-tokens // n)
     theirs = attention(LAYER, 3, "hnp", rows, 2 * rows, count + 4, n, heads, 2, 64)
     source = np.zeros(2 * rows * (count + 5), dtype=np.uint8)
@@ -218,8 +217,8 @@ def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, see
     found = put(one_layer("hnp", n, heads, tokens), pages(prefiller, prefiller.storage))
     assert name_mistakes(found, source) == (mistakes.TOO_LATE,)
     assert (
-        explain_pool(found, source=source)
-        == f"{mistakes.TOO_LATE}: it explains all {found.wrong} words in {LAYER}"
+        diagnose_pool(found, source=source)
+        == f"{mistakes.TOO_LATE}: this explains all {found.wrong} words in {LAYER}"
     )
     assert name_mistakes(found) == ()  # it cannot be told without knowing P's blocks
     elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]})
@@ -228,7 +227,7 @@ def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, see
 
 @pytest.mark.parametrize(("tokens", "heads"), [(54, 8), (49, 3), (63, 8)])
 def test_a_token_that_only_the_prefiller_computed_hides_no_name(tokens, heads):
-    """P computes the last token of a prompt, which D computes again: it is not due, and its rows are in the blocks that were read."""
+    """P and D both compute the last token of a prompt. It is not due, but D reads it with its block."""
     prefiller = one_layer("nhp", 16, heads, tokens + 1, engine=0, seed=1)
     found = put(one_layer("hnp", 16, heads, tokens), pages(prefiller, prefiller.shadow))
     assert name_mistakes(found) == (NHD_IN_HND,)
@@ -237,7 +236,7 @@ def test_a_token_that_only_the_prefiller_computed_hides_no_name(tokens, heads):
 @SETTINGS
 @given(pools(), st.integers(0, 999))
 def test_a_shuffle_has_no_name_and_is_described(pool, seed):
-    """All rows of a region in random order. (Two rows that change places may well be a mistake with a name.)"""
+    """All rows of a region in random order. (An exchange of two rows may well be a mistake with a name.)"""
     region = max(pool.regions, key=lambda r: r.shape[1] * (r.shape[2] if r.kind == "attention" else 1))
     pool.storage[:] = pool.shadow
     view, due = region.of(pool.storage), region.of(pool.shadow)
@@ -259,7 +258,7 @@ def test_a_shuffle_has_no_name_and_is_described(pool, seed):
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held)
     assert set(found.words) == {MOVED} and name_mistakes(found) == ()
     assert found.rows[MOVED] == int((order != np.arange(len(order))).sum())
-    assert explain_pool(found)
+    assert diagnose_pool(found)
 
 
 def test_every_entry_is_named_by_a_test():

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
 from pytest_kvconform.kvspace.pools.compare import PoolComparison, compare_pool
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.kvspace.pools.regions import Region, poison, shares_of, token_rows, write_tokens
-from pytest_kvconform.kvspace.rows.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.pools.poison import poison
+from pytest_kvconform.kvspace.pools.regions import Region, token_parts, token_rows, write_tokens
 from tests.kvspace.pools import Pool, attention, pools
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -23,7 +23,7 @@ SETTINGS = settings(max_examples=60, deadline=None)
 def compared(pool: Pool, **more) -> PoolComparison:
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1, **more)
     assert len(draw_pool(found)) <= 20
-    assert bool(found.wrong) == bool(explain_pool(found)) == bool(draw_pool(found))
+    assert bool(found.wrong) == bool(diagnose_pool(found)) == bool(draw_pool(found))
     assert (
         sum(found.runs["words"][found.runs["kind"] != SAME]) + len(found.raw) == found.wrong
         or found.truncated
@@ -65,7 +65,7 @@ def test_a_load_that_did_nothing_leaves_everything_unwritten(pool):
     found = compared(pool)
     assert set(found.words) == {UNWRITTEN}
     assert found.rows[UNWRITTEN] == sum(len(rows_due(pool, region)) for region in pool.regions)
-    assert "no byte of" in explain_pool(found)
+    assert "no byte of" in diagnose_pool(found)
 
 
 @SETTINGS
@@ -128,7 +128,7 @@ def test_a_byte_changed_where_nothing_was_due_is_collateral(pool, data):
     pool.storage[at] ^= data.draw(st.integers(1, 255))
     found = compared(pool)
     assert found.words == {COLLATERAL: 1}
-    assert "wrote outside its own blocks" in explain_pool(found)
+    assert "wrote outside its own blocks" in diagnose_pool(found)
     mask = np.zeros(len(pool.storage), dtype=bool)
     mask[at] = True
     assert not compared(pool, ignore=mask).wrong
@@ -141,13 +141,13 @@ def test_data_in_a_block_of_nobody_says_whose_it_is(pool, data):
     region = data.draw(st.sampled_from(pool.regions))
     held = {block for blocks in pool.held.values() for block in blocks}
     block = next(b for b in range(region.shape[0]) if b not in held)
-    region.of(pool.storage)[block, 0] = token_rows(region, shares_of([5], [7]), 0, 0)[0]
+    region.of(pool.storage)[block, 0] = token_rows(region, token_parts([5], [7]), 0, 0)[0]
     found = compared(pool)
     assert (
         set(found.words) == {COLLATERAL}
         and found.words[COLLATERAL] == region.shape[2] * region.shape[3] * region.lanes
     )
-    assert f"block {block} holds token 5 of owner 7 of {region.layer}" in explain_pool(found)
+    assert f"block {block} holds token 5 of owner 7 of {region.layer}" in diagnose_pool(found)
 
 
 @SETTINGS
@@ -174,7 +174,7 @@ def test_a_prefix_that_was_not_due_must_not_change(pool):
     loaded(pool)
     region = pool.regions[0]
     block = pool.held[region.layer][0]
-    region.of(pool.storage)[block, 0] = token_rows(region, shares_of([9], [3]), 1, 0)[0]
+    region.of(pool.storage)[block, 0] = token_rows(region, token_parts([9], [3]), 1, 0)[0]
     assert set(compared(pool).words) == {MOVED}
     assert set(compared(pool, due={layer: blocks[1:] for layer, blocks in pool.held.items()}).words) == {
         COLLATERAL
@@ -202,10 +202,10 @@ def test_a_rare_kind_is_kept_however_much_else_is_wrong():
     poison(storage, 1, 0)
     shadow, tokens = storage.copy(), np.arange(4, 4000)
     write_tokens(shadow, region, tokens // 4, tokens, 0, 0, 0)
-    region.of(storage)[501, 2] = token_rows(region, shares_of([7], [0]), 0, 0)[0]
+    region.of(storage)[501, 2] = token_rows(region, token_parts([7], [0]), 0, 0)[0]
     found = compare_pool(storage, shadow, [region], {"l": range(1, 1000)}, engine=1, most=50)
     assert found.truncated and found.words[MOVED] == 4 and len(found.pairs(MOVED)[0])
-    assert "token is off by -1999" in explain_pool(found)
+    assert "token is off by -1999" in diagnose_pool(found)
 
 
 @SETTINGS
@@ -225,7 +225,7 @@ def test_rows_in_one_piece_are_judged_as_word_by_word(pool, data):
     short = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "pytest_kvconform.kvspace.pools.compare.in_one_piece",
+            "pytest_kvconform.kvspace.pools.attribute.in_one_piece",
             lambda rows, known: np.zeros(len(rows), dtype=bool),
         )
         long = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=1)

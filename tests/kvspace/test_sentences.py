@@ -1,4 +1,7 @@
-"""The one sentence: what it says for each kind of mistake, on a pool with an attention layer of two heads, a draft layer and a state."""
+"""diagnose_pool and diagnose_source: the sentence for each kind of mistake.
+
+The pool has an attention layer of two heads, a draft layer and a state.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from pytest_kvconform.kvspace.kinds import MOVED
 from pytest_kvconform.kvspace.pools.compare import compare_pool
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool, explain_source
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool, diagnose_source
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.kvspace.pools.regions import poison_bytes, write_state, write_tokens
+from pytest_kvconform.kvspace.pools.poison import poison_bytes
+from pytest_kvconform.kvspace.pools.regions import write_state, write_tokens
 from pytest_kvconform.kvspace.pools.sentences import layers_of
-from pytest_kvconform.kvspace.rows.compare import MOVED
 from tests.kvspace.pools import Pool, attention, state
 
 MAIN, DRAFT, KDA = (
@@ -44,7 +48,7 @@ def explained(change: Callable[[Pool], None], **more) -> str:
     change(made)
     found = compare_pool(made.storage, made.shadow, made.regions, made.held, engine=1)
     assert found.wrong and count_pool(found) and 0 < len(draw_pool(found)) <= 20
-    return explain_pool(found, drafts={DRAFT}, **more)
+    return diagnose_pool(found, drafts={DRAFT}, **more)
 
 
 def write(
@@ -132,13 +136,13 @@ def conv_of_others(made: Pool) -> None:
     [
         (
             lambda made: write(made, ALL[16:], ALL[16:] - 16),
-            "token 16 onwards holds the prefiller's token 16 further back",
+            "from token 16 on, each place holds the prefiller's token from 16 positions earlier",
         ),
         (lambda made: write(made, ALL, ALL + 16), "block is off by +1 in all 1440 words"),
         (lambda made: write(made, ALL, ALL + 3), "token is off by +3 in all 1440 words"),
         (
             half_of_the_blocks_again,
-            "token 64 onwards holds the prefiller's token 32 further back in all 416 words",
+            "from token 64 on, each place holds the prefiller's token from 32 positions earlier in all",
         ),
         (
             lambda made: write(made, ALL[:32], ALL[:32] ^ 16),
@@ -158,7 +162,7 @@ def conv_of_others(made: Pool) -> None:
         (lambda made: unwrite(made, 1, TABLE), f"no byte of {DRAFT} (draft) was written"),
         (
             lambda made: unwrite(made, 1, TABLE, engine=0),
-            "was copied from memory that the prefiller never wrote",
+            "were copied from memory that the prefiller never wrote",
         ),
         (lambda made: unwrite(made, 0, TABLE[1:3]), "tokens 16-47 were never written"),
         (one_token, "token 3 was never written"),
@@ -182,7 +186,7 @@ def test_zeros_garbage_and_a_report_that_came_too_early():
         made.regions[0].of(made.storage)[TABLE[2]] = 0
 
     assert "tokens 32-47 hold zeros" in explained(zero)
-    assert "1 word in " in explained(flip) and "nobody's" in explained(flip)
+    assert "1 word in " in explained(flip) and "neither KV nor poison" in explained(flip)
     early = explained(lambda made: unwrite(made, 1, TABLE), later_right=True)
     assert "were still unwritten when the load was reported complete" in early
 
@@ -203,15 +207,17 @@ def test_all_layers_are_counted_however_few_runs_are_kept():
         (lambda made: unwrite(made, 0, TABLE[:2]), "memory that the decoder never wrote"),
         (lambda made: write(made, ALL, ALL, engine=1), "what the decoder computed"),
         (zero_blocks, "zeros"),
-        (flip, "bytes that are nobody's"),
+        (flip, "bytes that are neither KV nor poison"),
     ],
 )
 def test_what_was_written_into_a_pool_that_loads_only_read(change, held):
     made = pool()
     change(made)
     found = compare_pool(made.storage, made.shadow, made.regions, made.held, engine=0)
-    assert explain_source(found).startswith(f"a pool that loads only read was written to: {found.wrong} word")
-    assert explain_source(found).endswith(f" of {MAIN} hold {held}")
+    assert diagnose_source(found).startswith(
+        f"P's pool was written to, but loads only read it: {found.wrong} word"
+    )
+    assert diagnose_source(found).endswith(f" of {MAIN} hold {held}")
 
 
 def test_the_picture_shows_the_blocks_in_table_order():
@@ -221,4 +227,4 @@ def test_the_picture_shows_the_blocks_in_table_order():
     lines = draw_pool(found)
     assert lines[0].split() == ["block", *map(str, TABLE)]
     assert lines[1].split() == ["layers.0.self_attn", "K", ".", "-", ".", ".", ".", "."]
-    assert lines[2].split()[1] == "V" and "(6 rows are all right)" in lines[3]
+    assert lines[2].split()[1] == "V" and "(6 rows are correct)" in lines[3]

@@ -7,24 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvconform.kvspace.pools.poison import poison, poison_bytes
 from pytest_kvconform.kvspace.pools.regions import (
-    ATTENTION,
-    COORDINATES,
-    FOREIGN,
-    POISON,
-    STATE,
     Region,
-    decode,
-    encode,
-    poison,
-    poison_bytes,
-    shares_of,
     state_rows,
+    token_parts,
     token_rows,
     write_state,
     write_tokens,
 )
-from pytest_kvconform.kvspace.pools.words import FORMATS
+from pytest_kvconform.kvspace.pools.words import (
+    ATTENTION,
+    COORDINATES,
+    FOREIGN,
+    FORMATS,
+    POISON,
+    STATE,
+    decode,
+    encode,
+)
 from tests.kvspace.pools import attention
 
 HIGH = 0x80
@@ -60,7 +61,7 @@ def addresses(draw: st.DrawFn, kind: int, size: int = 8) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_address_within_the_limits_has_a_word_of_its_own(kind, size, data):
-    """That `decode` undoes `encode` is the proof: two addresses with the same word could not both come back."""
+    """`decode` undoes `encode`. Two addresses with the same word could not both be restored."""
     at = data.draw(addresses(kind, size))
     word = encode(at, size)
     assert decode(word, size) == at
@@ -95,7 +96,7 @@ def test_poison_says_where_it_stands_and_is_never_data(start, engine, rank):
 @pytest.mark.parametrize("width", [8, 17, 70, 256, 1152, 2304])
 def test_any_window_of_data_as_wide_as_a_word_has_a_byte_below_that_of_poison(width):
     region = attention("l", 127, "hnp", 0, 4 * 2 * width, 2, 4, 1, 2, width, 255)
-    data = token_rows(region, shares_of(np.arange(64) + 16320, 255), 1, 15).ravel()
+    data = token_rows(region, token_parts(np.arange(64) + 16320, 255), 1, 15).ravel()
     assert (np.lib.stride_tricks.sliding_window_view(data, 8).min(axis=1) < HIGH).all()
 
 
@@ -124,7 +125,7 @@ def test_an_accident_passes_as_an_address_as_rarely_as_the_docstring_says(kind, 
 
 def test_flipped_and_torn_words_are_nobodys():
     region = attention("l", 3, "hnp", 0, 8 * 16 * 2 * 256, 2, 16, 8, 2, 256)
-    words = token_rows(region, shares_of(np.arange(16), 0), 0, 0).view(np.uint64).ravel()
+    words = token_rows(region, token_parts(np.arange(16), 0), 0, 0).view(np.uint64).ravel()
     flipped = np.concatenate([words ^ np.uint64(1 << bit) for bit in range(64)])
     assert (decode(flipped)["kind"] != FOREIGN).mean() < 1.3 * (1 / 2048 + 1 / 64)
     assert (decode(flipped)["kind"] == ATTENTION).mean() < 1.3 / 2048
@@ -151,7 +152,7 @@ def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
     poison(storage, 1, 2)
     before = storage.copy()
     write_tokens(storage, region, [4, 1, 1], [2, 4, 7], [8, 9, 8], 0, 3)
-    rows = token_rows(region, shares_of([2, 4, 7], [8, 9, 8]), 0, 3)
+    rows = token_rows(region, token_parts([2, 4, 7], [8, 9, 8]), 0, 3)
     view, old = region.of(storage), region.of(before)
     assert (view[4, 2] == rows[0]).all() and (view[1, 0] == rows[1]).all() and (view[1, 3] == rows[2]).all()
     assert (storage != before).sum() <= 3 * 3 * 2 * 17

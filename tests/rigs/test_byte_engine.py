@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.kvspace.rows.compare import GARBLED
+from pytest_kvconform.kvspace.kinds import GARBLED
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.launch import launch_zygote, wait_for_zygote
 
@@ -116,7 +116,7 @@ def test_wrong_byte_that_is_handed_over_is_found_on_d(llama: Pair) -> None:
     assert check.pool.words == {GARBLED: 1} and check.computed == 99
     wrong = check.pool.runs[check.pool.runs["kind"] == GARBLED][0]
     assert check.pool.regions[int(wrong["region"])].layer == "model.layers.7.self_attn.attn"
-    stands = wrong["stands"]
+    stands = wrong["expected"]
     assert [int(stands[name]) for name in ("layer", "token", "head", "plane", "lane")] == [7, 41, 5, 0, 0]
     llama.release()
     assert [check.rank for check in llama.audit()] == [1], "P has it, too"

@@ -1,4 +1,7 @@
-"""What stands in rows that differ: a kind and an address for each word, neighbours joined into runs. NumPy only."""
+"""Kinds of words: each word of a row that differs gets a kind and the address that it holds.
+
+Neighbouring words of one kind with neighbouring addresses are joined into a run.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,23 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.regions import (
+from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.words import (
     ATTENTION,
     COORDINATES,
     FOREIGN,
     POISON,
     STATE,
+    TOP_BITS,
     Array,
-    Region,
     decode,
     encode,
+    no_address,
+    rows_from,
 )
-from pytest_kvconform.kvspace.pools.words import follow, nobody
-from pytest_kvconform.kvspace.rows.compare import GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
 
-COLLATERAL = GARBLED + 1  # changed although nothing was due there
-
-# A run: neighbouring words of one row that are of one kind and whose contents are neighbours, too.
+# A run: neighbouring words of one row, of one kind, that hold neighbouring addresses.
 RUN = np.dtype(
     [
         ("region", "i2"),  # index into PoolComparison.regions
@@ -33,11 +36,10 @@ RUN = np.dtype(
         ("lane", "i2"),  # of the first word
         ("words", "i4"),
         ("kind", "u1"),
-        ("stands", COORDINATES),  # the address of the first word's place
-        ("belongs", COORDINATES),  # the address that it holds
+        ("expected", COORDINATES),  # the address that the first word should hold
+        ("found", COORDINATES),  # the address that the first word holds
     ]
 )
-_HIGH = 0x8080808080808080
 
 
 def as_words(rows: Array) -> Array:
@@ -49,10 +51,11 @@ def as_words(rows: Array) -> Array:
 
 
 def decode_rows(rows: Array, aligned: bool = True) -> Array:
-    """uint8 [..., byte] -> COORDINATES [..., lane].
+    """The addresses in rows: uint8 [..., byte] -> COORDINATES [..., lane].
 
-    `aligned`: the rows begin at multiples of 8 in the storage, so that poison there can be decoded. Elsewhere it is known by its top bits
-    and has no offset. The shorter last word follows the one before it, if it is what stands behind that one.
+    `aligned`: the rows begin at multiples of 8 in the storage, so that poison in them can be decoded. In
+    other rows poison is recognised by its top bits, and its offset is -1. The shorter last word gets the
+    address after that of the word before it, if it holds the bits of that address.
     """
     width, words = rows.shape[-1], as_words(rows)
     found = decode(words, min(width, 8))
@@ -63,26 +66,27 @@ def decode_rows(rows: Array, aligned: bool = True) -> Array:
         bits = np.uint64((1 << (8 * tail - 1)) - 1)
         data = (follows["kind"] == ATTENTION) | (follows["kind"] == STATE)
         data &= follows["lane"] < 288
-        follows[~data] = nobody(())
-        follows[data & ((encode(follows) & bits) != words[..., -1])] = nobody(())
+        follows[~data] = no_address(())
+        follows[data & ((encode(follows) & bits) != words[..., -1])] = no_address(())
         found[..., -1] = follows
     if tail or not aligned:
-        present = np.full(words.shape[-1], _HIGH, dtype=np.uint64)
+        present = np.full(words.shape[-1], TOP_BITS)
         if tail:
             present[-1] &= np.uint64((1 << (8 * tail)) - 1)
         high = ((words & present) == present) & (found["kind"] == FOREIGN)
         if aligned:
             high[..., :-1] = False
-        if tail and width > 8:  # so few bytes are poison only behind poison
+        if tail and width > 8:  # so few bytes count as poison only after a word of poison
             high[..., -1] &= high[..., -2] | (found["kind"][..., -2] == POISON)
         found["kind"][high] = POISON
     return found
 
 
 def in_one_piece(rows: Array, known: Array) -> Array:
-    """Whether each row, uint8 [row, byte], is a whole row of one place, a stretch of poison or all zero: its first word tells the rest.
+    """Whether the first word of each row tells the rest: a whole row of one place, poison, or all zero.
 
-    The rows begin at multiples of 8 in the storage, and their width is one. `known`: see `known_rows`.
+    `rows` is uint8 [row, byte]; they begin at multiples of 8 in the storage, and their width is a multiple of
+    8. `known`: see `known_rows`.
     """
     words = as_words(rows)
     first = decode(words[:, 0])
@@ -90,11 +94,14 @@ def in_one_piece(rows: Array, known: Array) -> Array:
     longer = is_data & (
         known[first["kind"], first["layer"] * is_data, first["plane"] * is_data] < words.shape[1]
     )
-    return np.asarray((words == follow(first, words.shape[1])).all(axis=1) & ~longer)
+    return np.asarray((words == rows_from(first, words.shape[1])).all(axis=1) & ~longer)
 
 
 def known_rows(regions: Iterable[Region]) -> Array:
-    """[kind, layer, segment] -> words that a row there has, 0 where there is no such layer: what a decoded word must agree with."""
+    """The words of a row by [kind, layer, plane or segment]; 0 where no such layer exists.
+
+    An address whose lane is not below this number cannot exist.
+    """
     lanes = np.zeros((4, 128, 4), dtype=np.int16)
     for region in regions:
         kind = ATTENTION if region.kind == "attention" else STATE
@@ -106,44 +113,49 @@ def known_rows(regions: Iterable[Region]) -> Array:
 def classify_rows(
     got: Array, want: Array, aligned: bool, known: Array, due: Array
 ) -> tuple[Array, Array, Array]:
-    """Kinds, contents and places of the words of rows: (uint8, COORDINATES, COORDINATES), each [..., lane].
+    """Kinds, found and expected addresses of words: (uint8, COORDINATES, COORDINATES), each [..., lane].
 
-    `got` and `want` are uint8 [..., byte] of one region; `due` is bool [...]: rows in which something was due at all. A word that differs
-    only in the rank that computed it is right. An address that cannot exist (`known`) is an accident: garbled.
+    `got` and `want` are uint8 [..., byte] of one region. `due` is bool [...]: False for rows in which nothing
+    was due. A word whose address differs only in the rank that computed it is correct: several ranks compute
+    the same row. An address that cannot exist (see `known_rows`) is an accident, and the word is garbled.
     """
-    holds, place = decode_rows(got, aligned), decode_rows(want, aligned)
+    found, expected = decode_rows(got, aligned), decode_rows(want, aligned)
     one, other = as_words(got), as_words(want)
     kinds = np.full(one.shape, GARBLED, dtype=np.uint8)
-    is_data = (holds["kind"] == ATTENTION) | (holds["kind"] == STATE)
-    exists = holds["lane"] < known[holds["kind"], holds["layer"] * is_data, holds["plane"] * is_data]
-    holds[is_data & ~exists] = nobody(())
+    is_data = (found["kind"] == ATTENTION) | (found["kind"] == STATE)
+    exists = found["lane"] < known[found["kind"], found["layer"] * is_data, found["plane"] * is_data]
+    found[is_data & ~exists] = no_address(())
     kinds[is_data & exists] = MOVED
     zero = one == 0
     short = (
         got.shape[-1] > 8 and got.shape[-1] % 8 > 0
-    )  # the last word: its few bytes may be 0, or right, by accident
+    )  # the few bytes of the last word may be 0 or correct by accident
     if short:
         zero[..., -1] &= zero[..., -2]
     kinds[zero] = ZEROED
-    kinds[holds["kind"] == POISON] = UNWRITTEN
-    was_data = (place["kind"] == ATTENTION) | (place["kind"] == STATE)
+    kinds[found["kind"] == POISON] = UNWRITTEN
+    was_data = (expected["kind"] == ATTENTION) | (expected["kind"] == STATE)
     kinds[~(was_data & due[..., None])] = COLLATERAL
     same = is_data & exists & was_data
     for name in "kind layer owner engine token head plane lane".split():
-        same &= holds[name] == place[name]
+        same &= found[name] == expected[name]
     kinds[same | (one == other)] = SAME
     if short:
-        behind = (kinds[..., -2] == MOVED) & is_data[..., -1] & exists[..., -1] & (kinds[..., -1] == SAME)
-        kinds[..., -1][behind] = MOVED
-    return kinds, holds, place
+        after = (kinds[..., -2] == MOVED) & is_data[..., -1] & exists[..., -1] & (kinds[..., -1] == SAME)
+        kinds[..., -1][after] = MOVED
+    return kinds, found, expected
 
 
 def runs_of(
-    index: int, region: Region, at: tuple[Array, ...], kinds: Array, holds: Array, place: Array
+    index: int, region: Region, at: tuple[Array, ...], kinds: Array, found: Array, expected: Array
 ) -> Array:
-    """RUN of rows [row, lane]; `at` is (block, slot, row, plane), each [row]. Where nothing was due and nothing differs there is none."""
+    """RUN of rows [row, lane].
+
+    `at` is (block, slot, row, plane), each [row]; the other arrays are the result of `classify_rows`. Correct
+    words where nothing was due have no run.
+    """
     first = np.ones(kinds.shape, dtype=bool)
-    before, after = holds[:, :-1], holds[:, 1:]
+    before, after = found[:, :-1], found[:, 1:]
     joined = kinds[:, :-1] == kinds[:, 1:]
     for name in "kind layer owner engine rank token head plane".split():
         joined &= before[name] == after[name]
@@ -157,18 +169,19 @@ def runs_of(
     for name, values in zip(("block", "slot", "row", "plane"), at, strict=True):
         runs[name] = values[row]
     runs["words"] = ends - np.flatnonzero(first.ravel())
-    runs["kind"], runs["belongs"], runs["stands"] = kinds[row, lane], holds[row, lane], place[row, lane]
-    return runs[(runs["kind"] != SAME) | _at_home(region, runs)]
+    runs["kind"], runs["found"], runs["expected"] = kinds[row, lane], found[row, lane], expected[row, lane]
+    return runs[(runs["kind"] != SAME) | _was_due(region, runs)]
 
 
-def _at_home(region: Region, runs: Array) -> Array:
-    """Whether data was due, of this very place. (Where nothing is due, the shadow may hold anything.)"""
-    stands = runs["stands"]
-    home = (
-        (stands["layer"] == region.number)
-        & (stands["head"] == region.first + runs["row"])
-        & (stands["plane"] == runs["plane"])
+def _was_due(region: Region, runs: Array) -> Array:
+    """Whether the shadow has data of this very place. Where nothing was due it may hold other data."""
+    expected = runs["expected"]
+    here = (
+        (expected["layer"] == region.number)
+        & (expected["head"] == region.first + runs["row"])
+        & (expected["plane"] == runs["plane"])
     )
     if region.kind == "attention":
-        return home & (stands["kind"] == ATTENTION) & (stands["token"] % region.block_size == runs["slot"])
-    return home & (stands["kind"] == STATE)
+        slot = expected["token"] % region.block_size
+        return here & (expected["kind"] == ATTENTION) & (slot == runs["slot"])
+    return here & (expected["kind"] == STATE)

@@ -1,24 +1,37 @@
-"""A picture of a compared pool as text. Rows: layer and plane or segment. Columns: the blocks that the layer holds, in table order."""
+"""A picture of a `PoolComparison` as text.
+
+Its rows are layer and plane or segment, its columns the blocks that the layer holds, in the order of the
+block table.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.kinds import (
+    COLLATERAL,
+    GARBLED,
+    LETTERS,
+    MOVED,
+    PLANES,
+    SAME,
+    UNWRITTEN,
+    ZEROED,
+    legend,
+    short_name,
+)
 from pytest_kvconform.kvspace.pools.compare import Cells, PoolComparison
 from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.rows.compare import GARBLED, MOVED, PLANES, SAME, UNWRITTEN, ZEROED
 
-LETTERS = {SAME: ".", UNWRITTEN: "-", ZEROED: "0", MOVED: "M", GARBLED: "x", COLLATERAL: "!"}
-LEGEND = ". right  - never written  0 zero  M moved  x garbled  ! written where nothing was due"
-SEGMENTS = ("Q", "K", "V", "S")  # convolution Q, K, V and the recurrent state
+SEGMENT_LETTERS = "QKVS"  # convolution Q, K, V and the recurrent state
 MOST_ROWS, MOST_COLUMNS = 16, 24
 
 
 def draw_pool(comparison: PoolComparison) -> tuple[str, ...]:
-    """At most 20 lines. A cell is the worst row of a block; rows of the picture that are all right are counted and not shown.
+    """At most 20 lines. A cell is the worst row of a block; lines without a difference are only counted.
 
-    Consecutive rows with the same blocks share one header, so the line of block ids is repeated only where it changes.
+    Consecutive rows with the same blocks share one header: the line of block ids is repeated only where it
+    changes.
     """
     if not comparison.wrong:
         return ()
@@ -48,16 +61,17 @@ def draw_pool(comparison: PoolComparison) -> tuple[str, ...]:
             else f"byte {at['offset']}"
         )
         lines.append(
-            f"  in no layer's rows: {len(comparison.raw)} words written where nothing was due, the first at {where}"
+            f"  in no layer's rows: {len(comparison.raw)} words written where nothing was due, "
+            f"the first at {where}"
         )
     hidden = len(comparison.cells) - shown
-    right = max(0, comparison.rows_of_picture - len(comparison.cells))
-    lines.append(f"  ({right} rows are all right" + (f", {hidden} more are not shown)" if hidden else ")"))
-    return (*lines, f"  {LEGEND}")
+    correct = max(0, comparison.rows_of_picture - len(comparison.cells))
+    lines.append(f"  ({correct} rows are correct" + (f", {hidden} more are not shown)" if hidden else ")"))
+    return (*lines, f"  {legend(SAME, UNWRITTEN, ZEROED, MOVED, GARBLED, COLLATERAL)}")
 
 
 def _first_column(cells: Cells) -> int:
-    """Where to begin when there are too many columns: the first wrong one about in the middle."""
+    """The first column to draw. Of too many, the first one with a difference is about in the middle."""
     if len(cells.blocks) <= MOST_COLUMNS:
         return 0
     return min(
@@ -66,5 +80,5 @@ def _first_column(cells: Cells) -> int:
 
 
 def _label(region: Region, plane: int) -> str:
-    name = region.layer.removeprefix("language_model.").removeprefix("model.").removesuffix(".attn")[:22]
-    return f"{name:<22}  {(PLANES if region.kind == 'attention' else SEGMENTS)[plane]}"
+    letters = PLANES if region.kind == "attention" else SEGMENT_LETTERS
+    return f"{short_name(region.layer):<22}  {letters[plane]}"

@@ -1,10 +1,12 @@
-"""Layout mistakes that have names. Each predicts, for every place of a block, which address stands there if it was made.
+"""Layout mistakes that have names. Each predicts the addresses in a block if the mistake was made.
 
-A name is given only if the prediction is right for every word of all blocks that differ, those words included that the mistake leaves
-where they belong. So a shuffle that looks like one of these here and there stays unnamed.
+A name is given only if the prediction is true for every word of all blocks that differ. That includes the
+words that the mistake leaves in the right place, so a shuffle that looks like a mistake here and there gets
+no name.
 
-Within a block an attention layer has n tokens (slots), H heads and 2 planes. A mistake maps (slot, head, plane) of a place to those of
-what stands there; all start from the index of the place in the order of one layout, read as an index in the order of the other.
+Within a block an attention layer has n tokens (slots), H heads and 2 planes. A mistake maps the (slot, head,
+plane) of a place to those of the row that it would hold: the index of the place in the memory order of one
+layout is read as an index in the order of another.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pytest_kvconform.kvspace.kinds import MOVED, SAME, UNWRITTEN, ZEROED
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
-from pytest_kvconform.kvspace.pools.regions import ATTENTION, POISON, STATE, Array, Region
-from pytest_kvconform.kvspace.rows.compare import MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.words import ATTENTION, POISON, STATE, Array
 
 Place = tuple[Array, Array, Array]  # slot, head as the rank counts, plane
 
 
 @dataclass(frozen=True)
 class Source:
-    """The other engine's rank, as far as a diagnosis needs it: where its rows lie."""
+    """A rank of the other engine, P: where its rows lie. Some mistakes can be named only with this."""
 
     regions: tuple[Region, ...]
     tables: Mapping[tuple[str, int], Sequence[int]]  # (layer, owner) -> block id of each logical block
@@ -34,7 +37,7 @@ class Mistake:
     """A name and what it does within a block: (slot, head, plane, n, H) -> (slot, head, plane)."""
 
     name: str
-    planes: int  # that it needs
+    planes: int  # planes that the layer must have
     within: Callable[[Array, Array, Array, int, int], Place]
 
 
@@ -69,16 +72,19 @@ def _hnd_in_nhd(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
 
 
 def _reversed(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
-    return s, heads - 1 - h if heads > 2 else h, p  # of two heads it is an exchange
+    return s, heads - 1 - h if heads > 2 else h, p  # two heads: diagnose.py says that they are exchanged
 
 
 PACKED_AS_SPLIT = "a packed K|V per token was read as split (K of all tokens, then V of all tokens)"
 SPLIT_AS_PACKED = "split K and V (K of all tokens, then V of all tokens) were read as packed K|V per token"
 CONV_CUT = "the convolution state was cut in one piece across its segments"
-TOKEN_AXIS = "heads were split along the token axis: one piece of each block was taken instead of some heads of each token"
+TOKEN_AXIS = (
+    "heads were split along the token axis: "
+    "one piece of each block was taken instead of some heads of each token"
+)
 ONE_GROUP = "the block ids of one group were used for the layers of another"
 LOCAL_STRIDE = "the local block stride was used to find the remote blocks"
-TOO_LATE = "the right remote blocks were read, but after they had been given back and overwritten"
+TOO_LATE = "the right remote blocks were read, but after they had been freed and overwritten"
 
 CATALOGUE = (
     Mistake("K and V are exchanged", 2, lambda s, h, p, n, heads: (s, h, 1 - p)),
@@ -90,18 +96,15 @@ CATALOGUE = (
     Mistake("NHD bytes were put into an HND cache", 1, _nhd_in_hnd),
     Mistake("HND bytes were put into an NHD cache", 1, _hnd_in_nhd),
 )
-_RATIOS = (2, 4, 8, 16)
+_RATIOS = (2, 4, 8, 16)  # between the heads (channels) of a rank of P and of a rank of D
 
 
 def name_mistakes(comparison: PoolComparison, source: Source | None = None) -> tuple[str, ...]:
-    """Names of the mistakes that explain every wrong word, each once; several where they do the same to this geometry."""
+    """Names of the mistakes that explain every wrong word: several, if they have the same effect here."""
     runs = comparison.runs
     wrong = runs["kind"] != SAME
-    if (
-        not wrong.any()
-        or not np.isin(runs["kind"], (SAME, MOVED, UNWRITTEN, ZEROED)).all()
-        or len(comparison.raw)
-    ):
+    explainable = np.isin(runs["kind"], (SAME, MOVED, UNWRITTEN, ZEROED)).all() and not len(comparison.raw)
+    if not wrong.any() or not explainable:
         return ()
     moved = bool((runs["kind"] == MOVED).any())
     tests: list[tuple[str, Callable[[], bool]]] = [
@@ -124,28 +127,28 @@ def _by_region(comparison: PoolComparison) -> Iterator[tuple[Region, Array]]:
 
 
 def _fits(runs: Array, kind: int, token: Array, head: Array, plane: Array) -> bool:
-    """Whether all runs hold what is predicted: these coordinates, the layer and lane of the place, that token's owner and engine.
+    """Whether all runs hold the predicted address.
 
-    A place that should hold a token beyond those that were due may hold anything that nobody wrote, or that token if it was computed all
-    the same: P computes the last token of a prompt, and D computes it again.
+    That is: these coordinates, and the layer, lane, owner and engine that the place should hold. If the
+    predicted token was not due, the place may also hold poison or zeros. Or it holds that token all the same:
+    P computes the last token of a prompt, and D computes it again.
     """
-    stands, belongs = runs["stands"], runs["belongs"]
+    expected, found = runs["expected"], runs["found"]
     right = (
-        (belongs["kind"] == kind)
-        & (belongs["token"] == token)
-        & (belongs["head"] == head)
-        & (belongs["plane"] == plane)
+        (found["kind"] == kind)
+        & (found["token"] == token)
+        & (found["head"] == head)
+        & (found["plane"] == plane)
     )
     for name in ("layer", "lane"):
-        right &= belongs[name] == stands[name]
-    undue = (token > stands["token"].max()) | (token < stands["token"].min())
-    due, held = (at["owner"].astype(np.int64) * 2 + at["engine"] for at in (stands, belongs))
-    of_somebody = undue & np.isin(held, due)
-    due, held = ((at["token"].astype(np.int64) << 17) + who for at, who in ((stands, due), (belongs, held)))
-    right &= of_somebody | np.isin(
-        held, due
-    )  # within a block the owner or the engine may change from one token to the next
-    return bool((right | (undue & np.isin(runs["kind"], (UNWRITTEN, ZEROED)))).all())
+        right &= found[name] == expected[name]
+    not_due = (token > expected["token"].max()) | (token < expected["token"].min())
+    due_who, found_who = (at["owner"].astype(np.int64) * 2 + at["engine"] for at in (expected, found))
+    # Within a block the owner or the engine may change from one token to the next.
+    due_token = (expected["token"].astype(np.int64) << 17) + due_who
+    found_token = (found["token"].astype(np.int64) << 17) + found_who
+    right &= (not_due & np.isin(found_who, due_who)) | np.isin(found_token, due_token)
+    return bool((right | (not_due & np.isin(runs["kind"], (UNWRITTEN, ZEROED)))).all())
 
 
 def _within(
@@ -156,25 +159,23 @@ def _within(
             return False
         s, h, p = (runs[name].astype(np.int64) for name in ("slot", "row", "plane"))
         slot, head, plane = within(s, h, p, region.block_size, region.shape[2])
-        if not _fits(
-            runs, ATTENTION, runs["stands"]["token"] - runs["slot"] + slot, region.first + head, plane
-        ):
+        token = runs["expected"]["token"] - runs["slot"] + slot
+        if not _fits(runs, ATTENTION, token, region.first + head, plane):
             return False
     return True
 
 
 def _token_axis(comparison: PoolComparison) -> bool:
-    """A rank took a contiguous part of each block of a rank with more heads, or put blocks of ranks with fewer heads one behind the other.
+    """A rank of D took a contiguous part of each block of a rank with more heads, or joined several blocks.
 
-    The block that was read has its tokens outermost (NHD); the block that was written either way.
+    The block that was read has tokens as its outermost axis (NHD); the block that was written is NHD or HND.
     """
 
     def wider(ratio: int, region: Region, s: Array, h: Array, nhd: bool) -> tuple[Array, Array]:
         n, heads = region.block_size, region.shape[2]
         index = (s * heads + h if nhd else h * n + s) + region.first // heads % ratio * n * heads
-        return index // (heads * ratio), region.first // (heads * ratio) * heads * ratio + index % (
-            heads * ratio
-        )
+        many = heads * ratio
+        return index // many, region.first // many * many + index % many
 
     def narrower(ratio: int, region: Region, s: Array, h: Array, nhd: bool) -> tuple[Array, Array]:
         n, heads = region.block_size, region.shape[2]
@@ -188,7 +189,8 @@ def _token_axis(comparison: PoolComparison) -> bool:
             if region.kind != "attention" or (move is narrower and region.shape[2] % ratio):
                 return False
             slot, head = move(ratio, region, runs["slot"].astype(np.int64), runs["row"].astype(np.int64), nhd)
-            if not _fits(runs, ATTENTION, runs["stands"]["token"] - runs["slot"] + slot, head, runs["plane"]):
+            token = runs["expected"]["token"] - runs["slot"] + slot
+            if not _fits(runs, ATTENTION, token, head, runs["plane"]):
                 return False
         return True
 
@@ -198,29 +200,22 @@ def _token_axis(comparison: PoolComparison) -> bool:
 
 
 def _conv_cut(comparison: PoolComparison) -> bool:
-    """Q, K and V of a convolution state are each cut over the ranks; here all their rows were cut once, as if they were one."""
+    """Q, K and V of a convolution state must each be cut over the ranks; here they were cut as one piece."""
 
     def explains(ratio: int, wider: bool) -> bool:
         for region, runs in _by_region(comparison):
-            parts = sorted(
-                (r for r in comparison.regions if r.layer == region.layer and r.segment < 3),
-                key=lambda r: r.segment,
-            )
-            if (
-                region.kind != "state"
-                or region.segment > 2
-                or len(parts) != 3
-                or any(p.shape[1] % ratio for p in parts if not wider)
-            ):
+            parts = [r for r in comparison.regions if r.layer == region.layer and r.segment < 3]
+            parts.sort(key=lambda part: part.segment)
+            if region.kind != "state" or region.segment > 2 or len(parts) != 3:
+                return False
+            if not wider and any(part.shape[1] % ratio for part in parts):
                 return False
             sizes = np.array([part.shape[1] for part in parts])
             index = runs["row"].astype(np.int64) + sizes[: region.segment].sum()
             if wider:  # cut out of a rank with `ratio` times the channels
                 rank = region.first // region.shape[1] % ratio
                 theirs, index = sizes * ratio, index + rank * sizes.sum()
-                firsts = np.array(
-                    [part.first // (ratio * part.shape[1]) * ratio * part.shape[1] for part in parts]
-                )
+                firsts = np.array([part.first for part in parts]) // theirs * theirs
             else:  # put together from `ratio` ranks
                 theirs = sizes // ratio
                 rank, index = np.divmod(index, theirs.sum())
@@ -229,7 +224,7 @@ def _conv_cut(comparison: PoolComparison) -> bool:
             channel = firsts[segment] + index - (np.cumsum(theirs) - theirs)[segment]
             if not wider:
                 channel = channel + rank * theirs[segment]
-            if not _fits(runs, STATE, runs["stands"]["token"], channel, segment):
+            if not _fits(runs, STATE, runs["expected"]["token"], channel, segment):
                 return False
         return True
 
@@ -237,57 +232,55 @@ def _conv_cut(comparison: PoolComparison) -> bool:
 
 
 def _one_group(comparison: PoolComparison, wrong: Array) -> bool:
-    """Every wrong place holds the row at the same place of a layer that shares its memory, and those layers share none with each other."""
-    place = {
-        region.number: (region.offset, region.strides)
-        for region in comparison.regions
-        if region.kind == "attention"
-    }
-    stands, belongs = wrong["stands"], wrong["belongs"]
-    if (
-        not (wrong["kind"] == MOVED).all()
-        or not (belongs["kind"] == ATTENTION).all()
-        or not (stands["kind"] == ATTENTION).all()
-    ):
+    """Every wrong place holds the row from the same place of a layer that shares its memory.
+
+    The layers whose rows are found share no memory with each other: they belong to one group.
+    """
+    attention = [region for region in comparison.regions if region.kind == "attention"]
+    place = {region.number: (region.offset, region.strides) for region in attention}
+    expected, found = wrong["expected"], wrong["found"]
+    all_attention = (found["kind"] == ATTENTION).all() and (expected["kind"] == ATTENTION).all()
+    if not (wrong["kind"] == MOVED).all() or not all_attention:
         return False
-    layers = {(a, b) for a, b in zip(stands["layer"].tolist(), belongs["layer"].tolist(), strict=True)}
+    layers = {(a, b) for a, b in zip(expected["layer"].tolist(), found["layer"].tolist(), strict=True)}
     sources = {b for _, b in layers}
-    if any(a == b or b not in place or place[a] != place[b] for a, b in layers) or len(
-        {place[b] for b in sources}
-    ) < len(sources):
+    if any(a == b or b not in place or place[a] != place[b] for a, b in layers):
+        return False
+    if len({place[b] for b in sources}) < len(sources):
         return False
     sizes = np.array([region.block_size for region in comparison.regions])[wrong["region"]]
-    same = (stands["token"] - belongs["token"]) % sizes == 0
+    same = (expected["token"] - found["token"]) % sizes == 0
     for name in ("head", "plane", "lane"):
-        same &= stands[name] == belongs[name]
+        same &= expected[name] == found[name]
     return bool(same.all())
 
 
 def _local_stride(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
-    """Block b of the source was looked for at b times the stride of this pool: compared as places in the source's storage."""
+    """Block b of the source was looked for at b times the block stride of this pool.
+
+    Both the right place and the place that was read are computed as offsets in the source's storage.
+    """
     for run in _sample(wrong):
-        here, stands = comparison.regions[run["region"]], run["stands"]
+        here, expected = comparison.regions[run["region"]], run["expected"]
         there = _region_in(source, int(here.number))
-        right, found = _place_in(source, stands), _place_in(source, run["belongs"])
-        if there is None or here.strides[0] == there.strides[0] or right is None or found is None:
+        right, read = _place_in(source, expected), _place_in(source, run["found"])
+        if there is None or here.strides[0] == there.strides[0] or right is None or read is None:
             return False
-        block = source.tables[there.layer, int(stands["owner"])][stands["token"] // there.block_size]
-        if found - right != block * (here.strides[0] - there.strides[0]):
+        block = source.tables[there.layer, int(expected["owner"])][expected["token"] // there.block_size]
+        if read - right != block * (here.strides[0] - there.strides[0]):
             return False
     return len(wrong) > 0
 
 
 def _too_late(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
-    """What stands here is the source's own poison of the very places where the rows were: they were read, but not in time."""
-    held = wrong["belongs"]
-    if (
-        comparison.engine is None
-        or not (held["kind"] == POISON).all()
-        or (held["engine"] == comparison.engine).any()
-    ):
+    """The words are the source's poison of the very places where the rows were: they were read too late."""
+    found = wrong["found"]
+    if comparison.engine is None or not (found["kind"] == POISON).all():
         return False
-    places = ((_place_in(source, run["stands"]), run["belongs"]["offset"]) for run in _sample(wrong))
-    return len(wrong) > 0 and all(right is not None and right == found for right, found in places)
+    if (found["engine"] == comparison.engine).any():
+        return False
+    places = ((_place_in(source, run["expected"]), run["found"]["offset"]) for run in _sample(wrong))
+    return len(wrong) > 0 and all(right is not None and right == read for right, read in places)
 
 
 def _sample(runs: Array) -> Array:
@@ -301,7 +294,7 @@ def _region_in(source: Source, layer: int) -> Region | None:
 
 
 def _place_in(source: Source, at: np.void) -> int | None:
-    """Where in the source's storage an address lies or says that it lay, bytes; None: not known."""
+    """The offset of an address in the source's storage, bytes; None if unknown. Poison holds its offset."""
     if at["kind"] == POISON:
         return int(at["offset"]) if at["offset"] >= 0 else None
     region = _region_in(source, int(at["layer"])) if at["kind"] == ATTENTION else None

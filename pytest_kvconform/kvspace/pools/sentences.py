@@ -1,4 +1,4 @@
-"""Sentences on bytes that are not just somewhere else: never written, zero, garbled, or written outside. And what all sentences share."""
+"""Sentences on words that did not move: never written, zero, garbled, collateral; and shared parts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED, intervals
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
-from pytest_kvconform.kvspace.pools.regions import ATTENTION, STATE, Array, Region
-from pytest_kvconform.kvspace.rows.compare import GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED
-from pytest_kvconform.kvspace.rows.explain import intervals
+from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.words import ATTENTION, STATE, Array
 
 ENGINES = ("the prefiller", "the decoder")
+NO_ADDRESS = "bytes that are neither KV nor poison"
 
 
 def words_of(count: int) -> str:
+    """ "1 word", "320 words"."""
     return f"{count} word{'s' if count != 1 else ''}"
 
 
 def share_of(comparison: PoolComparison, kind: int) -> str:
+    """ "all 320 words" or "300 of 320 wrong words": the words of a kind among the wrong ones."""
     count = comparison.words[kind]
     return (
         f"all {words_of(count)}"
@@ -28,20 +30,22 @@ def share_of(comparison: PoolComparison, kind: int) -> str:
     )
 
 
-def names_of(names: Sequence[str], drafts: Collection[str] = ()) -> str:
+def _names(names: Sequence[str], drafts: Collection[str] = ()) -> str:
+    """ "A", "A and B" or "A and 5 more layers"."""
     shown = [f"{name} (draft)" if name in drafts else name for name in names]
     return " and ".join(shown) if len(shown) < 3 else f"{shown[0]} and {len(shown) - 1} more layers"
 
 
 def layers_of(comparison: PoolComparison, kind: int | None = None, drafts: Collection[str] = ()) -> str:
-    """Layers with words of a kind, or with any that are wrong. Runs are bounded; the rows of the picture are not."""
+    """Layers with words of a kind, or with any wrong words. `runs` are bounded, so `cells` count as well."""
     runs = comparison.runs
     regions = set(runs["region"][runs["kind"] == kind if kind is not None else runs["kind"] != SAME].tolist())
     regions |= {cells.region for cells in comparison.cells if kind is None or (cells.kinds == kind).any()}
-    return names_of(list(dict.fromkeys(comparison.regions[index].layer for index in sorted(regions))), drafts)
+    return _names(list(dict.fromkeys(comparison.regions[index].layer for index in sorted(regions))), drafts)
 
 
 def name_of(comparison: PoolComparison, number: int) -> str:
+    """The name of the layer with this number."""
     return next(
         (region.layer for region in comparison.regions if region.number == number),
         f"layer {number} (not in this engine)",
@@ -51,9 +55,10 @@ def name_of(comparison: PoolComparison, number: int) -> str:
 def _missing(
     comparison: PoolComparison, kind: int, drafts: Collection[str], never: str, one: str, many: str
 ) -> str:
-    """Where the rows of one kind are: whole layers, whole segments, the first or the last block, else tokens.
+    """Where the rows of a kind are: whole layers or segments, the first or the last block, or else tokens.
 
-    `never` is what happened to layers ("no byte of {} was written"), `one` to a token ("was never written"), `many` to several.
+    `never` is the sentence on layers ("no byte of {} was written"); `one` is the verb for a token ("was never
+    written"), `many` for several tokens.
     """
     parts = [
         (comparison.regions[i], comparison.runs[comparison.runs["region"] == i])
@@ -74,21 +79,22 @@ def _missing(
         return never.format(f"{' and '.join(segments)} of {names}") + f" ({share_of(comparison, kind)})"
     places = {_block_place(comparison, region, runs, kind) for region, runs in parts}
     some = np.concatenate([runs[runs["kind"] == kind] for _, runs in parts])
-    tokens = set(some["stands"]["token"].tolist())
+    tokens = set(some["expected"]["token"].tolist())
     if len(places) == 1 and "" not in places:
         return f"{places.pop()} ({share})"
-    return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} {many if len(tokens) > 1 else one} ({share})"
+    which = f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)}"
+    return f"{which} {many if len(tokens) > 1 else one} ({share})"
 
 
 def _whole(comparison: PoolComparison, region: Region, runs: Array, kind: int) -> bool:
-    """Whether all that was due in a region is of one kind."""
+    """Whether all rows that were due in a region are of one kind."""
     return bool((runs["kind"] == kind).all()) and set(runs["block"].tolist()) >= set(
         comparison.due.get(region.layer, ())
     )
 
 
 def _block_place(comparison: PoolComparison, region: Region, runs: Array, kind: int) -> str:
-    """What happened to the first or the last block, if all of that block is of one kind and nothing else is; "" otherwise."""
+    """What happened to the first or the last block, if exactly its rows are of the kind; otherwise ""."""
     due, rows = comparison.due.get(region.layer, ()), runs[runs["kind"] == kind]
     blocks = set(rows["block"].tolist())
     if (
@@ -100,31 +106,33 @@ def _block_place(comparison: PoolComparison, region: Region, runs: Array, kind: 
         return ""
     (block,) = blocks
     if block == due[0]:
-        window = " of the window" if rows["stands"]["token"].min() >= region.block_size else ""
+        window = " of the window" if rows["expected"]["token"].min() >= region.block_size else ""
         return f"the first block{window} " + ("was never read" if kind == UNWRITTEN else "holds zeros")
     if block == due[-1]:
-        partial = "(partial) " if (rows["stands"]["token"].max() + 1) % region.block_size else ""
+        partial = "(partial) " if (rows["expected"]["token"].max() + 1) % region.block_size else ""
         return f"the last {partial}block " + ("was never written" if kind == UNWRITTEN else "holds zeros")
     return ""
 
 
 def zeroed(comparison: PoolComparison, drafts: Collection[str]) -> str:
+    """The sentence on ZEROED words."""
     return _missing(comparison, ZEROED, drafts, "every byte of {} is zero", "holds zeros", "hold zeros")
 
 
 def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
+    """The sentence on UNWRITTEN words. Poison that was copied from another place is mentioned."""
     sentence = _missing(
         comparison, UNWRITTEN, drafts, "no byte of {} was written", "was never written", "were never written"
     )
     runs = comparison.runs[comparison.runs["kind"] == UNWRITTEN]
-    held = runs["belongs"]
-    foreign = (held["offset"] >= 0) & (held["offset"] != _offsets(comparison, runs))
+    found = runs["found"]
+    copied = (found["offset"] >= 0) & (found["offset"] != _offsets(comparison, runs))
     if comparison.engine is not None:
-        foreign = (held["offset"] >= 0) & (held["engine"] != comparison.engine)
-    if not foreign.any():
+        copied = (found["offset"] >= 0) & (found["engine"] != comparison.engine)
+    if not copied.any():
         return sentence
-    engine = ENGINES[int(held["engine"][foreign][0])]
-    return f"{sentence}; what stands there was copied from memory that {engine} never wrote"
+    engine = ENGINES[int(found["engine"][copied][0])]
+    return f"{sentence}; the bytes found there were copied from memory that {engine} never wrote"
 
 
 def _offsets(comparison: PoolComparison, runs: Array) -> Array:
@@ -140,11 +148,13 @@ def _offsets(comparison: PoolComparison, runs: Array) -> Array:
 
 
 def garbled(comparison: PoolComparison, drafts: Collection[str]) -> str:
+    """The sentence on GARBLED words."""
     where = layers_of(comparison, GARBLED)
-    return f"{share_of(comparison, GARBLED)} in {where} hold bytes that are nobody's: torn, flipped or from elsewhere"
+    return f"{share_of(comparison, GARBLED)} in {where} hold {NO_ADDRESS}: torn, flipped or foreign"
 
 
 def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
+    """The sentence on COLLATERAL words: which blocks changed, and whose KV they hold now."""
     runs = comparison.runs[comparison.runs["kind"] == COLLATERAL]
     blocks = sorted(
         {*runs["block"].tolist(), *comparison.raw["block"][comparison.raw["block"] >= 0].tolist()}
@@ -154,17 +164,17 @@ def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
         if blocks
         else "memory outside of all blocks"
     )
-    holds = runs["belongs"] if len(runs) else comparison.raw["holds"]
-    data = holds[(holds["kind"] == ATTENTION) | (holds["kind"] == STATE)]
-    if not len(data):
-        what = "bytes that are nobody's"
-    elif data["kind"][0] == ATTENTION:
-        what = f"token{'s' if len(set(data['token'].tolist())) > 1 else ''} {intervals(set(data['token'].tolist()))}"
+    found = runs["found"] if len(runs) else comparison.raw["found"]
+    data = found[(found["kind"] == ATTENTION) | (found["kind"] == STATE)]
+    tokens = set(data["token"].tolist())
+    what = NO_ADDRESS
+    if len(data):
+        attention = data["kind"][0] == ATTENTION
+        what = f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)}" if attention else "a state"
         what += (
             f" of owner {intervals(set(data['owner'].tolist()))} of {name_of(comparison, data['layer'][0])}"
         )
-    else:
-        what = f"a state of owner {intervals(set(data['owner'].tolist()))} of {name_of(comparison, data['layer'][0])}"
-    holding = "hold" if len(blocks) > 1 else "holds"
+    verb = "hold" if len(blocks) > 1 else "holds"
     padding = " in the padding of its page" if not len(runs) and blocks else ""
-    return f"wrote outside its own blocks: {which} {holding} {what}{padding} ({share_of(comparison, COLLATERAL)})"
+    share = share_of(comparison, COLLATERAL)
+    return f"a load wrote outside its own blocks: {which} {verb} {what}{padding} ({share})"

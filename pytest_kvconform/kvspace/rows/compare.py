@@ -1,7 +1,6 @@
-"""Compare rows of KV in logical coordinates and classify each: same, missing, never written, zeroed, moved, garbled.
+"""Comparison of D's rows with P's, in logical coordinates; and of recurrent states.
 
-A row is what one token leaves in one layer for one KV head and one plane (K or V): `width` words. Rows of a real model are all different,
-so a row that is not where it should be can be found where it is.
+Each row gets a kind: same, missing, never written, zero, moved or garbled (kvspace/kinds.py).
 """
 
 from __future__ import annotations
@@ -11,21 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Kinds of a row, from harmless to worst.
-NOT_DUE, SAME, MISSING, UNWRITTEN, ZEROED, MOVED, GARBLED = range(7)
-NAMES = {
-    MISSING: "not in the cache",
-    UNWRITTEN: "never written",
-    ZEROED: "zero",
-    MOVED: "moved",
-    GARBLED: "garbled",
-}
-PLANES = "KV"
+from pytest_kvconform.kvspace.kinds import (
+    GARBLED,
+    MISSING,
+    MOVED,
+    NOT_DUE,
+    PLANES,
+    SAME,
+    SEGMENTS,
+    UNWRITTEN,
+    ZEROED,
+)
 
 
 @dataclass(frozen=True)
 class Due:
-    """What one layer owes: the rows that the next forward will read."""
+    """The rows of one layer that D's next forward will read."""
 
     layer: str
     first: int  # tokens [first, end) are due
@@ -36,7 +36,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a row belongs."""
+    """The coordinates of a row."""
 
     layer: str
     token: int
@@ -48,12 +48,12 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The result for one request. `kinds` has one array [token, head, plane] per layer."""
+class RowComparison:
+    """The result for one request. Everything can be pickled."""
 
     due: tuple[Due, ...]
-    kinds: dict[str, np.ndarray]
-    moves: tuple[tuple[Address, Address], ...]  # (where it stands, where it belongs), of the moved rows
+    kinds: dict[str, np.ndarray]  # layer -> kind of each row: uint8 [token, head, plane]
+    moves: tuple[tuple[Address, Address], ...]  # (where the row is, whose row it is) of each moved row
     compared_bytes: int  # bytes of rows that were due and present
 
     def count(self, kind: int) -> int:
@@ -76,10 +76,11 @@ def compare_rows(
     got: Mapping[str, np.ndarray],
     present: Mapping[str, np.ndarray],
     poison: int,
-) -> Comparison:
-    """Compare `got` with `want`, both layer -> [token, head, plane, word] of unsigned words, on the rows that are due.
+) -> RowComparison:
+    """Compare the rows of `got` that are due with `want`, both layer -> [token, head, plane, word], unsigned.
 
-    `present` is layer -> [token]: False where the block table has the null block. `poison` is the byte that fills blocks of nobody.
+    `present` is layer -> [token]: False where the block table has the null block. `poison` is the byte with
+    which the harness fills unowned blocks. Raises ValueError if rows of P and D differ in shape or type.
     """
     kinds: dict[str, np.ndarray] = {}
     compared = 0
@@ -87,7 +88,8 @@ def compare_rows(
         a, b = want[layer.layer], got[layer.layer]
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
             raise ValueError(
-                f"{layer.layer}: rows of {a.shape[1:]} {a.dtype} cannot be compared with rows of {b.shape[1:]} {b.dtype}"
+                f"{layer.layer}: rows of {a.shape[1:]} {a.dtype} cannot be compared with rows of "
+                f"{b.shape[1:]} {b.dtype}"
             )
         kind = np.full(b.shape[:3], NOT_DUE, dtype=np.uint8)
         span = slice(layer.first, layer.end)
@@ -101,40 +103,44 @@ def compare_rows(
         kind[absent] = MISSING
         kinds[layer.layer] = kind
         compared += int(((kind != NOT_DUE) & (kind != MISSING)).sum()) * b.shape[3] * b.itemsize
-    return Comparison(due, kinds, _find_moved(kinds, want, got), compared)
+    return RowComparison(due, kinds, _find_moved(kinds, want, got), compared)
 
 
 def _find_moved(
     kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
 ) -> tuple[tuple[Address, Address], ...]:
-    """Turn GARBLED into MOVED where the row is one of `want`, bit for bit. Marks `kinds` in place; returns (stands, belongs) pairs."""
-    strays = [
+    """Change GARBLED to MOVED, in `kinds`, where the row is another row of `want`, bit for bit.
+
+    Returns (where the row is, whose row it is) of each. Of equal rows in `want` the first one counts.
+    """
+    unexplained = [
         (name, *at)
         for name, kind in kinds.items()
         for at in zip(*(axis.tolist() for axis in np.nonzero(kind == GARBLED)), strict=True)
     ]
-    if not strays:
+    if not unexplained:
         return ()
-    home: dict[bytes, Address] = {}
+    addresses: dict[bytes, Address] = {}
     for name, rows in want.items():
         for token, head, plane in np.ndindex(rows.shape[:3]):
-            home.setdefault(rows[token, head, plane].tobytes(), Address(name, token, head, plane))
+            addresses.setdefault(rows[token, head, plane].tobytes(), Address(name, token, head, plane))
     moves = []
-    for name, token, head, plane in strays:
-        origin = home.get(got[name][token, head, plane].tobytes())
+    for name, token, head, plane in unexplained:
+        origin = addresses.get(got[name][token, head, plane].tobytes())
         if origin is not None:
             kinds[name][token, head, plane] = MOVED
             moves.append((Address(name, token, head, plane), origin))
     return tuple(moves)
 
 
-SEGMENTS = ("convolution Q", "convolution K", "convolution V", "recurrent state")
-
-
 def compare_state(
     want: Mapping[str, tuple[np.ndarray, ...]], got: Mapping[str, tuple[np.ndarray, ...]], poison: int
 ) -> tuple[int, list[tuple[str, str, int, int, int]]]:
-    """Compare recurrent states. Returns (bytes compared, differences as (layer, segment, kind, channels that differ, channels))."""
+    """Compare recurrent states, layer -> segments.
+
+    Returns the number of compared bytes, and of each segment that differs (layer, name of the segment, kind,
+    channels that differ, channels).
+    """
     compared, wrong = 0, []
     for layer, segments in want.items():
         for index, (a, b) in enumerate(zip(segments, got[layer], strict=True)):

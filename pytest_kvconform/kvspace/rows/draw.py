@@ -1,30 +1,30 @@
-"""A picture of a comparison as text. Rows: layer and plane. Columns: logical blocks of the request."""
+"""A picture of a `RowComparison`: a line for each layer and plane, a column for each logical block."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pytest_kvconform.kvspace.rows.compare import (
+from pytest_kvconform.kvspace.kinds import (
     GARBLED,
+    LETTERS,
     MISSING,
     MOVED,
-    NOT_DUE,
     PLANES,
     SAME,
     UNWRITTEN,
     ZEROED,
-    Comparison,
+    legend,
+    short_name,
 )
+from pytest_kvconform.kvspace.rows.compare import RowComparison
 
-LETTERS = {NOT_DUE: " ", SAME: ".", MISSING: "?", UNWRITTEN: "-", ZEROED: "0", MOVED: "M", GARBLED: "x"}
-LEGEND = ". right  ? not in the cache  - never written  0 zero  M moved  x garbled"
 MOST_ROWS, MOST_COLUMNS = 18, 32
 
 
-def draw(comparison: Comparison) -> tuple[str, ...]:
-    """Lines of text, each cell the worst row of its block; rows that are all right are counted, not shown. At most 20 lines."""
+def draw_rows(comparison: RowComparison) -> tuple[str, ...]:
+    """At most 21 lines. A cell is the worst row of a block; lines without a difference are only counted."""
     lines: list[str] = []
-    right = hidden = width = 0
+    correct = hidden = width = 0
     for due in comparison.due:
         kinds = comparison.kinds[due.layer]
         blocks = -(-len(kinds) // due.block_size)
@@ -34,7 +34,7 @@ def draw(comparison: Comparison) -> tuple[str, ...]:
                 for b in range(blocks)
             ]
             if max(worst) <= SAME:
-                right += 1
+                correct += 1
                 continue
             if len(lines) == MOST_ROWS:
                 hidden += 1
@@ -47,7 +47,7 @@ def draw(comparison: Comparison) -> tuple[str, ...]:
             cells = worst[first : first + MOST_COLUMNS]
             width = max(width, first + len(cells))
             lines.append(
-                f"  {_short(due.layer):<22} {PLANES[plane]}  "
+                f"  {short_name(due.layer):<22} {PLANES[plane]}  "
                 + "   " * first
                 + " ".join(f"{LETTERS[k]:>2}" for k in cells)
             )
@@ -55,12 +55,8 @@ def draw(comparison: Comparison) -> tuple[str, ...]:
         return ()
     header = f"  {'logical block':<22}    " + " ".join(f"{b:>2}" for b in range(width))
     tail = [
-        f"  ({right} of {right + len(lines) + hidden} rows are all right"
+        f"  ({correct} of {correct + len(lines) + hidden} rows are correct"
         + (f", {hidden} more are not shown)" if hidden else ")")
     ]
-    return (header, *lines, *(tail if right or hidden else []), f"  {LEGEND}")
-
-
-def _short(layer: str) -> str:
-    """ "layers.3.self_attn" for "model.layers.3.self_attn.attn"."""
-    return layer.removeprefix("language_model.").removeprefix("model.").removesuffix(".attn")[:22]
+    key = legend(SAME, MISSING, UNWRITTEN, ZEROED, MOVED, GARBLED)
+    return (header, *lines, *(tail if correct or hidden else []), f"  {key}")

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pytest_kvconform.kvspace.kinds import UNWRITTEN
 from pytest_kvconform.kvspace.pools.compare import compare_pool
-from pytest_kvconform.kvspace.pools.regions import ATTENTION, Array, Region, decode, shares_of
-from pytest_kvconform.kvspace.rows.compare import UNWRITTEN
+from pytest_kvconform.kvspace.pools.regions import Region, token_parts
+from pytest_kvconform.kvspace.pools.words import ATTENTION, Array, decode
 from pytest_kvconform.rigs.bytes.memory import Memory
 from pytest_kvconform.rigs.bytes.messages import Check, Judge, Missing, Work
 
@@ -262,7 +263,7 @@ class _Span:
 
     tokens: Array  # positions
     blocks: Array  # of each token
-    shares: Array  # of each token, see `shares_of`
+    shares: Array  # of each token, see `token_parts`
     due: Array  # blocks, each once, in the order of the block table
     gone: tuple[int, ...]  # positions of which the block is the null block
 
@@ -278,7 +279,7 @@ def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
     return _Span(
         tokens,
         blocks,
-        shares_of(tokens, judge.owners[tokens]),
+        token_parts(tokens, judge.owners[tokens]),
         np.array(list(dict.fromkeys(blocks.tolist()))),
         gone,
     )

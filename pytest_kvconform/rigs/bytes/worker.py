@@ -30,7 +30,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.kvspace.pools.regions import Region, shares_of
+from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
@@ -204,7 +204,7 @@ class ByteWorker(WorkerBase):
             self.inspector.failed |= set(output.invalid_block_ids or ())
 
     def _slots(self, work: Work, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(block, position, share) of each scheduled token whose block is not the null block; see `shares_of`."""
+        """(block, position, share) of each scheduled token whose block is not the null block; see `token_parts`."""
         if self.groups.is_state(group):
             nothing = np.zeros(0, dtype=np.int64)
             return nothing, nothing, nothing
@@ -215,7 +215,7 @@ class ByteWorker(WorkerBase):
         )
         positions, owners = np.concatenate(tokens), np.concatenate([part.owners for part in work.parts])
         real = blocks != 0
-        return blocks[real], positions[real], shares_of(positions[real], owners[real])
+        return blocks[real], positions[real], token_parts(positions[real], owners[real])
 
     def _metadata(self, work: Work) -> dict[str, Any]:
         """Layer name -> attention metadata of this step."""

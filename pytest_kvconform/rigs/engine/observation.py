@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pytest_kvconform.kvspace.rows.compare import Comparison
+from pytest_kvconform.kvspace.rows.compare import RowComparison
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Trace, Usage
 from pytest_kvconform.rigs.scenario import Scenario
@@ -33,10 +33,10 @@ class RequestObservation:
     prefill: Trace
     decode: Trace
     rows: (
-        Comparison | None
+        RowComparison | None
     )  # D's cache against P's, before D's first forward; None: D never had a first forward
     state_bytes: int = 0  # bytes of recurrent state that were compared
-    state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.compare.compare_state
+    state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.rows.compare
     state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
     changed_blocks: tuple[int, ...] = ()  # blocks of nobody that changed on D
     got: Generated | None = None

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model_matrix.geometries import SlidingWindow, expand_layers, load_geometries
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
+from pytest_kvconform.kvspace.kinds import COLLATERAL, SAME, UNWRITTEN
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.kvspace.rows.compare import SAME, UNWRITTEN
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
@@ -113,7 +112,7 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
         if isinstance(layer.kind, SlidingWindow)
     }
     runs = pool.runs[pool.runs["kind"] != SAME]
-    inside = (runs["stands"]["token"] >= gone.first) & (runs["stands"]["token"] < gone.end)
+    inside = (runs["expected"]["token"] >= gone.first) & (runs["expected"]["token"] < gone.end)
     of_them = np.array([region.layer in layers for region in pool.regions])[runs["region"]]
     return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
@@ -146,7 +145,7 @@ def finding(bench: Bench, seen: TransferObservation, r: Received, check: Check, 
     if gone is not None and not later_right and _explains(bench, gone, check.pool):
         diagnosis = str(gone)
     else:
-        diagnosis = explain_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
+        diagnosis = diagnose_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,

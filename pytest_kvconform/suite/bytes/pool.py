@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool, explain_source
+from pytest_kvconform.kvspace.kinds import COLLATERAL, intervals
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool, diagnose_source
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.kvspace.rows.explain import intervals
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
@@ -70,7 +69,7 @@ def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
                 first = check.computed - window + 1
                 cause = (
                     "the block table is laid out for the token after the last one, and D computes the last prompt token again: its window "
-                    "begins one token earlier, with the last token of a block that was already given up"
+                    "begins one token earlier, with the last token of a block that was already freed"
                     if missing == [first] and (first + 1) % gone[0].block_size == 0
                     else "the block table of a sliding window group does not reach back to the beginning of the window"
                 )
@@ -123,7 +122,7 @@ def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
         happened=f"{when} rank {check.rank} of {role} holds bytes that neither {role} computed nor a load was to bring",
         differs=count_pool(check.pool),
         picture=draw_pool(check.pool),
-        diagnosis=explain_pool(check.pool) if role == "D" else explain_source(check.pool),
+        diagnosis=diagnose_pool(check.pool) if role == "D" else diagnose_source(check.pool),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.pools.classify import COLLATERAL
-from pytest_kvconform.kvspace.pools.diagnose import count_pool, explain_pool
+from pytest_kvconform.kvspace.kinds import COLLATERAL
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -265,7 +265,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
                 happened=f"after this: {_story(transfer)}: the next transfer changed what was not due",
                 differs=count_pool(check.pool),
                 picture=draw_pool(check.pool),
-                diagnosis=explain_pool(check.pool),
+                diagnosis=diagnose_pool(check.pool),
             )
         )
     return _bytes_right(bench, after, "KV-FAIL-006")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.rows.compare import NAMES
-from pytest_kvconform.kvspace.rows.draw import draw
-from pytest_kvconform.kvspace.rows.explain import count_sentence, explain, intervals
+from pytest_kvconform.kvspace.kinds import NAMES, intervals
+from pytest_kvconform.kvspace.rows.diagnose import count_rows, diagnose_rows
+from pytest_kvconform.kvspace.rows.draw import draw_rows
 from pytest_kvconform.kvspace.rows.window import missing_window
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -37,9 +37,9 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
                     rule="KV-BYTES-001",
                     happened=f"{r.name}: D was to find the KV of {r.decode.first_computed} tokens in its cache; the connector "
                     f"had announced {r.decode.external_tokens} of them",
-                    differs=count_sentence(r.rows),
-                    picture=draw(r.rows),
-                    diagnosis=explain(r.rows),
+                    differs=count_rows(r.rows),
+                    picture=draw_rows(r.rows),
+                    diagnosis=diagnose_rows(r.rows),
                     signature=", ".join(name for kind, name in NAMES.items() if r.rows.count(kind)),
                 )
             )
@@ -64,8 +64,8 @@ def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
                 Finding(
                     rule="KV-WINDOW-001",
                     happened=f"{r.name} of {r.length} tokens: {gap.sentence}",
-                    differs=count_sentence(r.rows),
-                    picture=draw(r.rows),
+                    differs=count_rows(r.rows),
+                    picture=draw_rows(r.rows),
                     diagnosis=gap.cause,
                     signature=gap.cause,
                 )

@@ -1,65 +1,55 @@
-"""From moved rows to one sentence: what the mistake does to the coordinates. The more exact sentence comes first."""
+"""One sentence on a `RowComparison`: where rows are wrong, and what the mistake did to their coordinates."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 
-from pytest_kvconform.kvspace.rows.compare import (
-    MISSING,
-    NAMES,
-    PLANES,
-    UNWRITTEN,
-    ZEROED,
-    Address,
-    Comparison,
-)
+from pytest_kvconform.kvspace.kinds import MISSING, NAMES, PLANES, UNWRITTEN, ZEROED, intervals, permutation
+from pytest_kvconform.kvspace.rows.compare import Address, RowComparison
 
 
-def explain(comparison: Comparison) -> str:
-    """One sentence on why rows are likely wrong; empty when none is."""
+def diagnose_rows(comparison: RowComparison) -> str:
+    """The likely reason why rows are wrong; empty if none is. Missing rows do not count: see window.py."""
     if not comparison.wrong:
         return ""
     if comparison.moves:
-        return explain_moves(comparison.moves, comparison.wrong)
+        return _moved(comparison.moves, comparison.wrong)
     where = _where(comparison)
     for kind, sentence in ((UNWRITTEN, "was never written"), (ZEROED, "holds zeros")):
         if comparison.count(kind) == comparison.wrong:
             return f"{where} {sentence}"
-    return f"{where} holds bytes that stand nowhere in the prefiller's cache"
+    return f"{where} holds bytes that are nowhere in the prefiller's cache"
 
 
-def explain_moves(moves: Iterable[tuple[Address, Address]], wrong: int) -> str:
-    """Sentences on (where it stands, where it belongs) pairs, one per coordinate that is not kept."""
-    moves = list(moves)
+def _moved(moves: Collection[tuple[Address, Address]], wrong: int) -> str:
+    """A part of a sentence for each coordinate that moved rows did not keep. `moves`: see `RowComparison`."""
     share = f"all {len(moves)} rows" if len(moves) == wrong else f"{len(moves)} of {wrong} wrong rows"
-    said = []
+    changes = []
     shifts = Counter(origin.token - here.token for here, origin in moves)
     if set(shifts) != {0}:
-        said.append(_shift("token", shifts, share))
+        changes.append(_shift("token", shifts))
     if any(here.plane != origin.plane for here, origin in moves):
         both = {(here.plane, origin.plane) for here, origin in moves}
-        said.append(
-            "K and V are exchanged"
-            if both == {(0, 1), (1, 0)}
-            else f"rows of {' and '.join(sorted({PLANES[o.plane] for h, o in moves if h.plane != o.plane}))} stand in the other plane"
-        )
+        planes = " and ".join(sorted({PLANES[o.plane] for h, o in moves if h.plane != o.plane}))
+        exchanged = both == {(0, 1), (1, 0)}
+        changes.append("K and V are exchanged" if exchanged else f"rows of {planes} are in the other plane")
     heads = {(here.head, origin.head) for here, origin in moves}
     if any(a != b for a, b in heads):
-        said.append(_permutation("head", heads))
+        changes.append(permutation("head", heads))
     layers = {(here.layer, origin.layer) for here, origin in moves}
     if any(a != b for a, b in layers):
         pairs = sorted((a, b) for a, b in layers if a != b)
-        said.append(
+        changes.append(
             f"{pairs[0][0]} holds rows of {pairs[0][1]}"
             + (f" (and {len(pairs) - 1} more layers are mixed up)" if pairs[1:] else "")
         )
-    return f"in {share}: " + "; ".join(said)
+    return f"in {share}: " + "; ".join(changes)
 
 
-def _shift(field: str, shifts: Counter[int], share: str) -> str:
+def _shift(field: str, shifts: Counter[int]) -> str:
     if len(shifts) == 1:
         (shift,) = shifts
         return f"{field} is off by {shift:+d}"
@@ -67,19 +57,7 @@ def _shift(field: str, shifts: Counter[int], share: str) -> str:
     return f"{field} is mixed up ({len(shifts)} different distances, most often {common:+d}, {count} times)"
 
 
-def _permutation(field: str, pairs: set[tuple[int, int]]) -> str:
-    moved = sorted((a, b) for a, b in pairs if a != b)
-    low, high = moved[0]
-    if set(moved) == {(low, high), (high, low)}:
-        return f"{field} {low} and {field} {high} are exchanged"
-    return (
-        f"{field}s are mixed up ("
-        + ", ".join(f"{a} holds {b}" for a, b in moved[:4])
-        + (", …)" if moved[4:] else ")")
-    )
-
-
-def _where(comparison: Comparison) -> str:
+def _where(comparison: RowComparison) -> str:
     """ "tokens 32-63 of all 4 layers" or "tokens 3, 7-9 of model.layers.1"."""
     tokens, layers, planes, heads = set(), [], set(), set()
     total_heads = 0
@@ -103,21 +81,8 @@ def _where(comparison: Comparison) -> str:
     return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} of {which}{detail}"
 
 
-def intervals(numbers: Iterable[int]) -> str:
-    """ "3-17, 40" for {3, …, 17, 40}."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def count_sentence(comparison: Comparison) -> str:
+def count_rows(comparison: RowComparison) -> str:
     """ "64 of 4096 rows differ: 60 never written, 4 moved"."""
-    wrong = sum(comparison.count(kind) for kind in NAMES)
-    said = ", ".join(
-        f"{comparison.count(kind)} {name}" for kind, name in NAMES.items() if comparison.count(kind)
-    )
-    return f"{wrong} of {comparison.rows_due} rows differ: {said}"
+    counts = {name: comparison.count(kind) for kind, name in NAMES.items()}
+    parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return f"{sum(counts.values())} of {comparison.rows_due} rows differ: {parts}"
