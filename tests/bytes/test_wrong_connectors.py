@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
+from tests.helpers.wrong import Wrong
 
 STOPPED = {
     "all_blocks_are_freed",
@@ -21,22 +22,9 @@ STOPPED = {
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake, and all that the suite says about it: which cases fail, and with which diagnosis; every other one passes."""
-
-    connector: str
-    says: dict[str, str]  # case -> pattern of its diagnosis, from the beginning
-    geometry: str = "llama3_1_8b"
-    topology: str = "P1D1"
-    setup: str = "b16"
-    variants: str = "n55"  # 55 tokens are three blocks and a half, and the last one of them D computes itself
-    matrix: str = "quick"
-    blocked: set[str] = field(default_factory=set)
-    scale: float = 1.0  # of deadlines
-
-    def __str__(self) -> str:
-        return f"{self.connector}-{self.geometry}-{self.topology}"
+mistake = functools.partial(
+    Wrong, variants="n55"
+)  # three blocks and a half; D computes the last token itself
 
 
 def rows(says: str) -> dict[str, str]:
@@ -48,83 +36,83 @@ WRITTEN_TO = "P's pool was written to, but loads only read it"
 
 WRONG = [
     # Which blocks.
-    Wrong(
+    mistake(
         "LateByOne",
         rows(r"block is off by \+1 in 638976 of 786432 wrong words; besides, 147456 words never written$"),
     ),
-    Wrong(
+    mistake(
         "DropsTail", rows(rf"the last \(partial\) block was never written \(all 98304 words in {LAYERS}\)$")
     ),
-    Wrong(
+    mistake(
         "WritesNull",
         {
             "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
         },
     ),
-    Wrong(
+    mistake(
         "WritesOutside",
         {
             "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
         },
     ),
-    Wrong(
+    mistake(
         "FirstGroupForAll",
         rows(
             r"the block ids of one group were used for the layers of another: this explains all 152064 words in .* and 21 more layers$"
         ),
-        geometry="gemma3_1b",
+        family="gemma3_1b",
     ),
-    Wrong(
+    mistake(
         "ShortWindow",
         rows(
             r"the first block of the window was never read \(all 45056 words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
         ),
-        geometry="gemma3_1b",
-        variants="n542",  # the window of its last token but one begins within a block, not the first one of the prompt
+        family="gemma3_1b",
+        variants="n542",
         matrix="full",
     ),
-    Wrong(
+    mistake(
         "ReadsFromTheWindow",
         rows(
             r"tokens 16-29 were never written \(all \d+ words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
         ),
-        geometry="gemma3_1b",
+        family="gemma3_1b",
         variants="n542",
         matrix="full",
     ),
     # Which bytes of a block.
-    Wrong("SwapsHeads", rows(r"head 2 and head 5 are exchanged in all 221184 words$")),
-    Wrong("ReversesHeads", rows(r"the heads are in reverse order: this explains all 884736 words")),
-    Wrong("HeadsOfTheOtherRank", rows(r"head is off by \+4 in all 442368 words$"), topology="P1D2"),
-    Wrong("SwapsPlanes", rows(r"K and V are exchanged: this explains all 884736 words")),
-    Wrong(
+    mistake("SwapsHeads", rows(r"head 2 and head 5 are exchanged in all 221184 words$")),
+    mistake("ReversesHeads", rows(r"the heads are in reverse order: this explains all 884736 words")),
+    mistake("HeadsOfTheOtherRank", rows(r"head is off by \+4 in all 442368 words$"), topology="P1D2"),
+    mistake("SwapsPlanes", rows(r"K and V are exchanged: this explains all 884736 words")),
+    mistake(
         "PackedAsSplit",
         rows(r"a packed K\|V per token was read as split \(.*\): this explains all 827392 words"),
     ),
-    Wrong("NhdInHnd", rows(r"NHD bytes were put into an HND cache: this explains all 870400 words")),
-    Wrong(
+    mistake("NhdInHnd", rows(r"NHD bytes were put into an HND cache: this explains all 870400 words")),
+    mistake(
         "LocalStride",
         rows(r"the local block stride was used to find the remote blocks: this explains all \d+ words"),
         topology="P1D2",
     ),
-    Wrong(
+    mistake(
         "ForgetsDraft",
         rows(r"no byte of model\.layers\.61\.self_attn\.attn \(draft\) was written"),
         "kimi_k2_5_eagle3",
         "P2D2",
     ),
-    Wrong(
+    mistake(
         "CutsAcrossSegments",
         {
             "recurrent_state_arrives": r"the convolution state was cut in one piece across its segments: this explains all 92160 words in .* and 29 more"
         },
-        geometry="qwen3_5_35b_a3b",
+        family="qwen3_5_35b_a3b",
         topology="P1D2",
         variants="n2",
         matrix="full",
     ),
     # When, and on which side.
-    Wrong(
+    mistake(
         "ReportsEarly",
         {
             "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
@@ -132,7 +120,7 @@ WRONG = [
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
     ),
-    Wrong(  # half of what comes late comes from P's second rank, which nobody could see at the check
+    mistake(
         "ReportsEarly",
         {
             "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
@@ -140,53 +128,55 @@ WRONG = [
         },
         topology="P2D1",
     ),
-    Wrong(
+    mistake(
         "FreesAtOnce",
         rows(
             r"the right remote blocks were read, but after they had been freed and overwritten: this explains all 884736 words"
         ),
         variants="reused",
     ),
-    Wrong(
+    mistake(
         "WritesToP",
         {
             "p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold memory that the decoder never wrote$",
             "attention_kv_arrives": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
         },
     ),
-    Wrong("ClearsWhatWasRead", {"p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}),
-    Wrong(
+    mistake(
+        "ClearsWhatWasRead", {"p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold zeros$"}
+    ),
+    mistake(
         "LoadsPartsOfBlocks",
         rows(
             r"of layers with a window of 512 P has the tokens from 16 on, and D's block in which the window begins, .* those from 0 on$"
         ),
-        geometry="gemma3_1b",
+        family="gemma3_1b",
         setup="b16x64",
         variants="n528",
         matrix="full",
     ),
     # What is no matter of bytes.
-    Wrong(
+    mistake(
         "NeverFinishes",
         {"completes": r"the connector never reported the load as finished"},
         blocked=STOPPED,
         scale=SHORT,
     ),
-    Wrong("KeepsBlocks", {"all_blocks_are_freed": r""}, scale=SHORT),
-    Wrong(
+    mistake("KeepsBlocks", {"all_blocks_are_freed": r""}, scale=SHORT),
+    mistake(
         "AnnouncesLess",
         {"d_computes_only_missing_tokens": r"get_num_new_matched_tokens announced less than P had"},
     ),
-    Wrong(
+    mistake(
         "RaisesAtStart",
         {"engines_start": r"P did not start: ValueError: no such fabric"},
         blocked=STOPPED | {"completes"},
     ),
     # Upstream itself: see docs.
-    Wrong(
+    mistake(
         "Right",
         {"sliding_window_is_complete": r"the block table is laid out for the token after the last one"},
-        geometry="gemma3_1b",
+        family="gemma3_1b",
         variants="n527",
     ),
 ]
@@ -196,25 +186,17 @@ WRONG = [
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
     run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    run = run_cases(
-        wrong.connector,
-        wrong.geometry,
-        wrong.topology,
-        wrong.variants,
-        wrong.scale,
-        setup=wrong.setup,
-        matrix=wrong.matrix,
-    )
+    run = run_cases(wrong.connector, **wrong.cell)
     outcomes = {name.partition("[")[0]: outcome for name, outcome in run.outcomes.items()}
     assert len(outcomes) == len(run.outcomes), "one variant"
     assert outcomes == {
-        case: "FAIL" if case in wrong.says else "BLOCKED" if case in wrong.blocked else "PASS"
+        case: "FAIL" if case in wrong.fails else "BLOCKED" if case in wrong.blocked else "PASS"
         for case in outcomes
     }
     assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
     said = {name.partition("[")[0]: finding.diagnosis for name, finding in run.findings.items()}
-    assert said.keys() == wrong.says.keys()
-    for case, pattern in wrong.says.items():
+    assert said.keys() == wrong.fails.keys()
+    for case, pattern in wrong.fails.items():
         assert re.match(pattern, said[case]) and "\n" not in said[case] and len(said[case]) < 300
 
 
@@ -222,7 +204,7 @@ def test_every_case_of_whole_transfers_has_a_mistake_that_only_it_finds() -> Non
     """Cases of transports that fail have tests of their own."""
     modules = {name for name in module_names() if name.startswith("bytes/")} - {"bytes/transport_faults"}
     cases = {case.name for module in modules for case in load_module(module)[1]}
-    assert cases - {min(wrong.says) for wrong in WRONG if len(wrong.says) == 1} == set()
+    assert cases - {min(wrong.fails) for wrong in WRONG if len(wrong.fails) == 1} == set()
 
 
 RIGHT = [

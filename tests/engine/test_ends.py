@@ -122,10 +122,10 @@ ENDS = [
     (
         "CrashesInLoad",
         "n200",
-        "D was killed by SIGSEGV in start_load_kv (wrong_connectors.py:",
+        "D was killed by SIGSEGV in start_load_kv (failures.py:",
         "the rule KV-HANDOVER-001",
     ),
-    ("HangsInLoad", "n200", "s in start_load_kv (wrong_connectors.py:", "the rule KV-HANDOVER-001"),
+    ("HangsInLoad", "n200", "s in start_load_kv (failures.py:", "the rule KV-HANDOVER-001"),
     (
         "LeavesProcess",
         "no_threads_ports_or_processes_left",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
+from tests.helpers.wrong import Wrong
 
 from .command import Command
 
@@ -21,28 +22,14 @@ STOPPED = {
     "outputs_match_the_oracle",
 }  # cases that need a hand-over that ended
 DUMB = {"attention_kv_arrives", "unowned_blocks_are_unchanged"}  # cases that need KV that was given
-WRONG_KV = {
-    "attention_kv_arrives",
-    "outputs_match_the_oracle",
-}  # bytes and, so large are the mistakes here, what D says
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake, and all that the suite says about it: which cases fail, which are blocked; every other one passes."""
+mistake = functools.partial(Wrong, family="llama", variants="n200")
 
-    connector: str
-    fails: set[str]  # names of cases, in every one of the variants
-    says: str  # pattern: a phrase of the sentence or the diagnosis of the first of them, by name
-    family: str = "llama"
-    topology: str = "P1D1"
-    variants: str = "n200"
-    blocked: set[str] = field(default_factory=set)
-    scale: float = 1.0  # of deadlines, small where one of them has to be waited for
-    unsure: set[str] = field(default_factory=set)  # cases about which nothing is said here
 
-    def __str__(self) -> str:
-        return f"{self.connector}-{self.family}-{self.topology}"
+def bytes_and_outputs(says: str) -> dict[str, str]:
+    """The mistakes here are so large that the outputs of D differ, too."""
+    return {"attention_kv_arrives": says, "outputs_match_the_oracle": ""}
 
 
 SHORT = 0.2
@@ -52,213 +39,205 @@ MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance a
 
 WRONG = [
     # What is in D's cache.
-    Wrong(
+    mistake(
         "MovesNothing",
-        WRONG_KV,
-        "tokens 0-198 of all 4 layers was never written",
+        bytes_and_outputs("tokens 0-198 of all 4 layers was never written"),
         variants="n33 n200",
         scale=SHORT,
         unsure=FIRST_WORD,
     ),
-    Wrong("MovesNothing", WRONG_KV, "never written", topology="P2D1", scale=SHORT, unsure=FIRST_WORD),
-    Wrong("LateByOne", WRONG_KV, rf"{MOVED}.*\+32", variants="n64 n200"),
-    Wrong("DropsTail", WRONG_KV, r"tokens 192-198 of all 4 layers was never written"),
-    Wrong("SwapsBlocks", {"attention_kv_arrives"}, rf"in all 1024 rows: {MOVED}.*\+32, 512 times"),
-    Wrong("SwapsHeads", WRONG_KV, "head 0 and head 1 are exchanged"),
-    Wrong(
+    mistake(
+        "MovesNothing", bytes_and_outputs("never written"), topology="P2D1", scale=SHORT, unsure=FIRST_WORD
+    ),
+    mistake("LateByOne", bytes_and_outputs(rf"{MOVED}.*\+32"), variants="n64 n200"),
+    mistake("DropsTail", bytes_and_outputs(r"tokens 192-198 of all 4 layers was never written")),
+    mistake("SwapsBlocks", {"attention_kv_arrives": rf"in all 1024 rows: {MOVED}.*\+32, 512 times"}),
+    mistake("SwapsHeads", bytes_and_outputs("head 0 and head 1 are exchanged")),
+    mistake(
         "SwapsLayers",
-        WRONG_KV,
-        r"model\.layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
+        bytes_and_outputs(
+            r"model\.layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn"
+        ),
     ),
-    Wrong("ForgetsLayer", WRONG_KV, r"tokens 0-198 of model\.layers\.3\.self_attn\.attn holds zeros"),
-    Wrong(
-        "OneBit",
-        {"attention_kv_arrives"},
-        r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that are nowhere",
+    mistake(
+        "ForgetsLayer", bytes_and_outputs(r"tokens 0-198 of model\.layers\.3\.self_attn\.attn holds zeros")
     ),
-    Wrong(
+    mistake(
         "OneBit",
-        {"attention_kv_arrives"},
-        r"token 5 of model\.layers\.5\.self_attn\.attn, K only",
+        {
+            "attention_kv_arrives": r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that are nowhere"
+        },
+    ),
+    mistake(
+        "OneBit",
+        {"attention_kv_arrives": r"token 5 of model\.layers\.5\.self_attn\.attn, K only"},
         family="gemma3",
     ),
-    Wrong(
+    mistake(
         "HalfAWindow",
-        WRONG_KV,
-        r"tokens 168-191 of model\.layers\.0\.self_attn\.attn.* was never written",
+        bytes_and_outputs(r"tokens 168-191 of model\.layers\.0\.self_attn\.attn.* was never written"),
         family="gemma3",
     ),
-    Wrong("WritesNull", {"unowned_blocks_are_unchanged"}, "blocks 0 of D changed.*block 0 is the null block"),
-    Wrong(
+    mistake(
+        "WritesNull", {"unowned_blocks_are_unchanged": "blocks 0 of D changed.*block 0 is the null block"}
+    ),
+    mistake(
         "WritesOutside",
-        {"unowned_blocks_are_unchanged"},
-        r"blocks \d+ of D changed, which belong to no request",
+        {"unowned_blocks_are_unchanged": r"blocks \d+ of D changed, which belong to no request"},
     ),
     # The recurrent state.
-    Wrong(
+    mistake(
         "RollsConvolution",
-        {"recurrent_state_arrives", "outputs_match_the_oracle"},
-        "convolution K garbled, convolution Q garbled, convolution V garbled$",
+        {
+            "recurrent_state_arrives": "convolution K garbled, convolution Q garbled, convolution V garbled$",
+            "outputs_match_the_oracle": "",
+        },
         family="qwen3_5",
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "ZeroesState",
-        {"recurrent_state_arrives", "outputs_match_the_oracle"},
-        "recurrent state zero$",
+        {"recurrent_state_arrives": "recurrent state zero$", "outputs_match_the_oracle": ""},
         family="qwen3_5",
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "NoTruncation",
-        {"recurrent_state_arrives", "outputs_match_the_oracle"},
-        r"D runs \+1 tokens through a state that has seen them already",
+        {
+            "recurrent_state_arrives": r"D runs \+1 tokens through a state that has seen them already",
+            "outputs_match_the_oracle": "",
+        },
         family="qwen3_5",
         variants="n63",
     ),
     # When and what it reports.
-    Wrong("ReportsEarly", {*WRONG_KV, "all_blocks_are_freed"}, "never written", scale=SHORT),
-    Wrong(
+    mistake("ReportsEarly", {**bytes_and_outputs("never written"), "all_blocks_are_freed": ""}, scale=SHORT),
+    mistake(
         "NeverFinishes",
-        {"completes"},
-        "the connector never reported the load as finished",
+        {"completes": "the connector never reported the load as finished"},
         blocked=STOPPED,
         scale=SHORT,
     ),
-    Wrong(
+    mistake(
         "ReportsTwice",
-        {"completes"},
-        r"D raised AssertionError in _update_from_kv_xfer_finished \(scheduler.py:\d+\)",
+        {"completes": r"D raised AssertionError in _update_from_kv_xfer_finished \(scheduler.py:\d+\)"},
         blocked=STOPPED,
     ),
-    Wrong(
-        "KeepsBlocks", {"all_blocks_are_freed"}, r"P still holds 7 of \d+ blocks and 1 requests", scale=SHORT
+    mistake(
+        "KeepsBlocks", {"all_blocks_are_freed": r"P still holds 7 of \d+ blocks and 1 requests"}, scale=SHORT
     ),
-    Wrong(
+    mistake(
         "RecomputesQuietly",
-        {"d_computes_only_missing_tokens"},
-        "D recomputed the prompt: get_num_new_matched_tokens announced nothing",
+        {
+            "d_computes_only_missing_tokens": "D recomputed the prompt: get_num_new_matched_tokens announced nothing"
+        },
         blocked=DUMB,
         variants="n63 n200",
         scale=SHORT,
         unsure=FIRST_WORD,
     ),
-    Wrong(
+    mistake(
         "AnnouncesLess",
-        {"d_computes_only_missing_tokens"},
-        "get_num_new_matched_tokens announced less than P had",
+        {"d_computes_only_missing_tokens": "get_num_new_matched_tokens announced less than P had"},
     ),
-    Wrong(
+    mistake(
         "AnnouncesMore",
-        {"completes"},
-        r"D raised AssertionError in schedule \(scheduler.py:\d+\)",
+        {"completes": r"D raised AssertionError in schedule \(scheduler.py:\d+\)"},
         blocked=STOPPED,
     ),
-    Wrong(
+    mistake(
         "NoHandover",
-        {"d_computes_only_missing_tokens"},
-        "request_finished returned None for its params",
+        {"d_computes_only_missing_tokens": "request_finished returned None for its params"},
         blocked=DUMB,
     ),
     # How it fails.
-    Wrong(
+    mistake(
         "CrashesInLoad",
-        {"completes"},
-        r"D was killed by SIGSEGV in start_load_kv \(wrong_connectors.py:\d+\)",
+        {"completes": r"D was killed by SIGSEGV in start_load_kv \(failures.py:\d+\)"},
         blocked=STOPPED,
     ),
-    Wrong(
-        "CrashesInLoad", {"completes"}, r"worker 0 .*died|in start_load_kv", topology="P1D2", blocked=STOPPED
+    mistake(
+        "CrashesInLoad", {"completes": r"worker 0 .*died|in start_load_kv"}, topology="P1D2", blocked=STOPPED
     ),
-    Wrong(
+    mistake(
         "HangsInLoad",
-        {"completes"},
-        r"D did not answer within \d s in start_load_kv \(wrong_connectors.py:\d+\)",
+        {"completes": r"D did not answer within \d s in start_load_kv \(failures.py:\d+\)"},
         blocked=STOPPED,
         scale=SHORT,
     ),
-    Wrong(
+    mistake(
         "HangsInLoad",
-        {"completes"},
-        r"D did not answer within \d s in start_load_kv \(wrong_connectors.py:\d+\)",
+        {"completes": r"D did not answer within \d s in start_load_kv \(failures.py:\d+\)"},
         topology="P1D2",
         blocked=STOPPED,
         scale=SHORT,
     ),
-    Wrong(
+    mistake(
         "RaisesInLoad",
-        {"completes"},
-        r"D raised RuntimeError in start_load_kv \(wrong_connectors.py:\d+\): the wire is cut",
+        {"completes": r"D raised RuntimeError in start_load_kv \(failures.py:\d+\): the wire is cut"},
         blocked=STOPPED,
     ),
-    Wrong(
+    mistake(
         "LeavesInLoad",
-        {"completes"},
-        r"D left with exit code 1 in start_load_kv \(wrong_connectors.py:\d+\)",
+        {"completes": r"D left with exit code 1 in start_load_kv \(failures.py:\d+\)"},
         blocked=STOPPED,
     ),
-    Wrong(
+    mistake(
         "RaisesAtStart",
-        {"engines_start"},
-        "P did not start: ValueError: no such fabric",
+        {"engines_start": "P did not start: ValueError: no such fabric"},
         blocked=STOPPED | {"completes"},
     ),
-    Wrong(
+    mistake(
         "CrashesAtStart",
-        {"engines_start"},
-        r"P was killed by SIGSEGV in register_kv_caches \(wrong_connectors.py:\d+\)",
+        {"engines_start": r"P was killed by SIGSEGV in register_kv_caches \(failures.py:\d+\)"},
         blocked=STOPPED | {"completes"},
     ),
     # How it ends.
-    Wrong(
+    mistake(
         "LeavesThread",
-        {"no_threads_ports_or_processes_left"},
-        r"after shutdown P still has 1 threads \(kv-forgotten\)",
+        {"no_threads_ports_or_processes_left": r"after shutdown P still has 1 threads \(kv-forgotten\)"},
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "LeavesPort",
-        {"no_threads_ports_or_processes_left"},
-        r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)",
+        {
+            "no_threads_ports_or_processes_left": r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)"
+        },
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "LeavesProcess",
-        {"no_threads_ports_or_processes_left"},
-        r"after shutdown P still has 1 processes \(\d+\)",
+        {"no_threads_ports_or_processes_left": r"after shutdown P still has 1 processes \(\d+\)"},
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "RaisesInShutdown",
-        {"no_threads_ports_or_processes_left"},
-        "shutdown of P raised OSError: the fabric was gone",
+        {"no_threads_ports_or_processes_left": "shutdown of P raised OSError: the fabric was gone"},
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "RankRaisesInShutdown",
-        {"no_threads_ports_or_processes_left"},
-        "shutdown of D raised OSError: the fabric of rank 1 was gone",
+        {"no_threads_ports_or_processes_left": "shutdown of D raised OSError: the fabric of rank 1 was gone"},
         variants="two_at_once",
         topology="P1D2",
     ),
-    Wrong(
+    mistake(
         "DiesInShutdown",
-        {"no_threads_ports_or_processes_left"},
-        "P left with exit code 3 in shutdown",
+        {"no_threads_ports_or_processes_left": "P left with exit code 3 in shutdown"},
         variants="two_at_once",
     ),
-    Wrong(
+    mistake(
         "HangsInShutdown",
-        {"no_threads_ports_or_processes_left"},
-        r"P did not answer within \d s in shutdown \(wrong_connectors.py:\d+\)",
+        {
+            "no_threads_ports_or_processes_left": r"P did not answer within \d s in shutdown \(shutdown.py:\d+\)"
+        },
         variants="two_at_once",
         scale=SHORT,
     ),
     # What it is.
-    Wrong(
+    mistake(
         "NoHMA",
-        {"hybrid_allocator_stays_on"},
-        "NoHMA does not inherit SupportsHMA",
+        {"hybrid_allocator_stays_on": "NoHMA does not inherit SupportsHMA"},
         family="gemma3",
         variants="n64",
     ),
@@ -269,7 +248,7 @@ WRONG = [
 def test_a_mistake_is_caught_and_named_and_nothing_else_is(
     run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    run = run_cases(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
+    run = run_cases(wrong.connector, **wrong.cell)
     by_case: dict[str, set[str]] = {}
     for name, outcome in run.outcomes.items():
         if (case := name.partition("[")[0]) not in wrong.unsure:
@@ -278,15 +257,11 @@ def test_a_mistake_is_caught_and_named_and_nothing_else_is(
         case: {"FAIL" if case in wrong.fails else "BLOCKED" if case in wrong.blocked else "PASS"}
         for case in by_case
     }
-    assert wrong.fails <= by_case.keys()
+    assert wrong.fails.keys() <= by_case.keys()
     assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
-    finding = run.findings[min(name for name in run.failed if name.partition("[")[0] == _main(wrong))]
-    assert re.search(wrong.says, f"{finding.happened}\n{finding.diagnosis}", re.MULTILINE)
-
-
-def _main(wrong: Wrong) -> str:
-    """The case that says most: the one about bytes, state or the end, before the one about what D says in the end."""
-    return min(wrong.fails - {"outputs_match_the_oracle", "all_blocks_are_freed"} or wrong.fails)
+    for case, pattern in wrong.fails.items():
+        finding = run.findings[min(name for name in run.failed if name.partition("[")[0] == case)]
+        assert re.search(pattern, f"{finding.happened}\n{finding.diagnosis}", re.MULTILINE)
 
 
 def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> None:
@@ -296,11 +271,8 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
         if module.startswith("engine/")
         for case in load_module(module)[1]
     }
-    alone = {
-        min(wrong.fails - {"outputs_match_the_oracle"})
-        for wrong in WRONG
-        if len(wrong.fails - {"outputs_match_the_oracle"}) == 1
-    }
+    others = [wrong.fails.keys() - {"outputs_match_the_oracle"} for wrong in WRONG]
+    alone = {min(fails) for fails in others if len(fails) == 1}
     assert cases - alone == {
         "outputs_match_the_oracle",
         "sliding_window_is_complete",

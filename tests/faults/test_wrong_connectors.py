@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
 from tests.helpers.case_runner import CellRun
+from tests.helpers.wrong import Wrong
 
 SHORT = 0.2  # of deadlines, where one of them has to be waited for
 LLAMA, GPT = "llama3_1_8b", "gpt_oss_20b"
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake, and all that the suite says about it: which cases fail; every other one passes."""
-
-    connector: str
-    fails: dict[str, str]  # case[transfer] -> pattern of its diagnosis, or of what happened
-    variants: str
-    topology: str = "P1D1"
-    family: str = LLAMA
-    blocked: set[str] = field(default_factory=set)  # names of cases
-    scale: float = 1.0
-
-    def __str__(self) -> str:
-        return f"{self.connector}-{self.topology}"
-
-
-def on(transfers: str, case: str, says: str) -> dict[str, str]:
+def in_transfers(transfers: str, case: str, says: str) -> dict[str, str]:
     return {f"{case}[{transfer}]": says for transfer in transfers.split()}
 
 
@@ -44,105 +28,107 @@ OVERWRITTEN = "were read, but after they had been freed and overwritten"
 WRONG = [
     Wrong(
         "ForgetsFailure",
-        on(
+        in_transfers(
             "failed not_begun",
             "every_request_ends",
             "a transfer that failed is reported as if it had been made: ",
         )
-        | on("failed not_begun", "attention_kv_arrives", "no byte of .* was written"),
-        "failed not_begun slow",
+        | in_transfers("failed not_begun", "attention_kv_arrives", "no byte of .* was written"),
+        variants="failed not_begun slow",
     ),
     Wrong(
         "HidesFailure",
-        on("failed", "every_request_ends", "neither as finished nor as failed"),
-        "failed",
+        in_transfers("failed", "every_request_ends", "neither as finished nor as failed"),
+        variants="failed",
         blocked=STOPPED,
         scale=SHORT,
     ),
     Wrong(
         "RaisesOnFailure",
-        on("failed", "every_request_ends", "D raised RuntimeError.*no transfer ever fails"),
-        "failed",
+        in_transfers("failed", "every_request_ends", "D raised RuntimeError.*no transfer ever fails"),
+        variants="failed",
         blocked=STOPPED,
     ),
     Wrong(
         "FailsAll",
-        on("failed", "every_request_ends", "the failure of one request ends others, too"),
-        "failed",
+        in_transfers("failed", "every_request_ends", "the failure of one request ends others, too"),
+        variants="failed",
         blocked={"attention_kv_arrives"},
     ),
     Wrong(
         "IgnoresRelease",
-        on(
+        in_transfers(
             "lingers",
             "nothing_is_written_after_a_failed_load",
             "while one of its transfers was still under way",
         ),
-        "failed lingers",
+        variants="failed lingers",
     ),
     Wrong(
         "ClearsLater",
-        on(
+        in_transfers(
             "failed",
             "nothing_is_written_after_a_failed_load",
             "while one of its transfers was still under way",
         ),
-        "failed",
+        variants="failed",
     ),
     Wrong(
         "LeavesSiblings",
-        on(
+        in_transfers(
             "failed_handle",
             "nothing_is_written_after_a_failed_load",
             "while one of its transfers was still under way",
         ),
-        "failed_handle slow_handle",
-        "P2D1",
-        GPT,
+        variants="failed_handle slow_handle",
+        topology="P2D1",
+        family=GPT,
     ),
     Wrong(
         "BearsGrudge",
-        on("failed", "next_transfer_is_right", "the next request of D did not end well"),
-        "failed",
+        in_transfers("failed", "next_transfer_is_right", "the next request of D did not end well"),
+        variants="failed",
     ),
     Wrong(
         "NotifiesAtOnce",
-        on("slow_handle", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
-        "slow_handle",
-        "P2D1",
-        GPT,
+        in_transfers("slow_handle", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
+        variants="slow_handle",
+        topology="P2D1",
+        family=GPT,
     ),
     Wrong(
         "CountsOneReader",
-        on("slow_rank", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
-        "slow_rank reversed",
-        "P1D2",
+        in_transfers("slow_rank", "p_keeps_blocks_until_the_last_read", OVERWRITTEN),
+        variants="slow_rank reversed",
+        topology="P1D2",
     ),
     Wrong(
         "KnowsEveryRequest",
-        on("twice", "every_request_ends", r"P raised KeyError"),
-        "twice notified_late",
+        in_transfers("twice", "every_request_ends", r"P raised KeyError"),
+        variants="twice notified_late",
         blocked=STOPPED,
     ),
     Wrong(
         "NeverExpires",
-        on("failed not_notified", "all_blocks_are_freed", r"P waits for a notification that will not come"),
-        "failed not_notified twice",
+        in_transfers(
+            "failed not_notified", "all_blocks_are_freed", r"P waits for a notification that will not come"
+        ),
+        variants="failed not_notified twice",
         scale=SHORT,
     ),
     # Upstream counts messages, not readers.
     Wrong(
         "Upstream",
-        on("twice_slow_rank", "repeated_notification_counts_once", OVERWRITTEN),
-        "slow_rank twice_slow_rank",
-        "P1D2",
+        in_transfers("twice_slow_rank", "repeated_notification_counts_once", OVERWRITTEN),
+        variants="slow_rank twice_slow_rank",
+        topology="P1D2",
     ),
 ]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    run = run_cases(wrong.connector, wrong.family, wrong.topology, wrong.variants, wrong.scale)
+    run = run_cases(wrong.connector, **wrong.cell)
     outcomes = {
         short(name): outcome
         for name, outcome in ((result.id, result.outcome.value) for result in run.results)

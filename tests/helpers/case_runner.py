@@ -1,4 +1,4 @@
-"""Run the suite's own cases on a connector without starting pytest: engines in a second, results at hand."""
+"""Runs of the suite's own cases on a connector, without starting pytest: engines start in a second."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ from pytest_kvconform.verdict import Verdict, decide_verdict
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
-OF_VLLM = ("NixlConnector", "NixlPushConnector", "ExampleConnector")  # by their registered names
+OF_VLLM = (
+    "NixlConnector",
+    "NixlPushConnector",
+    "ExampleConnector",
+    "OffloadingConnector",
+)  # registered names
 
 
 @dataclass(frozen=True)
 class CellRun:
-    """What the cases of one cell said. Keys are the last words of their ids: "attention_kv_arrives[n200]", "engines_start"."""
+    """The results of the cases of one cell, by the last words of their ids: "engines_start", "attention_kv_arrives[n200]"."""
 
     results: list[CaseResult] = field(default_factory=list)
 
@@ -62,7 +67,7 @@ def _short(result: CaseResult) -> str:
 
 
 class CaseRunner:
-    """One zygote, and a bench per connector. `module` is where connectors are found, `tier` whose cases judge them."""
+    """One zygote, and a bench per connector. `module` has the connectors, `tier` the cases that run on them."""
 
     def __init__(
         self,
@@ -79,11 +84,11 @@ class CaseRunner:
         self._facts: dict[str, SubjectFacts] = {}
 
     def close(self) -> list[str]:
-        """Sentences about what would not end."""
+        """End the zygote. Returns sentences about what did not end."""
         return self.zygote.close()
 
     def probe(self, settings: Settings) -> SubjectFacts:
-        """Look at the class, once."""
+        """Probe the connector's class, once."""
         if settings.connector not in self._facts:
             self._facts[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
         return self._facts[settings.connector]
@@ -101,8 +106,11 @@ class CaseRunner:
         profile: str = "",
         config: str = CONFIG,
     ) -> CellRun:
-        """Run the cases of one cell; `variants` are words that select scenarios, none of them means all. `setup` is of the byte rig; `only`
-        chooses by whatever a planned case is."""
+        """Run the cases of one cell.
+
+        `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only` selects by
+        anything that a planned case has.
+        """
         spec, config = (connector, "") if connector in OF_VLLM else (f"{self.module}:{connector}", config)
         settings = Settings(
             connector=spec,
@@ -133,8 +141,8 @@ class CaseRunner:
 
 def _result(bench: Bench, planned: PlannedCase) -> CaseResult:
     outcome, reason, finding, evidence, refused = Outcome.PASS, "", None, None, False
-    bench.use(planned.cell)
     try:
+        bench.use(planned.cell)
         evidence = planned.case.body(bench, planned.variant)
     except Violation as error:
         outcome, finding, refused = Outcome.FAIL, error.finding, bool(error.finding.declined)

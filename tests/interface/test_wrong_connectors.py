@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
+from tests.helpers.wrong import Wrong
 
 QUICK, FULL = "quick", "full"
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake, and all that the suite says about it: which cases fail, and what they say happened; every other one passes."""
-
-    connector: str
-    says: dict[str, str]  # case, with its variant if not all fail -> pattern of what happened, searched for
-    geometry: str = "llama3_1_8b"
-    topology: str = "P1D1"
-    matrix: str = QUICK
-
-    def __str__(self) -> str:
-        return f"{self.connector}-{self.geometry}-{self.topology}"
 
 
 NO_RANK = r"on_new_request raised AssertionError: tensor model parallel group is not initialized"
@@ -54,7 +40,7 @@ WRONG = [
         {
             "supports_hma_matches_hybrid_allocator": r"does not inherit SupportsHMA, so vLLM turned the hybrid memory allocator off"
         },
-        geometry="gemma3_1b",
+        family="gemma3_1b",
     ),
     # What it says of itself.
     Wrong(
@@ -74,7 +60,7 @@ WRONG = [
         {
             "get_loaded_kv_cache_group_ids_names_loaded_groups": r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the others"
         },
-        geometry="gemma3_1b",
+        family="gemma3_1b",
     ),
     Wrong(
         "NamesAGroupTwice",
@@ -138,7 +124,7 @@ WRONG = [
             ),
             NO_LAYERS,
         ),
-        geometry="kimi_k2_5_eagle3",
+        family="kimi_k2_5_eagle3",
         topology="P2D2",
         matrix=FULL,
     ),
@@ -184,7 +170,7 @@ WRONG = [
         {
             "untransferred_groups_stay_out": r"group 6 is not transferred .*, and its blocks \[\d+.*\] are among what P hands over"
         },
-        geometry="gemma3_1b",
+        family="gemma3_1b",
     ),
     # The end.
     Wrong(
@@ -215,17 +201,17 @@ WRONG = [
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
     run_cases: Callable[..., CellRun], wrong: Wrong
 ) -> None:
-    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, matrix=wrong.matrix)
+    run = run_cases(wrong.connector, **wrong.cell)
     found = {name: finding.happened for name, finding in run.findings.items()}
-    of = {name: name if name in wrong.says else name.partition("[")[0] for name in run.outcomes}
-    assert {of[name] for name in found} == wrong.says.keys()
-    assert {name for name in run.outcomes if of[name] in wrong.says} == found.keys(), (
+    of = {name: name if name in wrong.fails else name.partition("[")[0] for name in run.outcomes}
+    assert {of[name] for name in found} == wrong.fails.keys()
+    assert {name for name in run.outcomes if of[name] in wrong.fails} == found.keys(), (
         "every variant of a case that is named fails"
     )
     assert {run.outcomes[name] for name in run.outcomes.keys() - found} <= {"PASS", "NOT-APPLICABLE"}
     assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
     for name, happened in found.items():
-        assert re.search(wrong.says[of[name]], happened), happened
+        assert re.search(wrong.fails[of[name]], happened), happened
         assert "\n" not in happened and len(happened) < 500
 
 
@@ -233,7 +219,7 @@ def test_every_case_has_a_mistake_that_only_it_finds() -> None:
     cases = {
         case.name for name in module_names() if name.startswith("interface/") for case in load_module(name)[1]
     }
-    assert cases - {min(wrong.says).partition("[")[0] for wrong in WRONG if len(wrong.says) == 1} == set()
+    assert cases - {min(wrong.fails).partition("[")[0] for wrong in WRONG if len(wrong.fails) == 1} == set()
 
 
 RIGHT = [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pytest_kvconform.plan import PlannedCase, load_module
 from tests.helpers.case_runner import CellRun
+from tests.helpers.wrong import Wrong
 
 MODULES = (
     "protocol/kv_transfer_params",
@@ -19,21 +19,6 @@ MODULES = (
     "protocol/multi_connector",
     "protocol/stores",
 )
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake: the rule that findings name, and all cases that find it, as a pattern of "case[variant]"."""
-
-    connector: str
-    rule: str
-    by: str
-    says: str  # pattern of what happened, somewhere in it
-    geometry: str = "llama3_1_8b"
-    topology: str = "P1D1"
-
-    def __str__(self) -> str:
-        return f"{self.connector}-{self.rule}"
 
 
 PARAMS, HITS, ABORTS, MULTI, STORES = ((module,) for module in MODULES)
@@ -50,190 +35,189 @@ WRONG = [
     # Params.
     Wrong(
         "AnswersStrangers",
-        "KV-PARAMS-001",
-        r"requests_without_own_params_are_ignored\[[pd]-of_a\w+\]",
-        r"answered \(False, \{'served_by'",
+        {r"requests_without_own_params_are_ignored\[[pd]-of_a\w+\]": r"answered \(False, \{'served_by'"},
+        rules="KV-PARAMS-001",
     ),
     Wrong(
         "NamesStrangers",
-        "KV-PARAMS-001",
-        rf"requests_without_own_params_are_ignored\[[pd]-{STRANGE}\]",
-        r"metadata of step 1 names cmpl-[PD]0-0000, whose",
+        {
+            rf"requests_without_own_params_are_ignored\[[pd]-{STRANGE}\]": r"metadata of step 1 names cmpl-[PD]0-0000, whose"
+        },
+        rules="KV-PARAMS-001",
     ),
     Wrong(
         "TrustsAddresses",
-        "KV-PARAMS-002",
-        r"corrupted_params_fail_only_their_request\[missing\]",
-        rf"^with remote_host, remote_port missing: {FOR_EVER}$",
+        {
+            r"corrupted_params_fail_only_their_request\[missing\]": rf"^with remote_host, remote_port missing: {FOR_EVER}$"
+        },
+        rules="KV-PARAMS-002",
     ),
     Wrong(
         "TrustsGroups",
-        "KV-PARAMS-002",
-        r"corrupted_lists_fail_only_their_request\[emptied\]",
-        r"a load of nothing: the metadata names no block to load from",
+        {
+            r"corrupted_lists_fail_only_their_request\[emptied\]": r"a load of nothing: the metadata names no block to load from"
+        },
+        rules="KV-PARAMS-002",
     ),
     Wrong(
         "TrustsGroups",
-        "KV-PARAMS-002",
-        r"corrupted_lists_fail_only_their_request\[emptied\]",
-        r"^with remote_block_ids emptied: the request waits for a load of nothing",
-        geometry="qwen3_5_35b_a3b",
+        {
+            r"corrupted_lists_fail_only_their_request\[emptied\]": r"^with remote_block_ids emptied: the request waits for a load of nothing"
+        },
+        rules="KV-PARAMS-002",
+        family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     Wrong(
         "TrustsNames",
-        "KV-PARAMS-002",
-        r"corrupted_params_fail_only_their_request\[(list|object)\]",
-        r"^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable type: '(list|dict)' \(base_scheduler",
+        {
+            r"corrupted_params_fail_only_their_request\[(list|object)\]": r"^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable type: '(list|dict)' \(base_scheduler"
+        },
+        rules="KV-PARAMS-002",
     ),
     Wrong(
         "RemembersTheUnusable",
-        "KV-PARAMS-002",
-        r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]",
-        r"the connector still remembers it: connector_scheduler\.refused\.item",
+        {
+            r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]": r"the connector still remembers it: connector_scheduler\.refused\.item"
+        },
+        rules="KV-PARAMS-002",
     ),
     Wrong(
         "WantsEveryKey",
-        "KV-PARAMS-003",
-        r"null_keys_may_be_left_out",
-        r"^asked with \{'do_remote_decode': True\}, P hands nothing",
+        {r"null_keys_may_be_left_out": r"^asked with \{'do_remote_decode': True\}, P hands nothing"},
+        rules="KV-PARAMS-003",
     ),
     Wrong(
         "ReadsInOrder",
-        "KV-PARAMS-004",
-        r"params_are_read_by_key\[(reordered|with_more)\]",
-        r"D announces 0 tokens and orders another load",
+        {r"params_are_read_by_key\[(reordered|with_more)\]": r"D announces 0 tokens and orders another load"},
+        rules="KV-PARAMS-004",
     ),
     Wrong(
         "ServesOnce",
-        "KV-PARAMS-004",
-        r"params_are_read_by_key\[twice\]",
-        r"of two requests with the same params the second one is gone",
+        {r"params_are_read_by_key\[twice\]": r"of two requests with the same params the second one is gone"},
+        rules="KV-PARAMS-004",
     ),
     Wrong(
         "TakesTurns",
-        "KV-PARAMS-005",
-        r"p_survives_params_of_an_earlier_turn|p_survives_corrupted_params\[(?!missing|null|empty)\w+\]",
-        rf"update_state_after_alloc raised AssertionError|{FOR_EVER}",
+        {
+            r"p_survives_params_of_an_earlier_turn|p_survives_corrupted_params\[(?!missing|null|empty)\w+\]": rf"update_state_after_alloc raised AssertionError|{FOR_EVER}"
+        },
+        rules="KV-PARAMS-005",
     ),
     # Hits.
     Wrong(
         "SilentWithoutALoad",
-        "KV-HIT-001",
-        r"p_is_notified_without_a_load\[dropped\]",
-        r"P keeps 3 blocks for it, and no step's metadata tells",
+        {
+            r"p_is_notified_without_a_load\[dropped\]": r"P keeps 3 blocks for it, and no step's metadata tells"
+        },
+        rules="KV-HIT-001",
     ),
     Wrong(
         "SilentWithoutALoad",
-        "KV-HIT-001",
-        r"p_is_notified_without_a_load\[(dropped|whole)\]",
-        r"and no step's metadata tells P$",
-        geometry="qwen3_5_35b_a3b",
+        {r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata tells P$"},
+        rules="KV-HIT-001",
+        family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     Wrong(
         "StopsEarly",
-        "KV-HIT-002",
-        r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]",
-        r"answered \(5, True\), which ends at 21|ends at \d+$",
+        {
+            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]": r"answered \(5, True\), which ends at 21|ends at \d+$"
+        },
+        rules="KV-HIT-002",
     ),
     Wrong(
         "LeavesStatesOut",
-        "KV-HIT-003",
-        r"load_includes_every_state\[(hit|diverged|one_token_left)\]",
-        r"behind 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)",
-        geometry="qwen3_5_35b_a3b",
+        {
+            r"load_includes_every_state\[(hit|diverged|one_token_left)\]": r"behind 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)"
+        },
+        rules="KV-HIT-003",
+        family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     Wrong(
         "LoadsTheLastToken",
-        "KV-HIT-004",
-        r"load_ends_where_p_stopped\[(?!1\])[\w+-]+\]",
-        r"P computed \d+, and D loads \d+: the state is of another token",
-        geometry="qwen3_5_35b_a3b",
+        {
+            r"load_ends_where_p_stopped\[(?!1\])[\w+-]+\]": r"P computed \d+, and D loads \d+: the state is of another token"
+        },
+        rules="KV-HIT-004",
+        family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     # Ends.
     Wrong(
         "KeepsWhatLoads",
-        "KV-ABORT-001",
-        r"abort_leaves_other_requests_alone\[(?!waiting|asked)\w+\]",
-        r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
+        {
+            r"abort_leaves_other_requests_alone\[(?!waiting|asked)\w+\]": r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$"
+        },
+        rules="KV-ABORT-001",
     ),
     Wrong(
         "ForgetsTheOthers",
-        "KV-ABORT-001",
-        r"abort_leaves_other_requests_alone\[\w+\]",
-        r"which was given 0 tokens, computed 53$",
+        {r"abort_leaves_other_requests_alone\[\w+\]": r"which was given 0 tokens, computed 53$"},
+        rules="KV-ABORT-001",
     ),
     Wrong(
         "SilentAtTheEnd",
-        "KV-ABORT-002",
-        r"abort_before_the_load_notifies_p\[(waiting|asked)\]",
-        r"P keeps 4 blocks for it, and no step's metadata",
+        {
+            r"abort_before_the_load_notifies_p\[(waiting|asked)\]": r"P keeps 4 blocks for it, and no step's metadata"
+        },
+        rules="KV-ABORT-002",
     ),
     # Neighbours.
     Wrong(
         "LoadsByBlocks",
-        "KV-MULTI-001",
-        r"loads_nothing_if_another_connector_loads\[first\]",
-        r"orders a load into blocks \[",
+        {r"loads_nothing_if_another_connector_loads\[first\]": r"orders a load into blocks \["},
+        rules="KV-MULTI-001",
     ),
     Wrong(
         "SilentWithoutALoad",
-        "KV-MULTI-001",
-        r"loads_nothing_if_another_connector_loads\[first\]",
-        r"no step's metadata tells P",
+        {r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata tells P"},
+        rules="KV-MULTI-001",
     ),
     Wrong(
         "ActsWhenAsked",
-        "KV-MULTI-001",
-        r"loads_the_same_as_alone\[unsure_last\]",
-        r"with the neighbour unsure_last 0",
+        {r"loads_the_same_as_alone\[unsure_last\]": r"with the neighbour unsure_last 0"},
+        rules="KV-MULTI-001",
     ),
     Wrong(
         "KeepsStrangers",
-        "KV-MULTI-002",
-        r"keeps_only_its_own_blocks\[neighbour-\w+\]",
-        r"returned \(True, None\)",
+        {r"keeps_only_its_own_blocks\[neighbour-\w+\]": r"returned \(True, None\)"},
+        rules="KV-MULTI-002",
     ),
     Wrong(
         "KnowsEveryReport",
-        "KV-LOAD-003",
-        r"keeps_only_its_own_blocks\[neighbour-\w+\]",
-        r"nobody has kept",
+        {r"keeps_only_its_own_blocks\[neighbour-\w+\]": r"nobody has kept"},
+        rules="KV-LOAD-003",
     ),
     Wrong(
         "ReusesTheDict",
-        "KV-MULTI-003",
-        r"shares_the_params_dict\[last\]",
-        r"params of request 1 have \['neighbour-0', 'neighbour-1'",
+        {r"shares_the_params_dict\[last\]": r"params of request 1 have \['neighbour-0', 'neighbour-1'"},
+        rules="KV-MULTI-003",
     ),
     Wrong(
         "IsTheOnlyOne",
-        "KV-MULTI-004",
-        r"handshake_metadata_reaches_scheduler_half\[\w+\]",
-        r"and through MultiConnector nothing$",
+        {r"handshake_metadata_reaches_scheduler_half\[\w+\]": r"and through MultiConnector nothing$"},
+        rules="KV-MULTI-004",
     ),
 ]
 WRONG_STORES = [
     Wrong(
         "AnnouncesTheRest",
-        "KV-STORE-001",
-        r"growing_prompts_can_be_loaded\[forgotten\]",
-        r"tokens, \d+ of which were ever computed, \d+ were announced",
+        {
+            r"growing_prompts_can_be_loaded\[forgotten\]": r"tokens, \d+ of which were ever computed, \d+ were announced"
+        },
+        rules="KV-STORE-001",
     ),
     Wrong(
         "CountsTokens",
-        "KV-STORE-002",
-        r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]",
-        r"nobody has saved a block",
+        {r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]": r"nobody has saved a block"},
+        rules="KV-STORE-002",
     ),
     Wrong(
         "CountsQuestions",
-        "KV-STORE-003",
-        r"repeated_lookup_returns_the_same",
-        r"asked four times about one request",
+        {r"repeated_lookup_returns_the_same": r"asked four times about one request"},
+        rules="KV-STORE-003",
     ),
 ]
 
@@ -244,10 +228,11 @@ def of(modules: tuple[str, ...]) -> Callable[[PlannedCase], bool]:
 
 def amiss(run: CellRun, wrong: Wrong) -> list[str]:
     """What is not as it should be: exactly the cases of a pattern fail, each with the rule and the words."""
+    [(case, says)] = wrong.fails.items()
     due = {
         name
         for name, outcome in run.outcomes.items()
-        if outcome != "NOT-APPLICABLE" and re.fullmatch(wrong.by, name)
+        if outcome != "NOT-APPLICABLE" and re.fullmatch(case, name)
     }
     said = [f"{result.id}: {result.reason}" for result in run.results if result.outcome == "HARNESS"]
     said += [f"{name} found it besides" for name in run.failed - due] + [
@@ -255,14 +240,14 @@ def amiss(run: CellRun, wrong: Wrong) -> list[str]:
     ]
     for name, finding in run.findings.items():
         one_line = "\n" not in finding.happened and len(finding.happened) < 400
-        if finding.rule != wrong.rule or not one_line or not re.search(wrong.says, finding.happened):
+        if finding.rule != wrong.rules or not one_line or not re.search(says, finding.happened):
             said.append(f"{name}: {finding}")
-    return said if due else [f"no case is called {wrong.by}"]
+    return said if due else [f"no case is called {case}"]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_the_cases_of_its_rule(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    run = run_cases(wrong.connector, wrong.geometry, wrong.topology, only=of(OF[wrong.rule.split("-")[1]]))
+    run = run_cases(wrong.connector, **wrong.cell, only=of(OF[wrong.rules.split("-")[1]]))
     assert amiss(run, wrong) == []
 
 
@@ -275,14 +260,14 @@ def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(
     run_cases: Callable[..., CellRun], wrong: Wrong, tmp_path: Path
 ) -> None:
     run = run_cases(
-        wrong.connector, wrong.geometry, only=of(STORES), profile="store", config=store_config(tmp_path)
+        wrong.connector, **wrong.cell, only=of(STORES), profile="store", config=store_config(tmp_path)
     )
     assert amiss(run, wrong) == []
 
 
 def test_every_rule_of_these_cases_has_a_mistake() -> None:
     rules = {case.rule for module in MODULES for case in load_module(module)[1]}
-    assert rules <= {wrong.rule for wrong in (*WRONG, *WRONG_STORES)}
+    assert rules <= {wrong.rules for wrong in (*WRONG, *WRONG_STORES)}
 
 
 # ---- right ones ----------------------------------------------------------------------------------------------------------------

@@ -5,39 +5,19 @@ A cell takes about eight seconds of waiting, whatever is wrong.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
+from tests.helpers.wrong import Wrong, on
 from tests.peers.conftest import Said
 
 SHORT = 0.4  # of deadlines, where one of them has to be waited for
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """One mistake, and all that the suite says about it: which cases fail or are blocked; every other one passes."""
-
-    connector: str
-    fails: dict[str, str]  # case[variant] -> pattern of what happened or of the diagnosis
-    blocked: str = ""  # names
-    topology: str = "P1D1"
-    scale: float = 1.0
-
-    def __str__(self) -> str:
-        return self.connector
-
-
-def on(names: str, says: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), says)
-
-
-@dataclass(frozen=True)
-class WrongRanks(Wrong):
-    topology: str = field(default="P1D2", kw_only=True)
-
+mistake_of_rank = functools.partial(Wrong, topology="P1D2")
 
 UNREACHABLE = "unreachable_peer_fails_only_its_request[dead] unreachable_peer_fails_only_its_request[mute]"
 OTHERS = "unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_other_request[mute] unreachable_peer_delays_no_new_peer"
@@ -52,7 +32,7 @@ WRONG = [
             f"{UNREACHABLE} restarted_peer_is_a_new_engine[stranger]",
             "D raised RuntimeError .*every peer can be reached",
         ),
-        f"{OTHERS} restarted_peer_is_a_new_engine[met]",
+        blocked=f"{OTHERS} restarted_peer_is_a_new_engine[met]".split(),
     ),
     Wrong(
         "HoldsAllBack",
@@ -85,7 +65,7 @@ WRONG = [
     Wrong(
         "NeverExpires",
         on("expired_lease_frees_blocks", "without a deadline"),
-        f"{TOO_LATE} late_notification_is_ignored",
+        blocked=f"{TOO_LATE} late_notification_is_ignored".split(),
         scale=SHORT,
     ),
     Wrong(
@@ -95,7 +75,7 @@ WRONG = [
     Wrong(
         "HearsLateReaders",
         on("late_notification_is_ignored", "P raised AssertionError in _update_from_kv_xfer_finished"),
-        f"{TOO_LATE} expired_lease_frees_blocks",
+        blocked=f"{TOO_LATE} expired_lease_frees_blocks".split(),
     ),
     Wrong(
         "NoHeartbeats",
@@ -112,32 +92,38 @@ WRONG = [
             "listener_survives_garbage_messages", r"has not met before ended with an error\nP logged \w+Error"
         ),
     ),
-    WrongRanks(
+    mistake_of_rank(
         "RepeatsItself",
         on("each_rank_reports_once", "rank 1 of D named request .* 2 times in finished_recving"),
     ),
-    WrongRanks("ForgetsToSay", on("each_rank_reports_once", "rank 1 of D never named request"), scale=SHORT),
-    WrongRanks(
+    mistake_of_rank(
+        "ForgetsToSay", on("each_rank_reports_once", "rank 1 of D never named request"), scale=SHORT
+    ),
+    mistake_of_rank(
         "NamesWhatItGaveUp",
         on("only_waiting_requests_are_reported[D]", "in finished_recving: it never waited for a load"),
-        "failed_load_is_reported_once aborted_load_is_reported_at_its_end",
+        blocked="failed_load_is_reported_once aborted_load_is_reported_at_its_end".split(),
     ),
-    WrongRanks(
+    mistake_of_rank(
         "NamesEveryEnd",
         on(
             "only_waiting_requests_are_reported[P]",
             "in finished_sending: request_finished did not ask to keep its blocks",
         ),
-        "each_rank_reports_once only_waiting_requests_are_reported[D] failed_load_is_reported_once load_ends_in_idle_steps aborted_load_is_reported_at_its_end",
+        blocked="each_rank_reports_once only_waiting_requests_are_reported[D] failed_load_is_reported_once load_ends_in_idle_steps aborted_load_is_reported_at_its_end".split(),
     ),
-    WrongRanks("RepeatsFailures", on("failed_load_is_reported_once", r"rank 1 reported block \d+ \d+ times")),
-    WrongRanks("NeedsForward", on("load_ends_in_idle_steps", "it ended when D had something to compute")),
-    WrongRanks(
+    mistake_of_rank(
+        "RepeatsFailures", on("failed_load_is_reported_once", r"rank 1 reported block \d+ \d+ times")
+    ),
+    mistake_of_rank(
+        "NeedsForward", on("load_ends_in_idle_steps", "it ended when D had something to compute")
+    ),
+    mistake_of_rank(
         "ForgetsAborted",
         on("aborted_load_is_reported_at_its_end", "ranks 0, 1 of D did not report it"),
         scale=SHORT,
     ),
-    WrongRanks(
+    mistake_of_rank(
         "DropsAborted",
         on("aborted_load_is_reported_at_its_end", "reported it before its transfers had ended"),
     ),
@@ -148,7 +134,7 @@ WRONG = [
 def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Said], wrong: Wrong) -> None:
     said = run_cases(wrong.connector, wrong.topology, wrong.scale)
     expected = {
-        name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked.split() else "PASS"
+        name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked else "PASS"
         for name in said
     }
     # What says that this machine was too slow to tell says nothing about the connector; see the test of the right one.

@@ -1,0 +1,14 @@
+"""Connectors with one mistake each. All are vLLM's NixlConnector but for what the first sentence of their docstring says.
+
+`Right` has no mistake: what the suite reports about NixlConnector it must report about `Right` too. Engines import this
+package under its bare name; the tests themselves do not import it.
+"""
+
+# ruff: noqa: F403
+from .corruption import *
+from .failures import *
+from .form import *
+from .reads import *
+from .reports import *
+from .right import *
+from .shutdown import *

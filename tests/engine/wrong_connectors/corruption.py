@@ -1,0 +1,90 @@
+"""The KV cache of D is corrupted after the read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .right import Groups, Right
+
+
+class Spoils(Right):
+    """`spoil` changes D's cache when a read has ended, before vLLM hears of it."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.layers = (
+            self._vllm_config.compilation_config.static_forward_context
+        )  # kv_caches has states as rows of bytes
+        self.targets = dict[str, Groups]()
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.targets.update(
+            {name: meta.local_block_ids for name, meta in self.loads().items() if any(meta.local_block_ids)}
+        )
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        for request in results.finished_recving:
+            groups = self.kv_cache_config.kv_cache_groups
+            for group, blocks in zip(groups, self.targets.pop(request), strict=True):
+                self.spoil([self.layers[name].kv_cache for name in group.layer_names], blocks)
+        return results
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        """`layers` are the caches of one group: tensors [block, head, ...], or pairs (convolution, recurrent) of [block, ...]."""
+        raise NotImplementedError
+
+
+class OneBit(Spoils):
+    """One bit of one word of all that was read is wrong."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        raw = layers[-1][blocks[0]].view(dtype=layers[-1].dtype).flatten(1)
+        words = raw.view({4: _torch().int32, 2: _torch().int16}[raw.element_size()])
+        words[1, 5] ^= 1
+
+
+class SwapsHeads(Spoils):
+    """Heads 0 and 1 are exchanged."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        for cache in layers:
+            cache[blocks] = cache[blocks].flip(1)
+
+
+class SwapsLayers(Spoils):
+    """The first two layers are exchanged."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        first, second = layers[0][blocks].clone(), layers[1][blocks].clone()
+        layers[0][blocks], layers[1][blocks] = second, first
+
+
+class ForgetsLayer(Spoils):
+    """The last layer holds zeros."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        layers[-1][blocks] = 0
+
+
+class RollsConvolution(Spoils):
+    """The convolution state is off by one position."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        for conv, _ in (pair for pair in layers if isinstance(pair, (tuple, list))):
+            conv[blocks] = conv[blocks].roll(1, -1)
+
+
+class ZeroesState(Spoils):
+    """The recurrent state is zero."""
+
+    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+        for _, recurrent in (pair for pair in layers if isinstance(pair, (tuple, list))):
+            recurrent[blocks] = 0
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,0 +1,87 @@
+"""Wrong loads behind a prefix hit, and wrong ends of aborted requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from .right import Answer, Ended, Right, handed_over
+
+
+class SilentWithoutALoad(Right):
+    """Has nothing to load, and so nothing to say."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if handed_over(request) and not num_external_tokens:
+            request.kv_transfer_params["do_remote_prefill"] = False
+            return
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class StopsEarly(Right):
+    """Loads one block less where D has some already."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        size = self._vllm_config.cache_config.block_size
+        return (count - size, parked) if num_computed_tokens and count > size else (count, parked)
+
+
+class LeavesStatesOut(Right):
+    """Loads no state where D has blocks of attention."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.request_id not in self.half._reqs_need_recv:
+            return
+        request, ids, counts, waits = self.half._reqs_need_recv[request.request_id]
+        if any(counts) and ids:
+            specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+            ids = tuple(
+                [] if isinstance(spec, MambaSpec) else list(group)
+                for spec, group in zip(specs, ids, strict=True)
+            )
+            self.half._reqs_need_recv[request.request_id] = request, ids, counts, waits
+
+
+class LoadsTheLastToken(Right):
+    """D does not know that P stops before the last token."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (request.num_tokens - num_computed_tokens, parked) if count else (count, parked)
+
+
+class KeepsWhatLoads(Right):
+    """Keeps the blocks of a request that is aborted while it loads, a second time."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        keeps, params = super().request_finished_all_groups(request, block_ids)
+        loaded = (request.kv_transfer_params or {}).get("_remote_blocks_processed")
+        return keeps or bool(loaded and request.status.name == "FINISHED_ABORTED"), params
+
+
+class ForgetsTheOthers(Right):
+    """Announces nothing to the next request when one was aborted."""
+
+    dropping = False
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.dropping = request.status.name == "FINISHED_ABORTED"
+        return super().request_finished_all_groups(request, block_ids)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        if self.dropping and handed_over(request):
+            self.dropping, request.kv_transfer_params = False, None
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class SilentAtTheEnd(Right):
+    """A request that was never admitted ends, and P is not told."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        answer = super().request_finished_all_groups(request, block_ids)
+        if (found := self.half._reqs_need_recv.get(request.request_id)) is not None and not found[3]:
+            del self.half._reqs_need_recv[request.request_id]
+        return answer

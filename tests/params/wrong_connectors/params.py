@@ -1,0 +1,101 @@
+"""Wrong uses of kv_transfer_params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .right import Ended, Right, handed_over
+
+
+class AnswersStrangers(Right):
+    """Returns params for every request that has any."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        keeps, params = super().request_finished_all_groups(request, block_ids)
+        return keeps, {
+            "served_by": self.half.engine_id
+        } if params is None and request.kv_transfer_params else params
+
+
+class NamesStrangers(Right):
+    """Tells its workers of every request."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.half._reqs_in_batch.add(request.request_id)
+
+
+class TrustsAddresses(Right):
+    """Does not look where P is until it is asked to load."""
+
+    def addressed(self, params: dict[str, Any]) -> bool:
+        return isinstance(params.get("remote_engine_id"), str) and isinstance(
+            params.get("remote_request_id"), str
+        )
+
+
+class TrustsGroups(Right):
+    """Takes a list of groups for a list of blocks."""
+
+    def blocks_named(self, groups: Any) -> bool:
+        return bool(groups) and super().blocks_named([*groups, [1]] if isinstance(groups, list) else groups)
+
+
+class TrustsNames(Right):
+    """Takes whatever comes for the name of an engine."""
+
+    def addressed(self, params: dict[str, Any]) -> bool:
+        name = params.get("remote_engine_id")
+        return super().addressed(params | {"remote_engine_id": "name"} if name is not None else params)
+
+
+class RemembersTheUnusable(Right):
+    """Keeps a list of requests whose params led nowhere."""
+
+    def usable(self, params: dict[str, Any]) -> bool:
+        good = super().usable(params)
+        if not good:
+            self.half.refused = [*getattr(self.half, "refused", []), self.named]
+        return good
+
+    def on_new_request(self, request: Any) -> None:
+        self.named = str(request.request_id) if handed_over(request) else ""
+        super().on_new_request(request)
+        self.named = ""
+
+
+class WantsEveryKey(Right):
+    """Hands over only if the question has all the keys that a router usually sends."""
+
+    def question(self, params: dict[str, Any]) -> dict[str, Any]:
+        return super().question(params) if "remote_host" in params else {}
+
+
+class ReadsInOrder(Right):
+    """Takes the third value for the blocks."""
+
+    def usable(self, params: dict[str, Any]) -> bool:
+        return super().usable(params) and params["remote_block_ids"] == list(params.values())[2]
+
+
+class ServesOnce(Right):
+    """Two requests with one answer of P are one to it."""
+
+    def usable(self, params: dict[str, Any]) -> bool:
+        seen = self.half.__dict__.setdefault("seen", set())
+        if super().usable(params) and params["remote_request_id"] not in seen:
+            seen.add(params["remote_request_id"])
+            return True
+        return False
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if connector_output.finished_recving:
+            self.half.__dict__.get("seen", set()).clear()
+
+
+class TakesTurns(Right):
+    """Announces what D may have kept of an earlier turn, whether or not it will be loaded."""
+
+    def question(self, params: dict[str, Any]) -> dict[str, Any]:
+        return dict(params)

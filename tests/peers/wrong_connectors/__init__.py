@@ -1,0 +1,12 @@
+"""Connectors that do one thing wrong as peers or as ranks. Each is `Right` but for what the first sentence of its docstring says.
+
+`Right` is vLLM's NixlConnector without what the suite finds in it: its listener outlives nonsense, its handshakes do not
+wait for one another, and its D knows when P's lease is over. Engines import this package under its full name; the tests
+themselves do not import it.
+"""
+
+# ruff: noqa: F403
+from .leases import *
+from .ranks import *
+from .right import *
+from .unreachable import *

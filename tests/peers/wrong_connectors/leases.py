@@ -1,0 +1,101 @@
+"""Wrong leases and heartbeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .right import Right, TrustsLeases
+
+
+class LooksBefore(Right):
+    """Asks whether a lease is over when it begins to read, and not when it has read."""
+
+    looks_at_leases = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.lease.note(self._connector_metadata, self.connector_worker._remote_agents)
+        over = self.__dict__.setdefault("over", set())
+        over |= {name for name in self._connector_metadata.reqs_to_recv if self.lease.is_over(name)}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self.over & results.finished_recving
+        return results
+
+
+class NeverExpires(Right):
+    """P waits for ever for a reader."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        worker._reap_expired_send_leases = lambda done_sending: None
+
+
+class ExpiresEarly(Right):
+    """P's lease is a fifth shorter than configured."""
+
+    def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
+        scheduler._kv_lease_duration = 0.8 * lease_s
+        super().prepare_scheduler(scheduler, 0.8 * lease_s)
+
+
+class HearsLateReaders(TrustsLeases):
+    """P reports a request whose reader comes after the lease once more."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        agent = worker.nixl_wrapper
+        notifs, known = agent.get_new_notifs, worker._get_new_notifs
+        late = set[str]()
+
+        def get_new_notifs() -> Any:
+            found = notifs()
+            for message in (
+                m.decode() for messages in found.values() for m in messages if not m.startswith(b"HB:")
+            ):
+                name = message.rpartition(":")[0]
+                if name not in worker._reqs_to_send and name not in worker._reqs_to_process:
+                    late.add(name)
+            return found
+
+        def get_new() -> set[str]:
+            out = known() | late
+            late.clear()
+            return out
+
+        agent.get_new_notifs, worker._get_new_notifs = get_new_notifs, get_new
+
+
+class NoHeartbeats(Right):
+    """D says nothing while a request waits."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        worker._send_heartbeats = lambda metadata: None
+
+
+class SpeaksWhenScheduled(Right):
+    """D says that a request is wanted from the moment at which it is scheduled, and not before."""
+
+    def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
+        super().prepare_scheduler(scheduler, lease_s)
+        on_new_request, allocated = scheduler.on_new_request, scheduler.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, *args: Any) -> None:
+            on_new_request(request)
+            allocated(request, *args)
+
+        scheduler.on_new_request = lambda request: None
+        scheduler.update_state_after_alloc = update_state_after_alloc
+
+
+class SpeaksUntilScheduled(Right):
+    """D says no more that a request is wanted when its load begins."""
+
+    def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
+        super().prepare_scheduler(scheduler, lease_s)
+        allocated = scheduler.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, *args: Any) -> None:
+            scheduler._stop_heartbeat(request.request_id)
+            allocated(request, *args)
+
+        scheduler.update_state_after_alloc = update_state_after_alloc

@@ -1,0 +1,124 @@
+"""Wrong reports of single ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .right import Right
+
+
+class Ranks(Right):
+    """`change` sees what a rank reports before vLLM does."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        self.change(results, finished_req_ids)
+        return results
+
+    @property
+    def rank(self) -> int:
+        return self.connector_worker.tp_rank
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        raise NotImplementedError
+
+
+class RepeatsItself(Ranks):
+    """Rank 1 says twice that it has received something."""
+
+    said: frozenset[str] = frozenset()
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        before, self.said = self.said, frozenset(results.finished_recving if self.rank == 1 else ())
+        results.finished_recving |= before
+
+
+class ForgetsToSay(Ranks):
+    """Rank 1 does not say that it has received the second request."""
+
+    count = 0
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        self.count += len(results.finished_recving)
+        if self.rank == 1 and self.count == 2 and results.finished_recving:
+            results.finished_recving.clear()
+
+
+class NamesWhatItGaveUp(Ranks):
+    """Reports a request that was aborted before it was scheduled as received."""
+
+    told: frozenset[str] = frozenset()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.told = frozenset(
+            name
+            for name, meta in self._connector_metadata.reqs_to_recv.items()
+            if not any(meta.local_block_ids)
+        )
+        super().start_load_kv(forward_context, **kwargs)
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        results.finished_recving |= self.told
+        self.told = frozenset()
+
+
+class NamesEveryEnd(Ranks):
+    """P reports every request that has ended as sent."""
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        if self.kv_transfer_config.kv_role == "kv_producer":
+            results.finished_sending |= finished - self.connector_worker._reqs_to_send.keys()
+
+
+class RepeatsFailures(Right):
+    """Gives failed blocks again in every step."""
+
+    failed: frozenset[int] = frozenset()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self.failed = self.failed | super().get_block_ids_with_load_errors()
+        return set(self.failed)
+
+
+class NeedsForward(Right):
+    """Begins every fourth load of an engine in wait_for_layer_load."""
+
+    count, computing = 0, False
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.computing = True
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        wanted = self._connector_metadata.reqs_to_recv
+        held = self.__dict__.setdefault("held", {})
+        self.count += len(wanted)
+        if self.count == 4 and wanted:
+            held |= wanted
+            wanted.clear()
+        if self.computing:
+            wanted |= held
+            held.clear()
+        self.computing = False
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class ForgetsAborted(Ranks):
+    """Does not report a load whose request was aborted."""
+
+    gone: frozenset[str] = frozenset()
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        self.gone = self.gone | (finished & self.connector_worker._recving_metadata.keys())
+        results.finished_recving -= self.gone
+
+
+class DropsAborted(Ranks):
+    """Reports a load whose request was aborted at once, and lets its transfers go on."""
+
+    gone: frozenset[str] = frozenset()
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        aborted = finished & self.connector_worker._recving_metadata.keys()
+        results.finished_recving -= self.gone
+        results.finished_recving |= aborted
+        self.gone = self.gone | aborted

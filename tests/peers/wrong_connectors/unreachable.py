@@ -1,0 +1,145 @@
+"""Wrong behaviour when a peer cannot be reached, was restarted, or sends nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from .right import PATIENCE_S, Right, TrustsLeases
+
+# ---- peers that cannot be reached ----
+
+
+class NeverGivesUp(Right):
+    """Asks a peer that does not answer again and again."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        shake = worker._nixl_handshake
+
+        def handshake(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                with contextlib.suppress(zmq.Again):
+                    return shake(*args, **kwargs)
+
+        worker._nixl_handshake = handshake
+
+
+class RaisesWhenUnreachable(Right):
+    """Takes a peer that does not answer for impossible."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        failed = worker._handle_failed_transfer
+
+        def handle_failed(name: str, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            if handle is None and not worker._remote_agents.get(
+                worker._recving_metadata[name].remote.engine_id
+            ):
+                raise RuntimeError("every peer can be reached")
+            return failed(name, handle, *args, **kwargs)
+
+        worker._handle_failed_transfer = handle_failed
+
+
+class HoldsAllBack(Right):
+    """Begins no load while a handshake is under way."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        worker, wanted = self.connector_worker, self._connector_metadata.reqs_to_recv
+        held = self.__dict__.setdefault("held", {})
+        if worker._handshake_futures:
+            held |= wanted
+            wanted.clear()
+        else:
+            wanted |= held
+            held.clear()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class OneAtATime(Right):
+    """Meets one peer after the other, as vLLM's connector does."""
+
+    handshakes = 1
+
+
+class WaitsForPeers(Right):
+    """Waits in start_load_kv until every handshake has ended."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for future in list(self.connector_worker._handshake_futures.values()):
+            future.exception()
+
+
+class WaitsForReads(Right):
+    """Waits in start_load_kv for the transfers that it has begun."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        worker, deadline = self.connector_worker, time.monotonic() + PATIENCE_S
+        before = set(worker._recving_transfers)
+        super().start_load_kv(forward_context, **kwargs)
+        for name in worker._recving_transfers.keys() - before:
+            for handle in worker._recving_transfers[name]:
+                while worker.nixl_wrapper.check_xfer_state(handle) == "PROC" and time.monotonic() < deadline:
+                    time.sleep(0.001)
+
+
+# ---- peers that were started anew ----
+
+
+class Anyone(str):
+    """An engine id that is no other than any."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+class TakesAnybody(TrustsLeases):
+    """Reads from whoever answers on the port, whatever its engine id."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        shake, add = worker._nixl_handshake, worker.add_remote_agent
+        expected = threading.local()
+
+        def handshake(host: str, port: int, tp_size: int, engine: str, *args: Any, **kwargs: Any) -> Any:
+            expected.engine = engine
+            return shake(host, port, tp_size, Anyone(engine), *args, **kwargs)
+
+        def add_remote_agent(metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            metadata.engine_id = expected.engine
+            return add(metadata, *args, **kwargs)
+
+        worker._nixl_handshake, worker.add_remote_agent = handshake, add_remote_agent
+
+
+class RemembersAddresses(Right):
+    """Takes whoever listens on a port now for the engine that it has met there."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        read, known = worker._read_blocks_for_req, dict[tuple[str, int], str]()
+
+        def read_blocks(name: str, meta: Any) -> None:
+            place = meta.remote.host, meta.remote.port
+            meta.remote.engine_id = known.get(place, meta.remote.engine_id)
+            if meta.remote.engine_id in worker._remote_agents:
+                known[place] = meta.remote.engine_id
+            read(name, meta)
+
+        worker._read_blocks_for_req = read_blocks
+
+
+# ---- the side channel ----
+
+
+class BelievesEveryMessage(Right):
+    """Has vLLM's own listener, whose thread ends with the first message that it does not understand."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:
+            del self.connector_scheduler._nixl_handshake_listener

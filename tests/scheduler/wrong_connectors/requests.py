@@ -1,0 +1,101 @@
+"""Wrong changes of a request in on_new_request, and wrong metadata of build_connector_meta."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .right import Answer, Right, loads, prefills
+
+# ---- what it does to requests ----
+
+
+class CutsPlainPrompts(Right):
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if not request.kv_transfer_params and request.num_prompt_tokens > 1:
+            cut(request)
+
+
+class CutsAgain(Right):
+    """Cuts P's prompt when it is asked: after a preemption once more."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        if prefills(request) and request.num_prompt_tokens > 1 and request.num_preemptions:
+            cut(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def cut(request: Any) -> None:
+    del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+
+
+class ComputesAhead(Right):
+    """Writes to what is the scheduler's."""
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if loads(request):
+            request.num_computed_tokens = request.num_tokens
+
+
+# ---- what it tells its workers ----
+
+
+class TellsADict(Right):
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return vars(super().build_connector_meta(scheduler_output))
+
+
+class TellsALock(Right):
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        metadata.lock = threading.Lock()
+        return metadata
+
+
+class TakesTheEnds(Right):
+    """Takes over the set of requests that have ended."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        scheduler_output.finished_req_ids.clear()
+        return super().build_connector_meta(scheduler_output)
+
+
+class RepeatsLoads(Right):
+    """The loads of a step stand in the next one, too."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        again, self.notes = self.notes, dict(metadata.reqs_to_recv)
+        metadata.reqs_to_recv = again | metadata.reqs_to_recv
+        return metadata
+
+
+class RepeatsSends(Right):
+    """What is to be sent is told until it is sent."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        self.notes |= metadata.reqs_to_send
+        metadata.reqs_to_send = dict(self.notes)
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for name in connector_output.finished_sending or ():
+            self.notes.pop(name, None)
+
+
+class ReusesTheList(Right):
+    """One list for every step, filled anew: that of the step before changes with it."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        self.blocks: list[int] = getattr(self, "blocks", [])
+        self.blocks[:] = [
+            b for request in scheduler_output.scheduled_new_reqs for group in request.block_ids for b in group
+        ]
+        metadata.blocks = self.blocks
+        return metadata
