@@ -223,7 +223,7 @@ class Memory:
         engine: int,
         rank: int,
     ) -> None:
-        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`. `shares`: `shares_of` tokens and owners."""
+        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`. `shares`: `token_parts`."""
         size = region.block_size
         self.dirty[blocks] = True
         if region.shape[0] > self.num_blocks:  # the region counts kernel blocks
