@@ -6,6 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.kvspace.kinds import COLLATERAL, intervals
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool, diagnose_source
 from pytest_kvconform.kvspace.pools.draw import draw_pool
+from pytest_kvconform.kvspace.window import describe_gap
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
@@ -65,22 +66,14 @@ def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
         for check in r.checks:
             if gone := [m for m in check.missing if m.window]:
                 layers = [layer for m in gone for layer in m.layers]
-                missing, window = sorted({t for m in gone for t in m.tokens}), gone[0].window
-                first = check.computed - window + 1
-                cause = (
-                    "the block table is laid out for the token after the last one, and D computes the last prompt token again: its window "
-                    "begins one token earlier, with the last token of a block that was already freed"
-                    if missing == [first] and (first + 1) % gone[0].block_size == 0
-                    else "the block table of a sliding window group does not reach back to the beginning of the window"
-                )
+                missing = {token for m in gone for token in m.tokens}
+                gap = describe_gap(layers, missing, gone[0].window, check.computed, gone[0].block_size)
                 raise Violation(
                     Finding(
                         rule="KV-WINDOW-001",
-                        happened=f"{r.name} of {r.length} tokens: token{'s' if len(missing) > 1 else ''} {intervals(missing)} of "
-                        f"{layers[0]} and {len(layers) - 1} more layers (window {window}) {'are' if len(missing) > 1 else 'is'} not in "
-                        f"D's cache when D computes token {check.computed}, which reads tokens {max(first, 0)} to {check.computed}",
-                        diagnosis=cause,
-                        signature=cause,
+                        happened=f"{r.name} of {r.length} tokens: {gap.sentence}",
+                        diagnosis=gap.cause,
+                        signature=gap.cause,
                     )
                 )
     return _evidence(seen)
