@@ -20,31 +20,35 @@ class Ended(Protocol):
     def logged(self) -> tuple[str, ...]: ...
 
 
-def came_to_an_end(seen: Ended, timeout_scale: float) -> None:
+def check_all_ended(observed: Ended, timeout_scale: float) -> None:
     """Judge the part of KV-HANDOVER-001 that needs no look at the answers. Raises Violation if an engine failed or a request is stuck."""
-    if seen.failed:
+    if observed.failed:
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-001",
-                happened=seen.failed.sentence,
-                differs="; ".join(seen.failed.stack),
-                diagnosis=seen.failed.sentence,
-                log=seen.failed.log,
+                happened=observed.failed.sentence,
+                differs="; ".join(observed.failed.stack),
+                diagnosis=observed.failed.sentence,
+                log=observed.failed.log,
             )
         )
-    if seen.stuck:
+    if observed.stuck:
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-001",
-                happened=f"{'; '.join(seen.stuck)} after {REQUEST_S * timeout_scale:.0f} s",
-                diagnosis=said_last(seen)
-                or ("the connector never reported the load as finished" if "REMOTE" in seen.stuck[0] else ""),
-                log=seen.logged,
+                happened=f"{'; '.join(observed.stuck)} after {REQUEST_S * timeout_scale:.0f} s",
+                diagnosis=last_logged_exception(observed)
+                or (
+                    "the connector never reported the load as finished"
+                    if "REMOTE" in observed.stuck[0]
+                    else ""
+                ),
+                log=observed.logged,
             )
         )
 
 
-def said_last(seen: Ended) -> str:
+def last_logged_exception(observed: Ended) -> str:
     """What an engine wrote to its log about an exception that nobody raised here; the last one is nearest to the end of the request."""
-    role, _, said = (seen.logged or ("",))[-1].partition(": ")
-    return f"{role} logged {said}" if said else ""
+    role, _, reported = (observed.logged or ("",))[-1].partition(": ")
+    return f"{role} logged {reported}" if reported else ""

@@ -1,4 +1,4 @@
-"""What cases about peers begin with: a story that was told to its end, and words for what became of its requests."""
+"""What cases about peers begin with: a story that was told to its end, and words for what outcome_of of its requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT, COMPUTED, REFUSED, WRONG, STUCK = (
     "refused",
     "wrong",
     "stuck",
-)  # what became of a request
+)  # what outcome_of of a request
 
 
 def one_rank(cell: Cell) -> bool:
@@ -25,7 +25,7 @@ def one_rank(cell: Cell) -> bool:
 
 
 def observe(bench: Bench, name: str) -> StorySeen:
-    """A story, whatever became of it. Raises NotApplicable for a store."""
+    """A story, whatever outcome_of of it. Raises NotApplicable for a store."""
     has_peers(bench)
     return bench.peers.observe(bench.cell, name)
 
@@ -36,42 +36,42 @@ def has_peers(bench: Bench) -> None:
         raise NotApplicable("a store has no peers: whoever saved a prompt may be gone")
 
 
-def look(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
+def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     """A story that was told to its end.
 
     Raises Violation if one of the engines `owns` failed, or if P did not come as far as a hand-over; NotApplicable where the connector
     need not have what the story is about; Blocked if an engine failed that is another case's to judge, or nothing can be said.
     """
-    seen = observe(bench, name)
-    if seen.failed:
-        if not seen.begun or seen.broken not in owns.split():
-            raise Blocked(f"an engine had failed in another story: {seen.failed.sentence}")
+    observed = observe(bench, name)
+    if observed.failed:
+        if not observed.begun or observed.broken not in owns.split():
+            raise Blocked(f"an engine had failed in another story: {observed.failed.sentence}")
         raise Violation(
             Finding(
                 rule=rule,
-                happened=seen.failed.sentence,
-                differs="; ".join(seen.failed.stack),
-                diagnosis=seen.failed.sentence,
-                log=seen.failed.log,
+                happened=observed.failed.sentence,
+                differs="; ".join(observed.failed.stack),
+                diagnosis=observed.failed.sentence,
+                log=observed.failed.log,
             )
         )
-    if seen.stuck:
-        raise Blocked(seen.stuck)
-    if seen.missing == NO_TRANSFER:
-        raise Blocked(seen.missing)
-    if seen.missing:
-        raise NotApplicable(seen.missing)
-    return seen
+    if observed.stuck:
+        raise Blocked(observed.stuck)
+    if observed.missing == NO_TRANSFER:
+        raise Blocked(observed.missing)
+    if observed.missing:
+        raise NotApplicable(observed.missing)
+    return observed
 
 
-def engine(seen: StorySeen, name: str) -> EngineSeen:
+def engine(observed: StorySeen, name: str) -> EngineSeen:
     """What an engine did in all stories. Raises Blocked if it is gone: another case says why."""
-    if name not in seen.engines:
+    if name not in observed.engines:
         raise Blocked(f"engine {name} failed in another story, and what it had reported is lost")
-    return seen.engines[name]
+    return observed.engines[name]
 
 
-def became(ended: Ended) -> str:
+def outcome_of(ended: Ended) -> str:
     """RIGHT: D was given every byte. COMPUTED: D did it itself. REFUSED: the request ended with an error. Otherwise WRONG or STUCK."""
     if not ended.finish:
         return STUCK
@@ -90,7 +90,7 @@ def seconds(ended: Ended) -> float:
 
 
 def violation(
-    rule: str, happened: str, seen: StorySeen, ended: Ended | None = None, diagnosis: str = ""
+    rule: str, happened: str, observed: StorySeen, ended: Ended | None = None, diagnosis: str = ""
 ) -> Violation:
     """A broken rule; with the picture of what stands wrong in D's pool, if a request was given wrong bytes."""
     wrong = next((check for check in (ended.checks if ended else ()) if check.pool.wrong), None)
@@ -101,26 +101,28 @@ def violation(
             differs=count_pool(wrong.pool) if wrong else "",
             picture=draw_pool(wrong.pool) if wrong else (),
             diagnosis=diagnosis or (diagnose_pool(wrong.pool) if wrong else ""),
-            log=seen.logged[-4:],
+            log=observed.logged[-4:],
         )
     )
 
 
-def all_right(rule: str, seen: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
+def check_right(rule: str, observed: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
     """Rows that D was given. `requests`: name in the story -> how it is called in a sentence. Raises Violation if one is not RIGHT.
 
     A request that ended longer after P's than a lease is may find anything, or be refused for that: then it is Blocked, since it is the
     machine that is slow.
     """
     for name, words in requests.items():
-        ended = seen.requests[name]
-        if (what := became(ended)) == RIGHT:
+        ended = observed.requests[name]
+        if (what := outcome_of(ended)) == RIGHT:
             continue
         if what != STUCK and (age := ended.ended - ended.handed) > lease_s:
             slow = f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s"
             raise Blocked(f"{words} {slow}: --kv-timeout-scale makes it longer")
-        raise violation(rule, f"{words} {_WORDS[what]}", seen, ended, "" if what == WRONG else _last(seen))
-    return sum(check.rows_due for name in requests for check in seen.requests[name].checks)
+        raise violation(
+            rule, f"{words} {_WORDS[what]}", observed, ended, "" if what == WRONG else _last(observed)
+        )
+    return sum(check.rows_due for name in requests for check in observed.requests[name].checks)
 
 
 _WORDS = {
@@ -131,15 +133,18 @@ _WORDS = {
 }
 
 
-def _last(seen: StorySeen) -> str:
-    role, _, said = (seen.logged or ("",))[-1].partition(": ")
-    return f"{role[:1]} logged {said}" if said else ""
+def _last(observed: StorySeen) -> str:
+    role, _, reported = (observed.logged or ("",))[-1].partition(": ")
+    return f"{role[:1]} logged {reported}" if reported else ""
 
 
-def evidence(looked_at: int, unit: str, seen: StorySeen, **notes: float | int | str) -> Evidence:
+def evidence(looked_at: int, unit: str, observed: StorySeen, **notes: float | int | str) -> Evidence:
     """Proof of what was looked at, with the seconds of every request."""
-    times = {f"{name}_s": round(seconds(ended), 3) for name, ended in seen.requests.items()}
+    times = {f"{name}_s": round(seconds(ended), 3) for name, ended in observed.requests.items()}
     moved = sum(
-        check.bytes_due for ended in seen.requests.values() for check in ended.checks if not check.pool.wrong
+        check.bytes_due
+        for ended in observed.requests.values()
+        for check in ended.checks
+        if not check.pool.wrong
     )
     return Evidence(looked_at=looked_at, unit=unit, bytes_moved=moved, notes={**times, **notes})

@@ -22,7 +22,7 @@ class HandedOver(Protocol):
     def decode(self) -> Trace: ...
 
 
-def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
+def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
     """Judge KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens only may leave D the rest of the last one."""
     for r in requests:
         due = whole_blocks(r.length, block_size)
@@ -55,7 +55,7 @@ def computed_what_it_had_to(requests: Sequence[HandedOver], block_size: int, byt
                     declined="D was given nothing, and computed the prompt" if clean else "",
                 )
             )
-        computed_once(r)
+        check_computed_once(r)
     return Evidence(
         looked_at=sum(r.length for r in requests),
         unit="tokens",
@@ -70,7 +70,7 @@ def whole_blocks(length: int, block_size: int) -> int:
     return (length - 1) // block_size * block_size
 
 
-def computed_once(r: HandedOver) -> None:
+def check_computed_once(r: HandedOver) -> None:
     """Raise Violation if D computed a token of the prompt twice, or one less than from the first on."""
     if r.decode.computed_tokens != r.length - r.decode.first_computed:
         raise Violation(

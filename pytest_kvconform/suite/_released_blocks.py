@@ -7,7 +7,7 @@ from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.engine.messages import Usage
 
 
-def nothing_held(
+def check_all_freed(
     usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0
 ) -> Evidence:
     """Judge KV-BLOCKS-001 on what P and D hold after every request has ended."""

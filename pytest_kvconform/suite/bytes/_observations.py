@@ -21,52 +21,56 @@ from pytest_kvconform.suite.bytes._stores import is_store, nothing_given
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 
-def look(bench: Bench, transfer: Transfer) -> TransferObservation:
+def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
     """The observation, whatever became of it."""
     return bench.bytes.observe(bench.cell, transfer, longest(bench.cell, bench.settings.matrix))
 
 
-def settled(bench: Bench, transfer: Transfer) -> TransferObservation:
+def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
     """The observation, if every request came to its end; otherwise Blocked, in one line."""
-    seen = look(bench, transfer)
-    if seen.failed or seen.stuck or seen.refused:
+    observed = observe(bench, transfer)
+    if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
-            f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=seen.declined
+            f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
         )
-    return seen
+    return observed
 
 
-def given(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """A settled observation of the requests that were owed KV, and in which D was given some for each of them.
+def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
+    """A completed observation of the requests that were requests_owed_kv KV, and in which D was given some for each of them.
 
     What D computed itself proves nothing about the connector.
     """
-    seen = settled(bench, transfer)
-    judged = owed(bench, seen)
+    observed = completed(bench, transfer)
+    judged = requests_owed_kv(bench, observed)
     names = {r.name for r in judged}
-    for r, prompt in zip(seen.requests, transfer.prompts, strict=True):
-        if prompt.warm > seen.decoder.block_size and not has_state(bench.cell) and not r.decode.local_tokens:
+    for r, prompt in zip(observed.requests, transfer.prompts, strict=True):
+        if (
+            prompt.warm > observed.decoder.block_size
+            and not has_state(bench.cell)
+            and not r.decode.local_tokens
+        ):
             raise HarnessError(
                 f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache"
             )
-        if r.checks and {check.rank for check in r.checks} != set(range(len(seen.audits[1]))):
+        if r.checks and {check.rank for check in r.checks} != set(range(len(observed.audits[1]))):
             raise HarnessError(
                 f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}"
             )
         if is_store(bench) and not r.decode.external_tokens:
-            nothing_given(bench, seen, transfer)
+            nothing_given(bench, observed, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(
                 f"stands on kv::bytes/handover::d_computes_only_missing_tokens: D was given nothing for {r.name} of {transfer}",
                 refused=True,
             )
-    return replace(seen, requests=judged)
+    return replace(observed, requests=judged)
 
 
-def owed(bench: Bench, seen: TransferObservation) -> tuple[Received, ...]:
+def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Received, ...]:
     """The requests but for those of which D was given nothing, and no load could have been right. Raises NotApplicable if none is left."""
-    gone = {r.name: _gone(bench, r) for r in seen.requests if not r.decode.external_tokens}
-    left = tuple(r for r in seen.requests if not gone.get(r.name))
+    gone = {r.name: _gone(bench, r) for r in observed.requests if not r.decode.external_tokens}
+    left = tuple(r for r in observed.requests if not gone.get(r.name))
     if not left:
         raise NotApplicable(f"{next(iter(gone.values()))}: it is right to let D compute the prompt")
     return left
@@ -117,9 +121,9 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
     return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
 
-def moved(seen: TransferObservation) -> int:
+def moved(observed: TransferObservation) -> int:
     """Bytes that stand in D's pools as P computed them."""
-    return sum(check.bytes_due for r in seen.requests for check in r.checks if not check.pool.wrong)
+    return sum(check.bytes_due for r in observed.requests for check in r.checks if not check.pool.wrong)
 
 
 def wrong_words(check: Check, kind: str) -> int:
@@ -136,16 +140,16 @@ def wrong_words(check: Check, kind: str) -> int:
     return words
 
 
-def finding(bench: Bench, seen: TransferObservation, r: Received, check: Check, rule: str) -> Finding:
+def finding(bench: Bench, observed: TransferObservation, r: Received, check: Check, rule: str) -> Finding:
     """What stands wrong in one rank's pool, said for a person."""
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
-    audits = seen.audits[1]
+    audits = observed.audits[1]
     later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
     gone = _gone(bench, r)
     if gone is not None and not later_right and _explains(bench, gone, check.pool):
         diagnosis = str(gone)
     else:
-        diagnosis = diagnose_pool(check.pool, source=seen.source, later_right=later_right, drafts=drafts)
+        diagnosis = diagnose_pool(check.pool, source=observed.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,

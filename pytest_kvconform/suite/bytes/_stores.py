@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._recomputed_tokens import computed_once, whole_blocks
+from pytest_kvconform.suite._recomputed_tokens import check_computed_once, whole_blocks
 
 SMALL = "D has every whole block before the last token already, and a store may keep whole blocks only"
 UNLIKE = "the store gives nothing of what an engine of another shape has saved, and D computes it: a miss is always right"
@@ -25,10 +25,10 @@ def alike(cell: Cell) -> bool:
     return p == d and side_of(cell, "P") == side_of(cell, "D")
 
 
-def nothing_given(bench: Bench, seen: TransferObservation, transfer: Transfer) -> None:
+def nothing_given(bench: Bench, observed: TransferObservation, transfer: Transfer) -> None:
     """Called when D was given nothing for a request. Raises NotApplicable where that is right, else Blocked."""
     if not any(
-        whole_blocks(r.length, seen.decoder.block_size) > r.decode.local_tokens for r in seen.requests
+        whole_blocks(r.length, observed.decoder.block_size) > r.decode.local_tokens for r in observed.requests
     ):
         raise NotApplicable(SMALL)
     if not alike(bench.cell):
@@ -39,11 +39,11 @@ def nothing_given(bench: Bench, seen: TransferObservation, transfer: Transfer) -
     )
 
 
-def gave_back(
-    bench: Bench, seen: TransferObservation, requests: list[Received], bytes_moved: int
+def check_store_loads(
+    bench: Bench, observed: TransferObservation, requests: list[Received], bytes_moved: int
 ) -> Evidence:
     """Judge KV-HANDOVER-002 for a store. `requests`: those of which D was to compute the rest only, once."""
-    size, external = seen.decoder.block_size, sum(r.decode.external_tokens for r in seen.requests)
+    size, external = observed.decoder.block_size, sum(r.decode.external_tokens for r in observed.requests)
     for r in requests:
         due = whole_blocks(r.length, size)
         if not alike(bench.cell) and r.decode.first_computed < due:
@@ -71,22 +71,22 @@ def gave_back(
                     else "the store announced nothing, and D computed the prompt",
                 )
             )
-        computed_once(r)
+        check_computed_once(r)
     return Evidence(
-        looked_at=sum(r.length for r in seen.requests),
+        looked_at=sum(r.length for r in observed.requests),
         unit="tokens",
         bytes_moved=bytes_moved,
         external_tokens=external,
-        computed_tokens=sum(r.decode.computed_tokens for r in seen.requests),
+        computed_tokens=sum(r.decode.computed_tokens for r in observed.requests),
     )
 
 
-def refuse_inventions(seen: TransferObservation) -> None:
+def check_nothing_invented(observed: TransferObservation) -> None:
     """Raise Violation (KV-BYTES-001) if P was given KV of a prompt that nobody had computed before.
 
     P's prompts are new to every store. The first of them shares nothing with any other, and after a preemption P may load what it saved.
     """
-    first = seen.requests[0] if seen.requests and seen.transfer.preempt != "P" else None
+    first = observed.requests[0] if observed.requests and observed.transfer.preempt != "P" else None
     if first is not None and first.prefill.external_tokens:
         raise Violation(
             Finding(

@@ -6,14 +6,14 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._released_blocks import nothing_held
-from pytest_kvconform.suite.bytes._observations import moved, settled
+from pytest_kvconform.suite._released_blocks import check_all_freed
+from pytest_kvconform.suite.bytes._observations import completed, moved
 from pytest_kvconform.suite.bytes._transfers import transfers
 
 
 @case("KV-BLOCKS-001", variants=transfers)
 def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """Blocks of every group and requests are free again within seconds, not when a lease runs out."""
-    seen = settled(bench, transfer)
-    assert seen.usage is not None
-    return nothing_held(seen.usage, bench.settings.timeout_scale, moved(seen))
+    observed = completed(bench, transfer)
+    assert observed.usage is not None
+    return check_all_freed(observed.usage, bench.settings.timeout_scale, moved(observed))

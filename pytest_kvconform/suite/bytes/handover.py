@@ -6,31 +6,32 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._outcomes import came_to_an_end, said_last
-from pytest_kvconform.suite._recomputed_tokens import computed_what_it_had_to
-from pytest_kvconform.suite.bytes._observations import look, moved, owed, settled
-from pytest_kvconform.suite.bytes._stores import gave_back, is_store
+from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
+from pytest_kvconform.suite._recomputed_tokens import check_recomputed_tokens
+from pytest_kvconform.suite.bytes._observations import completed, moved, observe, requests_owed_kv
+from pytest_kvconform.suite.bytes._stores import check_store_loads, is_store
 from pytest_kvconform.suite.bytes._transfers import transfers
 
 
 @case("KV-HANDOVER-001", variants=transfers)
 def completes(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends, no engine dies, hangs or raises, and the connector does not give up."""
-    seen = look(bench, transfer)
-    came_to_an_end(seen, bench.settings.timeout_scale)
-    if seen.refused:
-        first = next(r for r in seen.requests if r.finish == "error")
+    observed = observe(bench, transfer)
+    check_all_ended(observed, bench.settings.timeout_scale)
+    if observed.refused:
+        first = next(r for r in observed.requests if r.finish == "error")
         finding = Finding(
             rule="KV-HANDOVER-001",
             happened=f"D ended {first.name} with an error: the connector gave its load up "
-            f"({seen.prefiller.num_blocks} blocks of {seen.prefiller.block_size} tokens on P, {seen.decoder.num_blocks} of "
-            f"{seen.decoder.block_size} on D)",
-            diagnosis=said_last(seen) or "the connector gives up loads of this pair of engines",
-            log=seen.logged,
-            declined="the connector gave the load up, and no word is wrong" if seen.declined else "",
+            f"({observed.prefiller.num_blocks} blocks of {observed.prefiller.block_size} tokens on P, {observed.decoder.num_blocks} of "
+            f"{observed.decoder.block_size} on D)",
+            diagnosis=last_logged_exception(observed)
+            or "the connector gives up loads of this pair of engines",
+            log=observed.logged,
+            declined="the connector gave the load up, and no word is wrong" if observed.declined else "",
         )
         raise Violation(finding)
-    return Evidence(looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen))
+    return Evidence(looked_at=len(observed.requests), unit="requests", bytes_moved=moved(observed))
 
 
 def _counted(cell: Cell, matrix: str) -> list[Transfer]:
@@ -41,7 +42,9 @@ def _counted(cell: Cell, matrix: str) -> list[Transfer]:
 @case("KV-HANDOVER-002", variants=_counted)
 def d_computes_only_missing_tokens(bench: Bench, transfer: Transfer) -> Evidence:
     """D computes what it was not given, and no more."""
-    seen = settled(bench, transfer)
+    observed = completed(bench, transfer)
     if is_store(bench):
-        return gave_back(bench, seen, list(seen.requests), moved(seen))
-    return computed_what_it_had_to(owed(bench, seen), seen.decoder.block_size, moved(seen))
+        return check_store_loads(bench, observed, list(observed.requests), moved(observed))
+    return check_recomputed_tokens(
+        requests_owed_kv(bench, observed), observed.decoder.block_size, moved(observed)
+    )

@@ -12,8 +12,8 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite.bytes._observations import finding, given, moved, settled, wrong_words
-from pytest_kvconform.suite.bytes._stores import is_store, refuse_inventions
+from pytest_kvconform.suite.bytes._observations import completed, finding, moved, with_loaded_kv, wrong_words
+from pytest_kvconform.suite.bytes._stores import check_nothing_invented, is_store
 from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
 
 
@@ -21,9 +21,9 @@ from pytest_kvconform.suite.bytes._transfers import has_state, has_window, trans
 def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """Rows of attention layers that D's next forward reads and that have a block are P's, on every rank."""
     if is_store(bench):
-        refuse_inventions(settled(bench, transfer))
-    seen = given(bench, transfer)
-    for r in seen.requests:
+        check_nothing_invented(completed(bench, transfer))
+    observed = with_loaded_kv(bench, transfer)
+    for r in observed.requests:
         for check in r.checks:
             if gone := [m for m in check.missing if not m.window and "attention" in _kinds(check, m.layers)]:
                 raise Violation(
@@ -35,15 +35,15 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
                     )
                 )
             if wrong_words(check, "attention"):
-                raise Violation(finding(bench, seen, r, check, "KV-BYTES-001"))
-    return _evidence(seen)
+                raise Violation(finding(bench, observed, r, check, "KV-BYTES-001"))
+    return _evidence(observed)
 
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
 def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """The state from which D goes on is P's after exactly the tokens that D does not compute, on every rank."""
-    seen = given(bench, transfer)
-    for r in seen.requests:
+    observed = with_loaded_kv(bench, transfer)
+    for r in observed.requests:
         for check in r.checks:
             if gone := [m for m in check.missing if not m.window and "state" in _kinds(check, m.layers)]:
                 raise Violation(
@@ -54,15 +54,15 @@ def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
                     )
                 )
             if wrong_words(check, "state"):
-                raise Violation(finding(bench, seen, r, check, "KV-STATE-001"))
-    return _evidence(seen)
+                raise Violation(finding(bench, observed, r, check, "KV-STATE-001"))
+    return _evidence(observed)
 
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
     """Every token of every window that D's next forward reads has a block on D."""
-    seen = given(bench, transfer)
-    for r in seen.requests:
+    observed = with_loaded_kv(bench, transfer)
+    for r in observed.requests:
         for check in r.checks:
             if gone := [m for m in check.missing if m.window]:
                 layers = [layer for m in gone for layer in m.layers]
@@ -76,30 +76,34 @@ def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
                         signature=gap.cause,
                     )
                 )
-    return _evidence(seen)
+    return _evidence(observed)
 
 
 @case("KV-BYTES-002", variants=transfers)
 def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing of D's pool that was not due has changed, up to the end of the transfer."""
-    seen = settled(bench, transfer)
-    for check in [check for r in seen.requests for check in r.checks] + list(seen.audits[1]):
+    observed = completed(bench, transfer)
+    for check in [check for r in observed.requests for check in r.checks] + list(observed.audits[1]):
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong):
             raise Violation(_collateral(bench, "D", check, "KV-BYTES-002"))
     return Evidence(
-        looked_at=seen.decoder.num_blocks * len(seen.audits[1]), unit="blocks", bytes_moved=moved(seen)
+        looked_at=observed.decoder.num_blocks * len(observed.audits[1]),
+        unit="blocks",
+        bytes_moved=moved(observed),
     )
 
 
 @case("KV-BYTES-003", variants=transfers)
 def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing of P's pool has changed but what P computed."""
-    seen = settled(bench, transfer)
-    for check in seen.audits[0]:
+    observed = completed(bench, transfer)
+    for check in observed.audits[0]:
         if check.pool.wrong:
             raise Violation(_collateral(bench, "P", check, "KV-BYTES-003"))
     return Evidence(
-        looked_at=seen.prefiller.num_blocks * len(seen.audits[0]), unit="blocks", bytes_moved=moved(seen)
+        looked_at=observed.prefiller.num_blocks * len(observed.audits[0]),
+        unit="blocks",
+        bytes_moved=moved(observed),
     )
 
 
@@ -123,11 +127,11 @@ def _kinds(check: Check, layers: tuple[str, ...]) -> set[str]:
     return {region.kind for region in check.pool.regions if region.layer in layers}
 
 
-def _evidence(seen: TransferObservation) -> Evidence:
+def _evidence(observed: TransferObservation) -> Evidence:
     return Evidence(
-        looked_at=sum(check.rows_due for r in seen.requests for check in r.checks),
+        looked_at=sum(check.rows_due for r in observed.requests for check in r.checks),
         unit="rows",
-        bytes_moved=moved(seen),
-        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
-        notes={"seconds": round(seen.seconds, 3)},
+        bytes_moved=moved(observed),
+        external_tokens=sum(r.decode.external_tokens for r in observed.requests),
+        notes={"seconds": round(observed.seconds, 3)},
     )

@@ -126,26 +126,26 @@ def _repeats(transfer: Transfer) -> bool:
 @case("KV-FAIL-001", variants=_all)
 def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends as the policy says, and no engine dies, hangs or raises."""
-    found = _look(bench, transfer)
-    seen, failed = found.transfer, _failed_requests(found.transfer)
-    if seen.failed or seen.stuck:
+    found = _with_faults(bench, transfer)
+    observed, failed = found.transfer, _failed_requests(found.transfer)
+    if observed.failed or observed.stuck:
         diagnosis = (
-            seen.failed.sentence
-            if seen.failed
+            observed.failed.sentence
+            if observed.failed
             else "the connector reported a load neither as finished nor as failed"
         )
         raise Violation(
             Finding(
                 rule="KV-FAIL-001",
-                happened=f"{_story(transfer)}: {seen.failed.sentence if seen.failed else '; '.join(seen.stuck)}",
-                differs="; ".join(seen.failed.stack) if seen.failed else "",
+                happened=f"{_story(transfer)}: {observed.failed.sentence if observed.failed else '; '.join(observed.stuck)}",
+                differs="; ".join(observed.failed.stack) if observed.failed else "",
                 diagnosis=diagnosis,
-                log=seen.failed.log if seen.failed else seen.logged,
+                log=observed.failed.log if observed.failed else observed.logged,
             )
         )
     broken, refused = (
         sum(s.failed for s in found.reports),
-        [r.name for r in seen.requests if r.finish == "error"],
+        [r.name for r in observed.requests if r.finish == "error"],
     )
     if (refused and transfer.policy != "fail") or len(failed) > broken:
         raise Violation(
@@ -159,38 +159,41 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
                 else "the failure of one request ends others, too"
                 if len(failed) > broken
                 else "a failed load ends its request although D is to compute it",
-                log=seen.logged,
+                log=observed.logged,
             )
         )
-    if transfer.fails and not failed and (unnoticed := _unnoticed(bench, transfer, seen)):
+    if transfer.fails and not failed and (unnoticed := _unnoticed(bench, transfer, observed)):
         raise Violation(unnoticed)
     return Evidence(
-        looked_at=len(seen.requests), unit="requests", bytes_moved=moved(seen), notes={"failed": len(failed)}
+        looked_at=len(observed.requests),
+        unit="requests",
+        bytes_moved=moved(observed),
+        notes={"failed": len(failed)},
     )
 
 
 @case("KV-BYTES-001", variants=_judged_by_bytes)
 def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
     """What was loaded is right on every rank, whatever became of the other request."""
-    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-BYTES-001")
+    return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-BYTES-001")
 
 
 @case("KV-FAIL-002", variants=_reusing)
 def p_keeps_blocks_until_the_last_read(bench: Bench, transfer: Transfer) -> Evidence:
     """P's blocks are not free before the last transfer has read them: a slow one reads what P computed."""
-    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-FAIL-002")
+    return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-002")
 
 
 @case("KV-FAIL-003", variants=_repeating)
 def repeated_notification_counts_once(bench: Bench, transfer: Transfer) -> Evidence:
     """The same when every notification comes twice."""
-    return _bytes_right(bench, _settled(bench, transfer).transfer, "KV-FAIL-003")
+    return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-003")
 
 
 @case("KV-FAIL-004", variants=_failing)
 def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> Evidence:
     """After the end of a request whose load failed nothing changes in D's pool."""
-    found = _settled(bench, transfer)
+    found = _completed(bench, transfer)
     for check in (
         check
         for check in _others(found.transfer)
@@ -215,7 +218,7 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
 @case("KV-FAIL-005", variants=_waited_for)
 def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """D gives every block back as soon as the request has ended, P at the latest when its lease is over."""
-    found = _settled(bench, transfer)
+    found = _completed(bench, transfer)
     assert found.transfer.usage is not None
     p, d = found.transfer.usage
     if d.free_blocks != d.total_blocks or d.requests:
@@ -244,7 +247,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
 @case("KV-FAIL-006", variants=_with_traces)
 def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
     """Another prompt is handed over on the same engines without faults, and every byte is right."""
-    after = _settled(bench, transfer).after
+    after = _completed(bench, transfer).after
     assert after is not None
     unfinished = after.failed.sentence if after.failed else "; ".join(after.stuck) or after.refused
     if unfinished or not sum(check.rows_due for r in after.requests for check in r.checks):
@@ -271,7 +274,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
     return _bytes_right(bench, after, "KV-FAIL-006")
 
 
-def _look(bench: Bench, transfer: Transfer) -> FaultObservation:
+def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
     """The observation. Raises NotApplicable where nothing can be disturbed, Blocked where the fault met nothing."""
     if is_store(bench):
         raise NotApplicable(NEEDS_NIXL)
@@ -291,52 +294,52 @@ def _look(bench: Bench, transfer: Transfer) -> FaultObservation:
     return found
 
 
-def _settled(bench: Bench, transfer: Transfer) -> FaultObservation:
+def _completed(bench: Bench, transfer: Transfer) -> FaultObservation:
     """The observation, if every request came to its end."""
-    found = _look(bench, transfer)
+    found = _with_faults(bench, transfer)
     if found.transfer.failed or found.transfer.stuck:
         raise Blocked(f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 
 
-def _failed_requests(seen: TransferObservation) -> list[Received]:
+def _failed_requests(observed: TransferObservation) -> list[Received]:
     """Requests that ended with an error, or that D computed itself after it had been promised KV."""
     return [
         r
-        for r in seen.requests
+        for r in observed.requests
         if r.finish == "error"
         or (r.decode.external_tokens and r.decode.first_computed <= r.decode.local_tokens)
     ]
 
 
-def _bytes_right(bench: Bench, seen: TransferObservation, rule: str) -> Evidence:
+def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evidence:
     """Evidence of the requests that were given KV. Raises Violation if a row is wrong."""
-    for r in seen.requests:
+    for r in observed.requests:
         for check in r.checks:
             if wrong_words(check, "attention"):
-                raise Violation(finding(bench, seen, r, check, rule))
-    due = sum(check.rows_due for r in seen.requests for check in r.checks)
+                raise Violation(finding(bench, observed, r, check, rule))
+    due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
         raise Blocked(
-            f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{seen.transfer}]: D was given nothing"
+            f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D was given nothing"
         )
     return Evidence(
-        looked_at=due, unit="rows", bytes_moved=moved(seen), notes={"seconds": round(seen.seconds, 3)}
+        looked_at=due, unit="rows", bytes_moved=moved(observed), notes={"seconds": round(observed.seconds, 3)}
     )
 
 
-def _others(seen: TransferObservation) -> list[Check]:
+def _others(observed: TransferObservation) -> list[Check]:
     """Every look at D's pools: what was found once is not reported again, so a late write may show in the check of another request."""
-    return [check for r in seen.requests for check in r.checks] + list(seen.audits[1])
+    return [check for r in observed.requests for check in r.checks] + list(observed.audits[1])
 
 
-def _unnoticed(bench: Bench, transfer: Transfer, seen: TransferObservation) -> Finding | None:
+def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -> Finding | None:
     """A transfer failed, and D went on as if it had not. None: the bytes are there, since the connector has tried again."""
     cause = "a transfer that failed is reported as if it had been made"
-    for r in seen.requests:
+    for r in observed.requests:
         for check in r.checks:
             if wrong_words(check, "attention"):
-                wrong = finding(bench, seen, r, check, "KV-FAIL-001")
+                wrong = finding(bench, observed, r, check, "KV-FAIL-001")
                 return Finding(
                     rule=wrong.rule,
                     happened=f"{_story(transfer)}, and {wrong.happened}",

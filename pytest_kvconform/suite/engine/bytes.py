@@ -11,25 +11,25 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import moved, settled
+from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
 
 
-def _given(bench: Bench, scenario: Scenario) -> Observation:
+def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
     """An observation in which D was given KV for every request. Bytes that D computed itself prove nothing about the connector."""
-    seen = settled(bench, scenario)
-    for r in seen.requests:
+    observed = completed(bench, scenario)
+    for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
             on = f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D was given nothing for {r.name}"
             raise Blocked(on, refused=True)
-    return seen
+    return observed
 
 
 @case("KV-BYTES-001", variants=transfers)
 def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """Rows that are due and have a block on D equal P's, bit for bit."""
-    seen = _given(bench, scenario)
-    for r in seen.requests:
+    observed = _with_loaded_kv(bench, scenario)
+    for r in observed.requests:
         assert r.rows is not None
         if r.rows.wrong:
             raise Violation(
@@ -44,19 +44,19 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
                 )
             )
     return Evidence(
-        looked_at=sum(r.rows.compared_bytes for r in seen.requests if r.rows),
+        looked_at=sum(r.rows.compared_bytes for r in observed.requests if r.rows),
         unit="bytes",
-        bytes_moved=sum(r.rows.compared_bytes for r in seen.requests if r.rows),
-        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
+        bytes_moved=sum(r.rows.compared_bytes for r in observed.requests if r.rows),
+        external_tokens=sum(r.decode.external_tokens for r in observed.requests),
     )
 
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
     """Every token of every window that D's next forward reads has a block on D: none of them lies on the null block."""
-    seen = _given(bench, scenario)
+    observed = _with_loaded_kv(bench, scenario)
     looked_at = 0
-    for r in seen.requests:
+    for r in observed.requests:
         assert r.rows is not None
         looked_at += sum(due.end - due.first for due in r.rows.due if due.window)
         if gap := missing_window(r.rows):
@@ -73,16 +73,16 @@ def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
     return Evidence(
         looked_at=looked_at,
         unit="tokens",
-        bytes_moved=moved(seen),
-        external_tokens=sum(r.decode.external_tokens for r in seen.requests),
+        bytes_moved=moved(observed),
+        external_tokens=sum(r.decode.external_tokens for r in observed.requests),
     )
 
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
 def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """The recurrent state from which D goes on is P's, after exactly the tokens that D does not compute."""
-    seen = _given(bench, scenario)
-    for r in seen.requests:
+    observed = _with_loaded_kv(bench, scenario)
+    for r in observed.requests:
         if not r.decode.asynchronous:
             raise Blocked(
                 "a synchronous load puts the state in place inside the step that uses it, where this suite cannot look yet"
@@ -114,17 +114,17 @@ def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
                 )
             )
     return Evidence(
-        looked_at=sum(r.state_bytes for r in seen.requests),
+        looked_at=sum(r.state_bytes for r in observed.requests),
         unit="bytes",
-        bytes_moved=sum(r.state_bytes for r in seen.requests),
+        bytes_moved=sum(r.state_bytes for r in observed.requests),
     )
 
 
 @case("KV-BYTES-002", variants=transfers)
 def unowned_blocks_are_unchanged(bench: Bench, scenario: Scenario) -> Evidence:
     """Blocks that belong to nobody stay as they were, the null block among them."""
-    seen = _given(bench, scenario)
-    for r in seen.requests:
+    observed = _with_loaded_kv(bench, scenario)
+    for r in observed.requests:
         if r.changed_blocks:
             null = (
                 "; block 0 is the null block, which every window reads as empty"
@@ -139,4 +139,4 @@ def unowned_blocks_are_unchanged(bench: Bench, scenario: Scenario) -> Evidence:
                     diagnosis="the connector wrote outside the blocks it was given",
                 )
             )
-    return Evidence(looked_at=seen.decoder.num_blocks, unit="blocks", bytes_moved=moved(seen))
+    return Evidence(looked_at=observed.decoder.num_blocks, unit="blocks", bytes_moved=moved(observed))

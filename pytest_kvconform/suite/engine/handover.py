@@ -6,40 +6,40 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite._outcomes import came_to_an_end, said_last
-from pytest_kvconform.suite._recomputed_tokens import computed_what_it_had_to
-from pytest_kvconform.suite.engine._observations import moved, settled
+from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
+from pytest_kvconform.suite._recomputed_tokens import check_recomputed_tokens
+from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
 
 
 @case("KV-HANDOVER-001", variants=everything)
 def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
-    seen = bench.engine.observe(bench.cell, scenario)
-    came_to_an_end(seen, bench.settings.timeout_scale)
-    ends = [r.got.finish for r in seen.requests if r.got]
+    observed = bench.engine.observe(bench.cell, scenario)
+    check_all_ended(observed, bench.settings.timeout_scale)
+    ends = [r.got.finish for r in observed.requests if r.got]
     wrong = [
         f"{r.name} ended with {r.got.finish} after {len(r.got.tokens)} tokens"
-        for r in seen.requests
+        for r in observed.requests
         if r.got and (r.got.finish != "length" or len(r.got.tokens) != scenario.max_tokens)
     ]
     if wrong:
         happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"
-        ended = [r for r in seen.requests if r.got and r.got.finish == "error"]
+        ended = [r for r in observed.requests if r.got and r.got.finish == "error"]
         clean = len(ended) == len(wrong) and not any(r.rows and r.rows.wrong for r in ended)
         finding = Finding(
             rule="KV-HANDOVER-001",
             happened=happened,
-            diagnosis=said_last(seen),
-            log=seen.logged,
+            diagnosis=last_logged_exception(observed),
+            log=observed.logged,
             declined="these requests ended with an error, and no word is wrong" if clean else "",
         )
         raise Violation(finding)
-    return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(seen))
+    return Evidence(looked_at=max(1, len(ends)), unit="requests", bytes_moved=moved(observed))
 
 
 @case("KV-HANDOVER-002", variants=transfers)
 def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence:
     """D computes what it was not given, and no more: counted in the scheduler's own output, not in what the connector says."""
-    seen = settled(bench, scenario)
-    return computed_what_it_had_to(seen.requests, seen.decoder.block_size, moved(seen))
+    observed = completed(bench, scenario)
+    return check_recomputed_tokens(observed.requests, observed.decoder.block_size, moved(observed))

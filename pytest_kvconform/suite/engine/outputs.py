@@ -7,26 +7,26 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import moved, settled
+from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import handovers
 
 
 @case("KV-OUTPUT-001", variants=handovers)
 def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
     """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies the KV."""
-    seen = settled(bench, scenario)
+    observed = completed(bench, scenario)
     worst = 0.0
-    for r in seen.requests:
+    for r in observed.requests:
         assert r.got is not None
         assert r.want is not None
-        difference = first_difference(r.got, r.want, seen.tolerance)
+        difference = first_difference(r.got, r.want, observed.tolerance)
         worst = max(worst, difference.largest)
         if difference.position is not None:
             raise Violation(
                 Finding(
                     rule="KV-OUTPUT-001",
                     happened=f"{r.name} of {r.length} tokens: {difference.sentence}",
-                    differs=f"tolerance {seen.tolerance:.3g} ({seen.tolerance_source}); "
+                    differs=f"tolerance {observed.tolerance:.3g} ({observed.tolerance_source}); "
                     f"tokens {list(r.got.tokens)}, with the oracle {list(r.want.tokens)}",
                     diagnosis="D's KV or state is not P's when it computes "
                     f"{'the last prompt token' if difference.position == 0 else 'a later token'}",
@@ -34,8 +34,8 @@ def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
                 )
             )
     return Evidence(
-        looked_at=sum(len(r.got.logprobs) for r in seen.requests if r.got),
+        looked_at=sum(len(r.got.logprobs) for r in observed.requests if r.got),
         unit="tokens",
-        bytes_moved=moved(seen),
-        notes={"largest difference": worst, "tolerance": seen.tolerance, "noise": seen.noise},
+        bytes_moved=moved(observed),
+        notes={"largest difference": worst, "tolerance": observed.tolerance, "noise": observed.noise},
     )

@@ -7,14 +7,14 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import moved, settled
+from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import situations
 
 
 @case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
 def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evidence:
     """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
-    seen = settled(bench, scenario)
+    observed = completed(bench, scenario)
     try:
         ends = bench.engine.leftovers(bench.cell)
     except EngineFailed as failed:
@@ -31,7 +31,7 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
             raise Violation(
                 Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}")
             )
-        said = [
+        reported = [
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})"
             for what, things in (
                 ("threads", left.threads),
@@ -40,13 +40,13 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
             )
             if things
         ]
-        if said:
+        if reported:
             raise Violation(
                 Finding(
                     rule="KV-SHUTDOWN-001",
-                    happened=f"after shutdown {role} still has {' and '.join(said)}",
+                    happened=f"after shutdown {role} still has {' and '.join(reported)}",
                     diagnosis="shutdown() does not end what the constructor or register_kv_caches began",
-                    signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in said)}",
+                    signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in reported)}",
                 )
             )
-    return Evidence(looked_at=2, unit="engines", bytes_moved=moved(seen))
+    return Evidence(looked_at=2, unit="engines", bytes_moved=moved(observed))

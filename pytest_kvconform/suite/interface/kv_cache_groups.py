@@ -16,7 +16,7 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     prompt = rig.prompt(3 * d.block_size + 5)
     first, second = rig.hand_over(p, d, prompt)
     step = rig.step_until_matched(d, second)  # to load nothing of such a model is no fault
-    last, seen = len(d.group_sizes) - 1, 0
+    last, observed = len(d.group_sizes) - 1, 0
     blocks = {
         "P hands over": (
             p.calls_of("request_finished", first)[0].arguments["blocks"],
@@ -26,18 +26,18 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     }
     for what, (groups, found) in blocks.items():
         *others, own = (set(group) - {0} for group in groups)
-        seen += len(set().union(*others) & found)
+        observed += len(set().union(*others) & found)
         if wrong := sorted(own & found):
             raise rig.violation(
                 "",
                 f"group {last} is not transferred (enable_kv_transfer=False), and its blocks {wrong[:8]} are among what {what}",
                 diagnosis="block ids of every group are exchanged, and not those of select_transfer_block_ids",
             )
-    if not seen:
+    if not observed:
         raise NotApplicable(
             "neither what P hands over nor the orders for D's workers name a block in a form that can be read"
         )
-    return Evidence(looked_at=seen, unit="blocks", external_tokens=d.first_external_tokens(second))
+    return Evidence(looked_at=observed, unit="blocks", external_tokens=d.first_external_tokens(second))
 
 
 def _without_last_group(rig: Rig, role: str, index: int) -> Side:

@@ -32,12 +32,12 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
     before = set(threads()), set(listening_sockets(os.getpid()))
     _end(half, half.start())
     if left := _once_nothing(rig, lambda: _left(*before)):
-        said = " and ".join(
+        reported = " and ".join(
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items()
         )
         raise rig.violation(
             "",
-            f"after shutdown of both halves there are still {said}",
+            f"after shutdown of both halves there are still {reported}",
             diagnosis=f"shutdown() leaves {' and '.join(left)} behind",
         )
     return Evidence(looked_at=2, unit="halves")
@@ -103,11 +103,11 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
             diagnosis="the port is not given back",
         )
     if more := _once_nothing(rig, lambda: dict(_held() - held)):
-        said = ", ".join(f"{number} more {what}" for what, number in more.items())
+        reported = ", ".join(f"{number} more {what}" for what, number in more.items())
         raise rig.violation(
             "",
-            f"after the second engine's end the process has {said} than after the first one's",
-            diagnosis=f"each engine leaves {said}",
+            f"after the second engine's end the process has {reported} than after the first one's",
+            diagnosis=f"each engine leaves {reported}",
         )
     return Evidence(
         looked_at=2,

@@ -80,9 +80,9 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
             diagnosis="get_finished_count is neither None nor a count",
         )
     for _ in range(2):
-        said = half.step_without_tokens(side)
+        reported = half.step_without_tokens(side)
         for name in ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids"):
-            if found := getattr(said, name, None):
+            if found := getattr(reported, name, None):
                 raise rig.violation(
                     "", f"in a step without any request the worker half reports {name} = {found}"
                 )
@@ -162,13 +162,13 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     half.start()
     if not (taken := half.listening_ports()):
         raise NotApplicable(f"{rig.subject.connector} listens on none of the ports that it was given")
-    second, published, said = half.scheduler_side(), half.handshake_metadata(), list[BaseException]()
+    second, published, reported = half.scheduler_side(), half.handshake_metadata(), list[BaseException]()
 
     def introduce() -> None:
         try:
             second.connector.set_xfer_handshake_metadata_pp_aware(published)
         except BaseException as error:
-            said.append(error)
+            reported.append(error)
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
@@ -183,7 +183,9 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     return Evidence(
         looked_at=len(taken),
         unit="ports",
-        notes={"the second engine": f"{type(said[0]).__name__}: {said[0]}" if said else "started"},
+        notes={
+            "the second engine": f"{type(reported[0]).__name__}: {reported[0]}" if reported else "started"
+        },
     )
 
 
@@ -193,7 +195,7 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     half = WorkerHalf(rig, role)
     side = half.start()
     step = half.step_without_tokens(side)
-    said = {
+    reported = {
         "get_handshake_metadata": (half.call_hook("get_handshake_metadata"), "KVConnectorHandshakeMetadata"),
         "build_connector_worker_meta": (
             getattr(step, "kv_connector_worker_meta", None),
@@ -201,7 +203,7 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
         ),
         "get_kv_connector_stats": (getattr(step, "kv_connector_stats", None), "KVConnectorStats"),
     }
-    given = {hook: (value, kind) for hook, (value, kind) in said.items() if value is not None}
+    given = {hook: (value, kind) for hook, (value, kind) in reported.items() if value is not None}
     if not given:
         raise NotApplicable(
             f"{rig.subject.connector} publishes no handshake metadata, and a step without requests says nothing"

@@ -1,4 +1,4 @@
-"""What several cases begin with."""
+"""What token_count cases begin with."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def lengths(cell: Cell, matrix: str) -> list[str]:
     return short if matrix == "quick" else [*short, "2b-1", "2b+1", "3b-1", "3b", "3b+1"]
 
 
-def several(length: str, block: int) -> int:
-    """Number of tokens: several("2b+1", 16) is 33."""
+def token_count(length: str, block: int) -> int:
+    """Number of tokens: token_count("2b+1", 16) is 33."""
     match = _LENGTH.fullmatch(length)
     assert match is not None, length
     times = 0 if match["times"] is None else int(match["times"] or 1)
     return times * block + int(match["rest"] or 0)
 
 
-PROMPT = "3b+5"  # several blocks, the last one partly filled
+PROMPT = "3b+5"  # token_count blocks, the last one partly filled
 
 # Who, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and plain ones carry no params.
 PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-running", "p-error-running")
@@ -48,7 +48,7 @@ FEW = ("p-length", "d-abort-loading", "plain-length", "p-abort-running")
 STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
-def hands_over(rig: Rig) -> None:
+def needs_hand_over(rig: Rig) -> None:
     """Raise NotApplicable for a store: it hands nothing from one engine to another."""
     if rig.subject.profile == "store":
         raise NotApplicable(
@@ -56,10 +56,10 @@ def hands_over(rig: Rig) -> None:
         )
 
 
-def names_loads_alone(rig: Rig) -> None:
+def needs_metadata_of_loads_only(rig: Rig) -> None:
     """Raise NotApplicable if metadata names blocks of requests that load nothing: to save them, say. A load cannot be told from that."""
     d = rig.side("D")
-    d.add(rig.prompt(several(PROMPT, d.block_size)), max_tokens=3)
+    d.add(rig.prompt(token_count(PROMPT, d.block_size)), max_tokens=3)
     if any(
         map(d.owns_block, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))
     ):
@@ -68,8 +68,8 @@ def names_loads_alone(rig: Rig) -> None:
         )
 
 
-def spread(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
-    """Every variant where there is one KV cache group, and in the full matrix. In quick, models of several groups have the first alone."""
+def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
+    """Every variant where there is one KV cache group, and in the full matrix. In quick, models of token_count groups have the first alone."""
     return lambda cell, matrix: variants if matrix != "quick" or one_group(cell) else variants[:1]
 
 
@@ -85,20 +85,20 @@ def one_group(cell: Cell) -> bool:
     )
 
 
-def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
+def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
     """Bring one request to an end. Returns its side, its id, and all sides; what is kept is kept, what loads still loads."""
     who, how, state = [*ending.split("-"), ""][:3]
     p = rig.side("P")
     sides: tuple[Side, ...]
     if who == "d":
-        hands_over(rig)
+        needs_hand_over(rig)
         d = rig.side("D")
-        prompt = rig.prompt(several(PROMPT, d.block_size))
+        prompt = rig.prompt(token_count(PROMPT, d.block_size))
         _, id = rig.hand_over(p, d, prompt, max_tokens=3, stop=how == "stop")
         side, sides = d, (p, d)
     else:
         side, sides = p, (p,)
-        prompt = rig.prompt(several(PROMPT, p.block_size))
+        prompt = rig.prompt(token_count(PROMPT, p.block_size))
         id = p.add(
             prompt,
             rig.prefill_params() if who == "p" else None,
@@ -124,15 +124,15 @@ def end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
     return side, id, sides
 
 
-def crowd(rig: Rig, role: str) -> Side:
+def run_mixed_requests(rig: Rig, role: str) -> Side:
     """Requests of every kind at once on a side of this role: one has a prefix in the prefix cache, one is preempted, one is aborted, and
     prompts are computed in chunks; on D two are handed over. Returns the side, on which all have ended.
     """
     p = side = rig.side("P")
     if role == "D":
-        hands_over(rig)
+        needs_hand_over(rig)
         side = rig.side("D")
-    prompts = [rig.prompt(several(PROMPT, side.block_size), seed=seed) for seed in range(4)]
+    prompts = [rig.prompt(token_count(PROMPT, side.block_size), seed=seed) for seed in range(4)]
     side.warm_prefix_cache(prompts[0], 2 * side.block_size)
     if role == "D":
         ids = [rig.hand_over(p, side, prompt, max_tokens=3)[1] for prompt in prompts[:2]]
@@ -145,12 +145,12 @@ def crowd(rig: Rig, role: str) -> Side:
     side.run(lambda: bool(side.steps[-1].preempted))
     side.abort(ids[3])
     side.run()
-    settle(*dict.fromkeys((p, side)))
+    report_all(*dict.fromkeys((p, side)))
     side.step()
     return side
 
 
-def settle(*sides: Side) -> None:
+def report_all(*sides: Side) -> None:
     """Let the workers report everything that is still kept: loads of cancelled requests as received, the others as sent."""
     for side in sides:
         loading = [id for id in side.delayed_free_requests() if side.finished_while_loading(id)]
@@ -161,7 +161,7 @@ SHORTEST = 8  # of a word that can stand for one engine or one request
 SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
 
 
-def words(params: dict[str, Any]) -> frozenset[str]:
+def identifiers(params: dict[str, Any]) -> frozenset[str]:
     """What of P's params can be found again: ids of its engine and of its request."""
     return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
 
@@ -171,13 +171,13 @@ def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
     return frozenset(place for step in steps for name in names for place in mentions(step.metadata, name))
 
 
-def while_it_waits(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
+def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
     """Where P's words stand as long as D has no block for the request: renewals of a lease, for one. The engine is of no use afterwards."""
     d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)
-    return places([d.step() for _ in range(2)], words(params))
+    return places([d.step() for _ in range(2)], identifiers(params))
 
 
-def let_go(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
+def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
     """Whether some step of D says of P's request what no step says while it waits."""
-    return not places(d.steps, words(params)) <= waiting
+    return not places(d.steps, identifiers(params)) <= waiting

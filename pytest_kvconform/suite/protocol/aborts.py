@@ -8,23 +8,23 @@ from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
-    hands_over,
-    let_go,
-    several,
-    spread,
-    while_it_waits,
+    first_in_quick,
+    needs_hand_over,
+    notifies_p,
+    places_while_waiting,
+    token_count,
 )
 
 ENDED = "request_finished"
 STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running", "preempted")
 
 
-@case("KV-ABORT-001", variants=spread(*STATES), rig="scheduler")
+@case("KV-ABORT-001", variants=first_in_quick(*STATES), rig="scheduler")
 def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     """One of two requests of D is aborted: the other one loads and ends as ever, the report of the first may come late, nothing is left."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")
-    prompts = [rig.prompt(several(PROMPT, d.block_size), seed=seed) for seed in range(2)]
+    prompts = [rig.prompt(token_count(PROMPT, d.block_size), seed=seed) for seed in range(2)]
     _, alone = rig.hand_over_and_load(p, twin := rig.side("D"), prompts[1])
     _, id = rig.hand_over(p, d, prompts[0], max_tokens=4)
     _bring(d, id, state)
@@ -78,23 +78,23 @@ def _bring(d: Side, id: str, state: str) -> None:
             d.step()
 
 
-@case("KV-ABORT-002", variants=spread("waiting", "asked"), rig="scheduler")
+@case("KV-ABORT-002", variants=first_in_quick("waiting", "asked"), rig="scheduler")
 def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     """D gives a request up before it had a block: P, which keeps blocks for it, is told."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     first = p.add(prompt, rig.prefill_params())
     p.run()
     params = p.kv_transfer_params(first)
-    waiting = while_it_waits(rig.side("D"), prompt, params)
+    waiting = places_while_waiting(rig.side("D"), prompt, params)
     d.add(prompt, params, id=SAME)
     _bring(d, SAME, state)
     d.abort(SAME)
     d.return_taken_blocks()
     d.step()
     d.step()
-    if first in p.delayed_free_requests() and not let_go(d, params, waiting):
+    if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
             f"D gave a request up while it was {state}; P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",

@@ -8,14 +8,14 @@ from pytest_kvconform.rigs.scheduler.leaks import walk
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
-    crowd,
-    end,
     endings,
-    hands_over,
-    names_loads_alone,
-    settle,
-    several,
-    spread,
+    first_in_quick,
+    needs_hand_over,
+    needs_metadata_of_loads_only,
+    report_all,
+    run_mixed_requests,
+    run_to_end,
+    token_count,
 )
 
 BUILT = "build_connector_meta"
@@ -31,36 +31,36 @@ def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
     if situation == "empty":
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
     else:
-        _, _, sides = end(rig, situation)
-        settle(*sides)
+        _, _, sides = run_to_end(rig, situation)
+        report_all(*sides)
     for side in sides:
         side.step()
     return Evidence(looked_at=sum(len(side.calls_of(BUILT)) for side in sides), unit="steps")
 
 
-@case("KV-META-002", variants=spread("P", "D"), rig="scheduler")
+@case("KV-META-002", variants=first_in_quick("P", "D"), rig="scheduler")
 def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) -> Evidence:
     """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
-    side = crowd(rig, role)
-    said = [
+    side = run_mixed_requests(rig, role)
+    reported = [
         name
         for name in ("scheduled", "finished", "preempted")
         if not any(getattr(step, name) for step in side.steps)
     ]
-    if said:
+    if reported:
         raise HarnessError(
-            f"no step of {side.name} had any request that was {said[0]}, so nothing could be changed there"
+            f"no step of {side.name} had any request that was {reported[0]}, so nothing could be changed there"
         )
     return Evidence(looked_at=len(side.calls_of(BUILT)), unit="steps")
 
 
-@case("KV-META-003", variants=spread("hit", "no_hit", "one_token"), rig="scheduler")
+@case("KV-META-003", variants=first_in_quick("hit", "no_hit", "one_token"), rig="scheduler")
 def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     """The blocks that a load is to fill stand in the metadata of one step."""
-    hands_over(rig)
-    names_loads_alone(rig)
+    needs_hand_over(rig)
+    needs_metadata_of_loads_only(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(1 if situation == "one_token" else several(PROMPT, d.block_size))
+    prompt = rig.prompt(1 if situation == "one_token" else token_count(PROMPT, d.block_size))
     if situation == "hit":
         d.warm_prefix_cache(prompt, d.block_size)
     _, second = rig.hand_over_and_load(p, d, prompt, max_tokens=2)
@@ -80,7 +80,7 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
 @case("KV-META-003", variants=endings, rig="scheduler")
 def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     """After its end a request is in the metadata of one step at most: to be sent, to be given up, to be told to P."""
-    side, id, sides = end(rig, ending)
+    side, id, sides = run_to_end(rig, ending)
     last = len(side.steps)
     told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
     if len(told) > 1:
@@ -88,16 +88,16 @@ def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
             "",
             f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset",
         )
-    settle(*sides)
+    report_all(*sides)
     return Evidence(looked_at=4, unit="steps")
 
 
 @case("KV-META-003", rig="scheduler")
 def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    first, second = rig.hand_over_and_load(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    first, second = rig.hand_over_and_load(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     p.step()
     for side, id in ((p, first), (d, second)):
         if (again := side.step()).mentions(id):
@@ -108,16 +108,16 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=2, unit="steps")
 
 
-@case("KV-META-004", variants=spread("prefill", "decode"), rig="scheduler")
+@case("KV-META-004", variants=first_in_quick("prefill", "decode"), rig="scheduler")
 def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
     """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompts = [rig.prompt(several(PROMPT, d.block_size), seed=seed) for seed in range(2)]
+    prompts = [rig.prompt(token_count(PROMPT, d.block_size), seed=seed) for seed in range(2)]
     for prompt in prompts:
         rig.hand_over(p, d, prompt)
     d.run()
-    settle(p)
+    report_all(p)
     p.step()
     side = p if role == "prefill" else d
     looked = 0

@@ -13,13 +13,13 @@ from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
-    crowd,
-    end,
     endings,
-    hands_over,
-    settle,
-    several,
-    spread,
+    first_in_quick,
+    needs_hand_over,
+    report_all,
+    run_mixed_requests,
+    run_to_end,
+    token_count,
 )
 
 SOON_S = (
@@ -31,23 +31,23 @@ SILENT = 20  # steps in which no worker reports anything
 @case("KV-HOOK-001", variants=endings, rig="scheduler")
 def no_hook_raises(rig: Rig, ending: str) -> Evidence:
     """From its arrival to the end of a request no hook raises."""
-    _, _, sides = end(rig, ending)
-    settle(*sides)
+    _, _, sides = run_to_end(rig, ending)
+    report_all(*sides)
     for side in sides:
         side.step()
     return Evidence(looked_at=sum(len(side.calls) for side in sides), unit="calls")
 
 
-@case("KV-HOOK-002", variants=spread("loading", "kept"), rig="scheduler")
+@case("KV-HOOK-002", variants=first_in_quick("loading", "kept"), rig="scheduler")
 def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     """While a load, or the blocks of an end, wait for workers that report nothing, every hook comes back soon, and others go on."""
     p = side = rig.side("P")
     if what == "loading":
-        hands_over(rig)
+        needs_hand_over(rig)
         side = rig.side("D")
-        rig.hand_over_and_load(p, side, rig.prompt(several(PROMPT, side.block_size)))
+        rig.hand_over_and_load(p, side, rig.prompt(token_count(PROMPT, side.block_size)))
     else:
-        id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.prefill_params() or None)
+        id = p.add(rig.prompt(token_count(PROMPT, p.block_size)), rig.prefill_params() or None)
         p.run(lambda: id in p.results)
         if id not in p.delayed_free_requests():
             raise NotApplicable(f"{rig.subject.connector} keeps no blocks of a request that has ended")
@@ -72,8 +72,8 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})
 
 
-@case("KV-HOOK-003", variants=spread("P", "D"), rig="scheduler")
+@case("KV-HOOK-003", variants=first_in_quick("P", "D"), rig="scheduler")
 def scheduler_assertions_hold(rig: Rig, role: str) -> Evidence:
     """With requests of every kind at once, what the connector answers and does never makes vLLM's own assertions fail."""
-    side = crowd(rig, role)
+    side = run_mixed_requests(rig, role)
     return Evidence(looked_at=len(side.steps), unit="steps", notes={"calls": len(side.calls)})

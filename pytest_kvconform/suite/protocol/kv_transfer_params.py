@@ -10,7 +10,7 @@ from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
 from pytest_kvconform.rigs.scheduler.recorder import HookRaised
 from pytest_kvconform.rigs.scheduler.rig import Rig, SchedulerStopped, Side
-from pytest_kvconform.suite.protocol._scenarios import PROMPT, hands_over, one_group, several
+from pytest_kvconform.suite.protocol._scenarios import PROMPT, needs_hand_over, one_group, token_count
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 STRANGE: dict[str, dict[str, Any] | None] = {
@@ -45,10 +45,10 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
 @case("KV-PARAMS-001", variants=_strangers, rig="scheduler")
 def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     """Of a request without params, or with keys of somebody else, the connector takes no notice."""
-    hands_over(rig)
+    needs_hand_over(rig)
     role, _, which = who.partition("-")
     side = rig.side(role.upper())
-    id = side.add(rig.prompt(several(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
+    id = side.add(rig.prompt(token_count(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
     side.run()
     wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
     wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
@@ -70,8 +70,8 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
 @case("KV-PARAMS-003", applies=_one_rank, rig="scheduler")
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
-    hands_over(rig)
-    prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
+    needs_hand_over(rig)
+    prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
     whole, few = rig.prefill_params(), {key: value for key, value in rig.prefill_params().items() if value}
     answers = []
     for asked in (whole, few):
@@ -96,9 +96,9 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
 @case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), rig="scheduler")
 def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     """On its way through a router a dict may change its order, gain keys and go through JSON again: D loads the same."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, p.block_size))
+    prompt = rig.prompt(token_count(PROMPT, p.block_size))
     first, _ = rig.hand_over_and_load(p, plain, prompt)
     params = p.kv_transfer_params(first)
     if way == "reordered":
@@ -139,11 +139,11 @@ def _loads(side: Side, p: Side) -> frozenset[int]:
 
 
 def _ways_of_values(cell: Cell, matrix: str) -> list[str]:
-    return list(OF_VALUES) if one_group(cell) else []
+    return list(CORRUPT_VALUES) if one_group(cell) else []
 
 
 def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
-    return list(OF_LISTS) if one_group(cell) else ["missing", "emptied", "shorter", "longer"]
+    return list(CORRUPT_LISTS) if one_group(cell) else ["missing", "emptied", "shorter", "longer"]
 
 
 @case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
@@ -159,46 +159,46 @@ def corrupted_lists_fail_only_their_request(rig: Rig, how: str) -> Evidence:
 
 
 def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, p.block_size))
+    prompt = rig.prompt(token_count(PROMPT, p.block_size))
     first, second = rig.hand_over_and_load(p, d, prompt)
     names = any(map(p.owns_block, d.steps[-1].block_ids_for(second)))
-    return _tried(
+    return _run_each(
         rig,
         "D",
-        spoiled(p.kv_transfer_params(first), how, lists),
+        corrupted(p.kv_transfer_params(first), how, lists),
         how,
-        lambda d, params: _received(d, prompt, params, names),
+        lambda d, params: _run_request(d, prompt, params, names),
     )
 
 
 @case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
     """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
-    hands_over(rig)
-    prompt = rig.prompt(several(PROMPT, rig.side("P").block_size))
-    return _tried(
-        rig, "P", spoiled(rig.prefill_params(), how), how, lambda p, params: _received(p, prompt, params)
+    needs_hand_over(rig)
+    prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
+    return _run_each(
+        rig, "P", corrupted(rig.prefill_params(), how), how, lambda p, params: _run_request(p, prompt, params)
     )
 
 
 @case("KV-PARAMS-005", applies=_one_rank, rig="scheduler")
 def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p = rig.side("P")
-    prompt = rig.prompt(max(LONG, several(PROMPT, p.block_size)))
+    prompt = rig.prompt(max(LONG, token_count(PROMPT, p.block_size)))
     first, _ = rig.hand_over_and_load(p, rig.side("D"), prompt)
     turn = p.kv_transfer_params(first) | {
         key: value for key, value in rig.prefill_params().items() if value is not None
     }
-    return _tried(
-        rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _received(p, prompt, params)
+    return _run_each(
+        rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _run_request(p, prompt, params)
     )
 
 
-def _tried(
+def _run_each(
     rig: Rig,
     role: str,
     table: dict[str, dict[str, Any]],
@@ -213,24 +213,27 @@ def _tried(
     for field, params in table.items():
         side = side or rig.side(role)
         try:
-            said = fate(side, params)
+            reported = fate(side, params)
         except (HookRaised, SchedulerStopped) as error:
-            said = str(error)
+            reported = str(error)
         except Violation as error:
-            said = error.finding.happened
-        if said:
-            wrong.setdefault(said, []).append(field)
+            reported = error.finding.happened
+        if reported:
+            wrong.setdefault(reported, []).append(field)
             side = None
     if wrong:
-        said, fields = next(iter(wrong.items()))
+        reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
         raise rig.violation(
-            "", f"with {' '.join([', '.join(fields), how]).strip()}: {said}", differs=more, diagnosis=said
+            "",
+            f"with {' '.join([', '.join(fields), how]).strip()}: {reported}",
+            differs=more,
+            diagnosis=reported,
         )
     return Evidence(looked_at=len(table), unit="params")
 
 
-def _received(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
+def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
     """What goes wrong with a request that has these params; "": nothing. A load that is ordered is reported as failed. `names`: whether
     the order for a load names blocks of P.
     """
@@ -275,11 +278,11 @@ _ANY: dict[str, Callable[[Any], Any]] = {
     "huge": lambda value: _each(value, MUCH),
     "hostile": lambda value: "\x00../\n" * 4096,
 }
-OF_VALUES = _ANY | {
+CORRUPT_VALUES = _ANY | {
     "empty": lambda value: "" if isinstance(value, str) else {},
     "fraction": lambda value: 0.5,
 }
-OF_LISTS = _ANY | {
+CORRUPT_LISTS = _ANY | {
     "empty": lambda value: [],
     "emptied": _emptied,
     "texts": lambda value: _each(value, "nonsense"),
@@ -289,13 +292,13 @@ OF_LISTS = _ANY | {
 }
 
 
-def spoiled(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
-    """Field -> the params with this field spoiled: those whose value is a list, or all others. What has the value already is left out."""
+def corrupted(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
+    """Field -> the params with this field corrupted: those whose value is a list, or all others. What has the value already is left out."""
     found: dict[str, dict[str, Any]] = {}
     for field, value in params.items():
         if isinstance(value, list) != lists:
             continue
-        other = (OF_LISTS if lists else OF_VALUES)[how](value)
+        other = (CORRUPT_LISTS if lists else CORRUPT_VALUES)[how](value)
         if other is GONE:
             found[field] = {key: kept for key, kept in params.items() if key != field}
         elif other != value or type(other) is not type(value):

@@ -6,7 +6,14 @@ from model_matrix import parse_topology
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side, WorkerReport
-from pytest_kvconform.suite.protocol._scenarios import PROMPT, hands_over, one_group, settle, several, spread
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    first_in_quick,
+    needs_hand_over,
+    one_group,
+    report_all,
+    token_count,
+)
 
 ASKED = "get_num_new_matched_tokens"
 
@@ -21,10 +28,10 @@ def _several_senders(cell: Cell) -> bool:
 
 def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[str]]:
     """P, D and requests of D, each of which loads asynchronously."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", **more)  # type: ignore[arg-type]
     ids = [
-        rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size), seed=seed), max_tokens=2)[1]
+        rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size), seed=seed), max_tokens=2)[1]
         for seed in range(count)
     ]
     rig.start_loads(d, *ids)
@@ -33,7 +40,7 @@ def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[st
 
 def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     """Judge loads that have ended well: D computed only what it was not given, and nothing is left."""
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     for id in seconds:
         given, computed = d.first_external_tokens(id), d.locally_computed_tokens(id)
@@ -52,7 +59,7 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
 
 @case(
     "KV-LOAD-001",
-    variants=spread("at_once", "late", "in_turn", "backwards", "beside_another"),
+    variants=first_in_quick("at_once", "late", "in_turn", "backwards", "beside_another"),
     rig="scheduler",
 )
 def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
@@ -105,9 +112,9 @@ def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
 )
 def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     """P's blocks are its own until the last rank has reported that they were read."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p = rig.side("P")
-    id = p.add(rig.prompt(several(PROMPT, p.block_size)), rig.prefill_params())
+    id = p.add(rig.prompt(token_count(PROMPT, p.block_size)), rig.prefill_params())
     p.run()
     if id not in p.delayed_free_requests():
         raise NotApplicable("P keeps no blocks for D to read")
@@ -150,12 +157,14 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
             "",
             f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=d.ranks, unit="reports", computed_tokens=computed)
 
 
-@case("KV-LOAD-003", variants=spread("nothing", "empty", "unknown", "twice", "ended"), rig="scheduler")
+@case(
+    "KV-LOAD-003", variants=first_in_quick("nothing", "empty", "unknown", "twice", "ended"), rig="scheduler"
+)
 def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
     """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
     p, d, [id] = _pair(rig)
@@ -171,34 +180,34 @@ def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
         d.update_connector_output(report)
     if what == "ended":
         d.step(received=[id])
-        settle(p)
+        report_all(p)
         rig.require_no_leaks(p, d)
         return Evidence(looked_at=1, unit="reports")
     d.run()
     return _done(rig, p, d, [id])
 
 
-@case("KV-LOAD-004", variants=spread("request", "one_of_two"), rig="scheduler")
+@case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two"), rig="scheduler")
 def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """Under the policy `fail` the request ends with an error, once, and no other one does."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=seconds[:1])
-    if (said := step.outputs.get(seconds[0])) is None or said.finish != "error":
+    if (reported := step.outputs.get(seconds[0])) is None or reported.finish != "error":
         raise rig.violation(
             "",
-            f"the load of {seconds[0]} failed, and its request ends with {said.finish if said else 'nothing'!r}",
+            f"the load of {seconds[0]} failed, and its request ends with {reported.finish if reported else 'nothing'!r}",
         )
     d.run()
     if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
         raise rig.violation(
             "", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}"
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(seconds), unit="requests")
 
 
-@case("KV-LOAD-004", variants=spread("request", "one_of_two", "preempted_later"), rig="scheduler")
+@case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two", "preempted_later"), rig="scheduler")
 def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
@@ -221,12 +230,12 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
             "",
             f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", computed_tokens=computed)
 
 
-@case("KV-LOAD-004", applies=one_group, variants=spread("fail", "recompute"), rig="scheduler")
+@case("KV-LOAD-004", applies=one_group, variants=first_in_quick("fail", "recompute"), rig="scheduler")
 def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
     p, d, [id] = _pair(rig, policy=policy)
@@ -240,14 +249,14 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
             "",
             f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=computed)
 
 
 @case(
     "KV-LOAD-005",
-    variants=spread("begun", "under_way", "reported", "one_of_two", "one_rank"),
+    variants=first_in_quick("begun", "under_way", "reported", "one_of_two", "one_rank"),
     rig="scheduler",
 )
 def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
@@ -280,12 +289,12 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
             )
         )
     d.run()
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
-@case("KV-LOAD-006", variants=spread("loading", "sending", "idle"), rig="scheduler")
+@case("KV-LOAD-006", variants=first_in_quick("loading", "sending", "idle"), rig="scheduler")
 def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
     """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
     p, d, seconds = _pair(rig)

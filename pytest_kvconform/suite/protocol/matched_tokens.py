@@ -7,12 +7,12 @@ from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
-    hands_over,
+    first_in_quick,
     lengths,
-    names_loads_alone,
-    settle,
-    several,
-    spread,
+    needs_hand_over,
+    needs_metadata_of_loads_only,
+    report_all,
+    token_count,
 )
 
 ASKED = "get_num_new_matched_tokens"
@@ -41,10 +41,10 @@ def _answers(*sides: Side) -> Evidence:
     )
 
 
-@case("KV-MATCH-001", variants=spread("plain", "handed_over", "hit", "preempted"), rig="scheduler")
+@case("KV-MATCH-001", variants=first_in_quick("plain", "handed_over", "hit", "preempted"), rig="scheduler")
 def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     """The answer is (int or None, bool) in every situation."""
-    length = several(PROMPT, rig.side("P").block_size)
+    length = token_count(PROMPT, rig.side("P").block_size)
     if situation in ("handed_over", "hit"):
         return _tour(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
     side = rig.side("P")
@@ -60,30 +60,30 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
 def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
     """Of a prompt of any length, one token and whole blocks included, no more is announced than is not computed yet."""
     p = rig.side("P")
-    return _tour(rig, rig.prompt(several(length, p.block_size)))
+    return _tour(rig, rig.prompt(token_count(length, p.block_size)))
 
 
-@case("KV-MATCH-002", variants=spread("b", "2b", "3b"), rig="scheduler")
+@case("KV-MATCH-002", variants=first_in_quick("b", "2b", "3b"), rig="scheduler")
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
     """Behind a local prefix hit there is less to announce."""
     b = rig.side("P").block_size
-    return _tour(rig, rig.prompt(3 * b + 1), warm=several(warm, b))
+    return _tour(rig, rig.prompt(3 * b + 1), warm=token_count(warm, b))
 
 
-@case("KV-MATCH-003", variants=spread("b+1", "2b+1", "3b+1"), rig="scheduler")
+@case("KV-MATCH-003", variants=first_in_quick("b+1", "2b+1", "3b+1"), rig="scheduler")
 def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
     b = rig.side("P").block_size
-    size = several(length, b)
+    size = token_count(length, b)
     return _tour(rig, rig.prompt(size), warm=size)
 
 
 @case("KV-MATCH-004", rig="scheduler")
 def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
-    """Asked several times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
-    hands_over(rig)
+    """Asked token_count times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     answers = [d.call_hook(ASKED, d.request(second), 0) for _ in range(TIMES)]
     answers = [answer for answer in answers if answer[0] is not None] or [
         d.call_hook(ASKED, d.request(second), 0)
@@ -99,7 +99,7 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
             "",
             f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
 
@@ -107,9 +107,9 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
 @case("KV-MATCH-004", rig="scheduler")
 def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence:
     """While D has no block to give, it is asked in every step, and no step orders anything; then there is one load, and nothing is left."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.hand_over(p, d, rig.prompt(several(PROMPT, d.block_size)))
+    _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     d.take_all_free_blocks()
     waiting = [d.step() for _ in range(TIMES)]
     if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(second)))]:
@@ -127,12 +127,12 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
         raise NotApplicable(f"{rig.subject.connector} did not know yet, as often as it was asked")
     d.return_taken_blocks()
     d.run()
-    if (told := d.first_external_tokens(second)) != (said := answers.pop())[0]:
+    if (told := d.first_external_tokens(second)) != (reported := answers.pop())[0]:
         raise rig.violation(
             "",
-            f"without a free block {ASKED} answered {said}; when there were blocks, {told} tokens were loaded",
+            f"without a free block {ASKED} answered {reported}; when there were blocks, {told} tokens were loaded",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
 
@@ -140,9 +140,9 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
 @case("KV-MATCH-004", rig="scheduler")
 def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     """Two loads where there is room for one: the second begins when the first request has ended, and loads what it was to load before."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, probe = rig.side("P"), rig.side("D")
-    length = several(PROMPT, p.block_size)
+    length = token_count(PROMPT, p.block_size)
     rig.hand_over_and_load(p, probe, rig.prompt(length))
     need = probe.free_blocks_at_start - probe.free_blocks()
     d = rig.side("D", blocks=need + need // 2 + 1)
@@ -151,29 +151,29 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
         d.step()
     if [d.waits_for_remote_kv(id) for id in ids] != [True, False]:
         raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.waits_for_remote_kv, ids))} began")
-    said = next(
+    reported = next(
         (call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False)
     )
     d.run()
-    if (told := d.first_external_tokens(ids[1])) != said[0]:
+    if (told := d.first_external_tokens(ids[1])) != reported[0]:
         raise rig.violation(
-            "", f"without room {ASKED} answered {said}; when there was room, {told} tokens were loaded"
+            "", f"without room {ASKED} answered {reported}; when there was room, {told} tokens were loaded"
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
 
 
-@case("KV-MATCH-005", variants=spread("preempted", "preempted_twice", "one_token"), rig="scheduler")
+@case("KV-MATCH-005", variants=first_in_quick("preempted", "preempted_twice", "one_token"), rig="scheduler")
 def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     """What P kept is gone when D has read it: asked again, the connector has nothing."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    length = 1 if why == "one_token" else several(PROMPT, d.block_size)
+    length = 1 if why == "one_token" else token_count(PROMPT, d.block_size)
     _, id = rig.hand_over_and_load(p, d, rig.prompt(length), max_tokens=4)
     asked = len(d.calls_of(ASKED, id))
     d.step(received=[id])
-    settle(p)
+    report_all(p)
 
     def answers() -> list[tuple[int | None, bool]]:
         return [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
@@ -194,13 +194,13 @@ def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     return Evidence(looked_at=len(answers()), unit="answers")
 
 
-@case("KV-MATCH-006", variants=spread("handed_over", "plain"), rig="scheduler")
+@case("KV-MATCH-006", variants=first_in_quick("handed_over", "plain"), rig="scheduler")
 def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     """None keeps a request waiting; in the end there is another answer."""
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if who == "handed_over":
-        hands_over(rig)
+        needs_hand_over(rig)
         _, id = rig.hand_over(p, d, prompt)
     else:
         id = d.add(prompt)
@@ -215,13 +215,13 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     )
 
 
-@case("KV-MATCH-007", variants=spread("discarded", "second_call"), rig="scheduler")
+@case("KV-MATCH-007", variants=first_in_quick("discarded", "second_call"), rig="scheduler")
 def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str) -> Evidence:
     """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
-    hands_over(rig)
-    names_loads_alone(rig)
+    needs_hand_over(rig)
+    needs_metadata_of_loads_only(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if why == "discarded":
         _, second = rig.hand_over(
             p, d, prompt, read_cache=False
@@ -240,17 +240,17 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
                 "",
                 f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}",
             )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
 
 
-@case("KV-MATCH-008", variants=spread("no_hit", "hit", "starved"), rig="scheduler")
+@case("KV-MATCH-008", variants=first_in_quick("no_hit", "hit", "starved"), rig="scheduler")
 def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    length = several(PROMPT, d.block_size)
+    length = token_count(PROMPT, d.block_size)
     prompt = rig.prompt(length)
     if situation == "hit":
         d.warm_prefix_cache(prompt, 2 * d.block_size)
@@ -281,20 +281,24 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
             f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}",
         )
     d.run()
-    settle(p)
+    report_all(p)
     return Evidence(
         looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"]
     )
 
 
-@case("KV-MATCH-009", variants=spread("plain", "decode", "prefill", "prefill_preempted"), rig="scheduler")
+@case(
+    "KV-MATCH-009",
+    variants=first_in_quick("plain", "decode", "prefill", "prefill_preempted"),
+    rig="scheduler",
+)
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
     """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     side = d if who == "decode" else p
     if who == "decode":
-        hands_over(rig)
+        needs_hand_over(rig)
         _, id = rig.hand_over(p, d, prompt, max_tokens=3)
     else:
         id = p.add(prompt, None if who == "plain" else rig.prefill_params(), max_tokens=3)

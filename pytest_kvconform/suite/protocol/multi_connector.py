@@ -10,11 +10,11 @@ from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
-    hands_over,
-    let_go,
-    settle,
-    several,
-    while_it_waits,
+    needs_hand_over,
+    notifies_p,
+    places_while_waiting,
+    report_all,
+    token_count,
 )
 
 PLACED, ENDED = "update_state_after_alloc", "request_finished"
@@ -33,7 +33,7 @@ def _dense(cell: Cell) -> bool:
 def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
 
-    hands_over(rig)
+    needs_hand_over(rig)
     return rig.side("P", transfer=with_fake_connector(where)), rig.side(
         "D", transfer=with_fake_connector(where)
     )
@@ -52,12 +52,12 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
     p, d = _pair(rig, where)
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, neighbour = multi_connector_children(d)
     first = p.add(prompt, rig.prefill_params())
     p.run()
     params = p.kv_transfer_params(first)
-    waiting = while_it_waits(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
+    waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
     neighbour.connector.loads = True
     id = d.add(
         prompt, params if where == "first" else None, id=SAME
@@ -76,12 +76,12 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
             )
-    if where == "first" and not let_go(d, params, waiting):
+    if where == "first" and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
             f"another connector has loaded {SAME}, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks, and no step's metadata tells P",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps), unit="steps")
 
@@ -97,7 +97,7 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
 
     how, _, place = where.rpartition("_")
     p, d = _pair(rig, place)
-    prompt = rig.prompt(several(PROMPT, d.block_size))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, neighbour = multi_connector_children(d)
     first, id = rig.hand_over(p, d, prompt, max_tokens=2)
     neighbour.connector.none_answers = LATER if how else 0
@@ -146,7 +146,7 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     p, _ = _pair(rig, where)
     subject, neighbour = multi_connector_children(p)
     neighbour.connector.keeps = who != "subject"
-    prompt = rig.prompt(several(PROMPT, p.block_size))
+    prompt = rig.prompt(token_count(PROMPT, p.block_size))
     id = p.add(prompt, None if who == "neighbour" else rig.prefill_params())
     p.run()
     [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
@@ -161,7 +161,7 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
             "",
             f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one",
         )
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p)
     return Evidence(looked_at=len(p.steps), unit="steps")
 
@@ -172,9 +172,9 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     p, d = _pair(rig, where)
-    _alone(rig, rig.prompt(several(PROMPT, p.block_size)))  # if this loads, all of these do
+    _alone(rig, rig.prompt(token_count(PROMPT, p.block_size)))  # if this loads, all of these do
     _, neighbour = multi_connector_children(p)
-    prompts = [rig.prompt(several(PROMPT, p.block_size), seed=seed) for seed in range(2)]
+    prompts = [rig.prompt(token_count(PROMPT, p.block_size), seed=seed) for seed in range(2)]
     ids = []
     for number, prompt in enumerate(prompts):
         neighbour.connector.params = {f"neighbour-{number}": [number]}
@@ -193,7 +193,7 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
             "", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading"
         )
     d.run()
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(
         looked_at=len(ids), unit="requests", external_tokens=sum(map(d.first_external_tokens, ids))

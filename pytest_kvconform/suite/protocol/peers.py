@@ -11,12 +11,12 @@ from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
     WRONG,
-    all_right,
-    became,
+    check_right,
+    completed,
     engine,
     evidence,
-    look,
     one_rank,
+    outcome_of,
     seconds,
     violation,
 )
@@ -33,27 +33,27 @@ HELD_UP = 0.8  # of the time that one takes: what takes as long has waited for i
 @case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """The request for which P cannot be reached ends, and the next one of D is right."""
-    seen = look(bench, variant, "KV-PEER-001", OWNS[variant])
-    bad, limit = seen.requests["bad"], REQUEST_S * bench.settings.timeout_scale
-    what = became(bad)
+    observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
+    bad, limit = observed.requests["bad"], REQUEST_S * bench.settings.timeout_scale
+    what = outcome_of(bad)
     if what == STUCK:
         raise violation(
             "KV-PEER-001",
             f"a request of D did not end within {limit:.0f} s: {PLACES[variant]}",
-            seen,
+            observed,
             diagnosis=f"the connector waits for an answer without a deadline; the request is {bad.trace.status or 'not scheduled'}",
         )
     if what in (WRONG, RIGHT):
         raise violation(
-            "KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", seen, bad
+            "KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", observed, bad
         )
-    all_right(
+    check_right(
         "KV-PEER-001",
-        seen,
+        observed,
         bench.peers.lease_s,
         {"after": f"after this: {PLACES[variant]}: the next request of D"},
     )
-    return evidence(len(seen.requests), "requests", seen)
+    return evidence(len(observed.requests), "requests", observed)
 
 
 @case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
@@ -72,56 +72,56 @@ def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence
 
 
 def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) -> Evidence:
-    seen = look(bench, story, rule, "")
-    bad = seconds(seen.requests["bad"])
+    observed = completed(bench, story, rule, "")
+    bad = seconds(observed.requests["bad"])
     for name, words in others.items():
-        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(seen.requests[name]) > HELD_UP * bad:
+        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.requests[name]) > HELD_UP * bad:
             raise violation(
                 rule,
-                f"{words} took {seconds(seen.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
+                f"{words} took {seconds(observed.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
                 f"{bad:.1f} s",
-                seen,
+                observed,
                 diagnosis="one peer that cannot be reached holds up requests that have nothing to do with it",
             )
     if "good" in others:
-        all_right(rule, seen, bench.peers.lease_s, {"good": others["good"]})
-    return evidence(len(others), "requests", seen)
+        check_right(rule, observed, bench.peers.lease_s, {"good": others["good"]})
+    return evidence(len(others), "requests", observed)
 
 
 @case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
-    seen = look(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
+    observed = completed(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
     who = {"met": "a D that has met the engine before", "stranger": "a D that has met neither engine"}[
         variant
     ]
-    what = became(seen.requests[old])
+    what = outcome_of(observed.requests[old])
     if what in (STUCK, WRONG, RIGHT):
         words = "did not end" if what == STUCK else "was given what nobody can have"
         raise violation(
             "KV-PEER-002",
             f"P was started anew on the same port: a request of {who} for what the old engine had {words}",
-            seen,
+            observed,
         )
-    all_right(
+    check_right(
         "KV-PEER-002",
-        seen,
+        observed,
         bench.peers.lease_s,
         {new: f"P was started anew on the same port: a request of {who} for what the new engine has"},
     )
-    return evidence(2, "requests", seen)
+    return evidence(2, "requests", observed)
 
 
 @case("KV-PEER-005", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P stands still, and the load ends well when P goes on."""
-    seen = look(bench, "stalled", "KV-PEER-005", "D2 P2")
-    (watched,) = engine(seen, "D2").watched
-    first, end = (seen.numbers[f"{variant}_{word}"] for word in ("from", "to"))
+    observed = completed(bench, "stalled", "KV-PEER-005", "D2 P2")
+    (watched,) = engine(observed, "D2").watched
+    first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
     longest, noise = (
         watched.longest_load(first, end),
-        watched.longest_load(seen.numbers["calm_from"], seen.numbers["calm_to"]),
+        watched.longest_load(observed.numbers["calm_from"], observed.numbers["calm_to"]),
     )
     what = {"meeting": "D met it", "reading": "D read from it"}[variant]
     stall = bench.peers.patience(STALL_S)
@@ -134,25 +134,27 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
             "KV-PEER-005",
             f"P stood still for {end - first:.1f} s while {what}, and start_load_kv of D took {longest:.2f} s; otherwise it "
             f"takes at most {noise:.3f} s",
-            seen,
+            observed,
             diagnosis="the worker half waits for the network on the thread that runs the model",
         )
-    all_right(
+    check_right(
         "KV-PEER-005",
-        seen,
+        observed,
         bench.peers.lease_s,
         {variant: f"P stood still for {end - first:.1f} s while {what}: the request"},
     )
-    return evidence(len(watched.loads), "calls", seen, longest_s=round(longest, 4), noise_s=round(noise, 4))
+    return evidence(
+        len(watched.loads), "calls", observed, longest_s=round(longest, 4), noise_s=round(noise, 4)
+    )
 
 
 @case("KV-SIDE-001", rig="peers", applies=one_rank)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand messages that make no sense a D that P has never met gets what P has computed, and P lives."""
-    seen = look(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")
-    sent = int(seen.numbers["sent"])
+    observed = completed(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")
+    sent = int(observed.numbers["sent"])
     if sent < QUESTIONS // 2:
         raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
     words = f"after {sent} messages that make no sense to the port on which P listens, a request of a D that P has not met before"
-    rows = all_right("KV-SIDE-001", seen, bench.context.deadlines.request, {"stranger": words})
-    return evidence(rows, "rows", seen, messages=sent, ports=int(seen.numbers["ports"]))
+    rows = check_right("KV-SIDE-001", observed, bench.context.deadlines.request, {"stranger": words})
+    return evidence(rows, "rows", observed, messages=sent, ports=int(observed.numbers["ports"]))

@@ -9,11 +9,11 @@ from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     SAME,
-    hands_over,
     lengths,
-    let_go,
-    several,
-    while_it_waits,
+    needs_hand_over,
+    notifies_p,
+    places_while_waiting,
+    token_count,
 )
 
 ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
@@ -41,13 +41,13 @@ def _end_of(p: Side, first: str) -> int:
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
 def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     """D loads nothing, since its own cache has the prompt or since vLLM drops the answer: P is told all the same."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(2 * d.block_size + 1)
     first = p.add(prompt, rig.prefill_params())
     p.run()
     params = p.kv_transfer_params(first)
-    waiting = while_it_waits(rig.side("D"), prompt, params)
+    waiting = places_while_waiting(rig.side("D"), prompt, params)
     if why == "whole":
         d.warm_prefix_cache(prompt, len(prompt))
     d.add(prompt, params, id=SAME, read_cache=why == "whole")
@@ -57,7 +57,7 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
             f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens"
         )
     d.step()
-    if first in p.delayed_free_requests() and not let_go(d, params, waiting):
+    if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
             f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",
@@ -71,9 +71,9 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     """D loads up to the same token whatever it has, and what it has it does not load."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
-    length, warm = (several(words, d.block_size) for words in hit.split("_"))
+    length, warm = (token_count(words, d.block_size) for words in hit.split("_"))
     prompt = rig.prompt(length)
     d.warm_prefix_cache(prompt, warm)
     first, second = rig.hand_over_and_load(p, cold, prompt)
@@ -107,7 +107,7 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
 )
 def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     b = d.block_size
     prompt = rig.prompt(2 * b + (2 if situation == "one_token_left" else 5), shared=2 * b)
@@ -147,9 +147,9 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
 @case("KV-HIT-004", variants=_stops, rig="scheduler")
 def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     """D loads no more tokens than P has computed; of a model with states just as many, which cannot be taken back, and not the last."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(several(length, d.block_size))
+    prompt = rig.prompt(token_count(length, d.block_size))
     first, second = rig.hand_over_and_load(p, d, prompt)
     end, loaded, states = _end_of(p, first), d.first_external_tokens(second), has_states(rig.cell)
     if loaded > end or (states and loaded != end):

@@ -13,12 +13,12 @@ from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
-    all_right,
-    became,
+    check_right,
+    completed,
     engine,
     evidence,
-    look,
     observe,
+    outcome_of,
     violation,
 )
 
@@ -31,37 +31,37 @@ OWNS = " ".join(RANKS)
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank names every request once, whichever rank was slow."""
     _look_at_reports(bench, "handed_over", "KV-RANK-001")
-    seen = look(bench, "handed_over", "KV-RANK-001", OWNS)
+    observed = completed(bench, "handed_over", "KV-RANK-001", OWNS)
     looked_at = 0
-    for name, handed in seen.handed.items():
-        wanted = [("D", RECVING, seen.requests[name].id), ("P", SENDING, handed.id)]
+    for name, handed in observed.handed.items():
+        wanted = [("D", RECVING, observed.requests[name].id), ("P", SENDING, handed.id)]
         for role, where, request in wanted:
-            for watched in engine(seen, ENGINES[role]).watched:
+            for watched in engine(observed, ENGINES[role]).watched:
                 looked_at += 1
                 if not watched.said(where, request):
                     raise violation(
                         "KV-RANK-001",
                         f"rank {watched.rank} of {role} never named request {request} in finished_{where}",
-                        seen,
+                        observed,
                     )
-    all_right(
+    check_right(
         "KV-RANK-001",
-        seen,
+        observed,
         bench.peers.lease_s,
-        {name: f"request {ended.id} of D" for name, ended in seen.requests.items()},
+        {name: f"request {ended.id} of D" for name, ended in observed.requests.items()},
     )
-    return evidence(looked_at, "reports", seen)
+    return evidence(looked_at, "reports", observed)
 
 
 def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
     """Raise Violation if a rank has named a request twice, in any story; also if that, or something else, has ended the engine."""
     try:
-        seen = look(bench, story, rule, OWNS)
+        observed = completed(bench, story, rule, OWNS)
         failed: Violation | None = None
     except Violation as error:
-        seen, failed = observe(bench, story), error
+        observed, failed = observe(bench, story), error
     for role, name in ENGINES.items():
-        for watched in seen.engines[name].watched if name in seen.engines else ():
+        for watched in observed.engines[name].watched if name in observed.engines else ():
             for where in (SENDING, RECVING):
                 for request, times in _counts(watched, where).items():
                     if times > 1:
@@ -69,10 +69,10 @@ def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
                             rule,
                             f"rank {watched.rank} of {role} named request {request} {times} times in finished_{where}"
                             + (f"; {failed.finding.happened}" if failed else ""),
-                            seen,
+                            observed,
                             diagnosis="vLLM counts reports by request and not by rank, so the second one of a rank stands for another's",
                         )
-    if failed and any(_not_waiting(seen, role) for role in "PD"):
+    if failed and any(_not_waiting(observed, role) for role in "PD"):
         raise Blocked("stands on kv::protocol/rank_reports::only_waiting_requests_are_reported")
     if failed:
         raise failed
@@ -86,27 +86,27 @@ def _counts(watched: Watched, where: str) -> Counter[str]:
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
     """A rank names requests that wait for a load, or whose blocks P keeps, and no other ones."""
     story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
-    seen = observe(bench, story)
-    for rank, request in _not_waiting(seen, role):
+    observed = observe(bench, story)
+    for rank, request in _not_waiting(observed, role):
         reason = (
             "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
         )
         raise violation(
             "KV-RANK-002",
             f"rank {rank} of {role} named request {request} in finished_{where}: {reason}",
-            seen,
+            observed,
         )
-    seen = look(bench, story, "KV-RANK-002", OWNS)
-    all_right("KV-RANK-002", seen, bench.peers.lease_s, {"last": "the next request of D"})
-    named = sum(len(_counts(watched, where)) for watched in engine(seen, ENGINES[role]).watched)
-    return evidence(named + len(seen.ids), "requests", seen)
+    observed = completed(bench, story, "KV-RANK-002", OWNS)
+    check_right("KV-RANK-002", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    named = sum(len(_counts(watched, where)) for watched in engine(observed, ENGINES[role]).watched)
+    return evidence(named + len(observed.ids), "requests", observed)
 
 
-def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
+def _not_waiting(observed: StorySeen, role: str) -> list[tuple[int, str]]:
     """(rank, request): what ranks have named in any story, and nobody waited for."""
-    if ENGINES[role] not in seen.engines:
+    if ENGINES[role] not in observed.engines:
         return []
-    found, where = seen.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
+    found, where = observed.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
     waited = {
         name
         for name, trace in found.traces.items()
@@ -123,9 +123,9 @@ def _not_waiting(seen: StorySeen, role: str) -> list[tuple[int, str]]:
 @case("KV-RANK-003", rig="peers")
 def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank."""
-    seen = look(bench, "failed", "KV-RANK-003", OWNS)
-    request, looked_at = seen.requests["failed"], 0
-    for watched in engine(seen, ENGINES["D"]).watched:
+    observed = completed(bench, "failed", "KV-RANK-003", OWNS)
+    request, looked_at = observed.requests["failed"], 0
+    for watched in engine(observed, ENGINES["D"]).watched:
         failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
         looked_at += watched.asked
         blocks = Counter(block for report in failed for block in report.blocks)
@@ -139,87 +139,89 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             raise violation(
                 "KV-RANK-003",
                 f"one load failed on the last rank of D, and rank {watched.rank} reported {what}",
-                seen,
+                observed,
                 diagnosis="what was reported is not forgotten: by the next step the blocks may be another request's",
             )
     told = [
         report
-        for watched in engine(seen, ENGINES["D"]).watched
+        for watched in engine(observed, ENGINES["D"]).watched
         for report in watched.reports
         if request.id in report.failed or report.blocks
     ]
-    if not told and became(request) != RIGHT:
+    if not told and outcome_of(request) != RIGHT:
         raise violation(
             "KV-RANK-003",
             "a load failed on the last rank of D, and no rank reported it as failed",
-            seen,
+            observed,
             request,
         )
-    all_right("KV-RANK-003", seen, bench.peers.lease_s, {"last": "the next request of D"})
-    return evidence(looked_at, "calls", seen, reports=len(told))
+    check_right("KV-RANK-003", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    return evidence(looked_at, "calls", observed, reports=len(told))
 
 
 @case("KV-RANK-004", rig="peers")
 def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
-    seen = look(bench, "quiet", "KV-RANK-004", OWNS)
-    ended = seen.requests["quiet"]
-    if not seen.numbers["by_itself"]:
+    observed = completed(bench, "quiet", "KV-RANK-004", OWNS)
+    ended = observed.requests["quiet"]
+    if not observed.numbers["by_itself"]:
         then = f"it {'ended' if ended.finish else 'did not end either'} when D had something to compute"
         raise violation(
             "KV-RANK-004",
             f"D had nothing to compute, and a load did not end within {RELEASE_S * bench.settings.timeout_scale:.0f} s; {then}",
-            seen,
+            observed,
             diagnosis="loads are begun or asked for in hooks that a step without tokens does not call: wait_for_layer_load, save_kv_layer",
         )
-    all_right(
+    check_right(
         "KV-RANK-004",
-        seen,
+        observed,
         bench.peers.lease_s,
         {"quiet": "a request of a D that had nothing to compute"},
     )
-    return evidence(sum(watched.idle for watched in engine(seen, ENGINES["D"]).watched), "steps", seen)
+    return evidence(
+        sum(watched.idle for watched in engine(observed, ENGINES["D"]).watched), "steps", observed
+    )
 
 
 @case("KV-RANK-005", rig="peers")
 def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
     """A load whose request was aborted is reported when its last transfer has ended, and then its blocks are free."""
-    seen = look(bench, "aborted", "KV-RANK-005", OWNS)
-    request = seen.ids["aborted"]
-    early = [watched.rank for watched in seen.early if watched.said(RECVING, request)]
-    if early or request not in seen.usage["before"].requests:
+    observed = completed(bench, "aborted", "KV-RANK-005", OWNS)
+    request = observed.ids["aborted"]
+    early = [watched.rank for watched in observed.early if watched.said(RECVING, request)]
+    if early or request not in observed.usage["before"].requests:
         raise violation(
             "KV-RANK-005",
             f"a request was aborted while it was loaded, and {_ranks(early)} reported it before its transfers had ended",
-            seen,
+            observed,
             diagnosis="the blocks are free, and the transfer writes into them",
         )
-    if request in seen.usage["after"].requests:
+    if request in observed.usage["after"].requests:
         silent = [
             watched.rank
-            for watched in engine(seen, ENGINES["D"]).watched
+            for watched in engine(observed, ENGINES["D"]).watched
             if not watched.said(RECVING, request)
         ]
         raise violation(
             "KV-RANK-005",
             f"a request was aborted while it was loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s after its transfers "
             f"D still holds its blocks: {_ranks(silent)} did not report it",
-            seen,
+            observed,
             diagnosis="loads of aborted requests are forgotten instead of reported in finished_recving",
         )
-    _audited(seen)
-    all_right("KV-RANK-005", seen, bench.peers.lease_s, {"last": "the next request of D"})
-    return evidence(seen.usage["after"].total_blocks, "blocks", seen)
+    _audited(observed)
+    check_right("KV-RANK-005", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    return evidence(observed.usage["after"].total_blocks, "blocks", observed)
 
 
-def _audited(seen: StorySeen) -> None:
+def _audited(observed: StorySeen) -> None:
     """Raise Violation if an aborted load has changed what is not its own any more."""
-    for check in seen.audits:
+    for check in observed.audits:
         if check.pool.wrong:
             raise violation(
                 "KV-RANK-005",
                 f"rank {check.rank} of D: {check.pool.wrong} words changed that were nobody's to change",
-                seen,
+                observed,
             )
 
 

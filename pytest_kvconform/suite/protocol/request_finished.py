@@ -10,12 +10,12 @@ from pytest_kvconform.suite.protocol._scenarios import (
     ENDINGS,
     PREFILLS,
     PROMPT,
-    end,
     endings,
-    hands_over,
-    settle,
-    several,
-    spread,
+    first_in_quick,
+    needs_hand_over,
+    report_all,
+    run_to_end,
+    token_count,
 )
 
 ENDED = "request_finished"
@@ -28,15 +28,15 @@ def _ends(*sides: Side) -> Evidence:
 @case("KV-FINISH-001", variants=endings, rig="scheduler")
 def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
     """At every end the answer is (bool, dict or None)."""
-    _, _, sides = end(rig, ending)
+    _, _, sides = run_to_end(rig, ending)
     return _ends(*sides)
 
 
-@case("KV-FINISH-002", variants=spread("p-length", "p-stop"), rig="scheduler")
+@case("KV-FINISH-002", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
 def params_survive_json(rig: Rig, ending: str) -> Evidence:
     """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
-    hands_over(rig)
-    p, first, _ = end(rig, ending)
+    needs_hand_over(rig)
+    p, first, _ = run_to_end(rig, ending)
     params, d = p.kv_transfer_params(first), rig.side("D")
     second = d.add(p.prompts[first], params)
     d.run()
@@ -44,25 +44,25 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
         raise rig.violation(
             "", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}"
         )
-    settle(p)
+    report_all(p)
     return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(second)[0])
 
 
-@case("KV-FINISH-003", variants=spread(*ENDINGS), rig="scheduler")
+@case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
-    _, _, sides = end(rig, ending)
-    settle(*sides)
+    _, _, sides = run_to_end(rig, ending)
+    report_all(*sides)
     rig.require_no_leaks(*sides)
     return _ends(*sides)
 
 
-@case("KV-FINISH-003", variants=spread("length+abort", "abort+stop", "stop+length"), rig="scheduler")
+@case("KV-FINISH-003", variants=first_in_quick("length+abort", "abort+stop", "stop+length"), rig="scheduler")
 def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
     """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):
-        prompt = rig.prompt(several(PROMPT, p.block_size), seed=seed)
+        prompt = rig.prompt(token_count(PROMPT, p.block_size), seed=seed)
         ids[
             p.add(
                 prompt,
@@ -76,20 +76,20 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
         if how == "abort":
             p.abort(id)
     p.run()
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p)
     return _ends(p)
 
 
 @case(
     "KV-FINISH-004",
-    variants=spread(*[one for one in PREFILLS if "abort" in one or "error" in one]),
+    variants=first_in_quick(*[one for one in PREFILLS if "abort" in one or "error" in one]),
     rig="scheduler",
 )
 def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
-    hands_over(rig)
-    p, id, _ = end(rig, ending)
+    needs_hand_over(rig)
+    p, id, _ = run_to_end(rig, ending)
     [call] = p.calls_of(ENDED, id)
     if call.result[0]:
         raise rig.violation(
@@ -111,14 +111,14 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
 
 @case(
     "KV-FINISH-005",
-    variants=spread("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"),
+    variants=first_in_quick("one_go", "chunked", "preempted", "preempted_at_the_end", "two_tokens"),
     rig="scheduler",
 )
 def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     """Params name the blocks that P has at the end, whatever blocks it had before."""
-    hands_over(rig)
+    needs_hand_over(rig)
     p = rig.side("P")
-    prompt = rig.prompt(several(PROMPT, p.block_size))
+    prompt = rig.prompt(token_count(PROMPT, p.block_size))
     id = p.add(prompt, rig.prefill_params(), max_tokens=2 if way == "two_tokens" else 1)
     before: set[int] = set()
     if way in ("chunked", "preempted", "preempted_at_the_end"):
@@ -160,11 +160,11 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     return Evidence(looked_at=len(named), unit="blocks")
 
 
-@case("KV-FINISH-006", variants=spread("p-length", "p-stop"), rig="scheduler")
+@case("KV-FINISH-006", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
 def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     """Blocks that params name are P's until the workers report them as sent, and free then."""
-    hands_over(rig)
-    p, id, _ = end(rig, ending)
+    needs_hand_over(rig)
+    p, id, _ = run_to_end(rig, ending)
     named = frozenset(filter(p.owns_block, integers(p.kv_transfer_params(id))))
     if not named:
         raise NotApplicable("the params name no block in a form that can be read")
@@ -177,6 +177,6 @@ def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
             f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them",
         )
     p.abort(other)
-    settle(p)
+    report_all(p)
     rig.require_no_leaks(p)
     return Evidence(looked_at=len(named), unit="blocks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._scenarios import several
+from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 
 ASKED = "get_num_new_matched_tokens"
@@ -36,10 +36,10 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
             "",
             f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}",
         )
-    if (said := side.results.get(id)) is None or said.finish != "length":
+    if (reported := side.results.get(id)) is None or reported.finish != "length":
         raise rig.violation(
             "",
-            f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {said}",
+            f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {reported}",
         )
     return local, external
 
@@ -50,7 +50,7 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     side = _store(rig)
     known, turns = 0, []
     for length in TURNS:
-        prompt = rig.prompt(several(length, side.block_size))
+        prompt = rig.prompt(token_count(length, side.block_size))
         for _ in range(2):
             if cache == "forgotten":
                 side.evict_prefix_cache()
@@ -92,9 +92,9 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
 
 @case("KV-STORE-003", applies=_dense, rig="scheduler")
 def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
-    """Asked several times about a prompt that was saved, a store says the same, unless it does not know yet."""
+    """Asked token_count times about a prompt that was saved, a store says the same, unless it does not know yet."""
     side = _store(rig)
-    prompt = rig.prompt(several("3b+5", side.block_size))
+    prompt = rig.prompt(token_count("3b+5", side.block_size))
     _turn(rig, side, prompt, 0)
     side.evict_prefix_cache()
     id = side.add(prompt)
