@@ -80,7 +80,7 @@ def cell(topology: str) -> float:
         Settings(connector="NixlConnector", family=(FAMILY,)),
         Subject(spec="NixlConnector", connector="NixlConnector"),
     )
-    zygote = bench.start_zygote(settings, subject)
+    zygote = bench.start_zygote(settings)
     try:
         facts = bench.probe_subject(zygote.address, subject, 300)
         table = bench.Bench(zygote.address, subject, settings, facts, lambda sentence: None)

@@ -68,11 +68,11 @@ class Controller:
             if reason := reason_not_runnable(self.runner.subject):  # said at once, not after vLLM is loaded
                 self.runner.link = ZygoteLink(refusal="BLOCKED", reason=reason)
             else:
-                self._zygote = loading.bench_module().start_zygote(self.settings, self.runner.subject)
+                self._zygote = loading.bench_module().start_zygote(self.settings)
         except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
             self.runner.link = ZygoteLink(
                 refusal="HARNESS",
-                reason=f"the background process did not start: {type(error).__name__}: {error}",
+                reason=f"the zygote (the process that engines are forked from) did not start: {type(error).__name__}: {error}",
             )
         if self._distributed():
             self._selected = [planned.id for planned in self.runner.plan().asked]
@@ -217,7 +217,9 @@ class Controller:
         try:
             return list(zygote.close()) if zygote is not None else []
         except Exception as error:  # the verdict says it
-            return [f"the background process would not end: {type(error).__name__}: {error}"]
+            return [
+                f"the zygote (the process that engines are forked from) would not end: {type(error).__name__}: {error}"
+            ]
 
     def pytest_unconfigure(self) -> None:
         self._close()  # where the session broke before its end

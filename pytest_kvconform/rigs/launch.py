@@ -1,8 +1,9 @@
-"""The background process of a run, from which every engine is forked: what starts it, its environment, and its end. See zygote.py."""
+"""Start the zygote (fork server) of a run: its command, its environment, the wait until it is ready, and its end."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -20,30 +21,45 @@ from pytest_kvconform.rigs.processes.zygote import SOCKET
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
-    from pytest_kvconform.subject import Subject
 
-CLOSE_S = 20.0  # that it may take to end everything
+PRELOAD = "pytest_kvconform.rigs.vllm_setup.preload:preload"
+# Modules of the rigs that the zygote imports after vLLM, in this order, so that no fork imports them again.
+ENGINE_MODULES = ("pytest_kvconform.rigs.engine.process",)
+GEOMETRY_MODULES = (
+    "pytest_kvconform.rigs.bytes.process",
+    "pytest_kvconform.rigs.bytes.worker",
+    "pytest_kvconform.rigs.bytes.bench",
+    "pytest_kvconform.rigs.peers.process",
+    "pytest_kvconform.rigs.scheduler.host",
+    "pytest_kvconform.rigs.scheduler.fake_connector",
+    "pytest_kvconform.rigs.scheduler.store_engine",
+)
+CLOSE_S = 20.0  # for the zygote to end everything
 PREFIX = "kvconform-"
 
 
 class Zygote:
-    """The background process of a run. It also ends, and cleans up, when this process is gone: its standard input is the life line."""
+    """The zygote of a run, as pytest's process sees it.
+
+    The zygote also ends, and removes `run_dir`, when this process is gone: its standard input is the life line.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path):
         self.process, self.run_dir = process, run_dir
         self.address = str(run_dir / SOCKET)
 
     def close(self) -> list[str]:
-        """End it and everything it forked. Returns sentences about what would not end, or ended before it was told to."""
-        said: list[str] = []
-        gone = False
+        """End the zygote and everything it forked. Returns sentences about processes that did not end as asked."""
+        problems: list[str] = []
+        unreachable = False
         try:
             with connect(self.address, 1.0) as connection:
                 connection.send(("close",))
                 if connection.poll(CLOSE_S):
-                    said = connection.recv()[1]
+                    problems = connection.recv()[1]
         except (OSError, EOFError):
-            gone = True  # or it is still importing and sees the end of its input next, which is a clean end: its exit code tells
+            # The zygote has ended, or it still imports and sees the end of its input next: its exit code tells.
+            unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -51,18 +67,20 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(5)
-            said.append(f"the background process {self.process.pid} had to be killed")
+            problems.append(f"the zygote {self._words} had to be killed")
         else:
-            if gone and self.process.returncode:
-                said.append(
-                    f"the background process {self.process.pid} had ended before, with exit code {self.process.returncode}"
-                )
+            if unreachable and (code := self.process.returncode):
+                problems.append(f"the zygote {self._words} had ended before, with exit code {code}")
         shutil.rmtree(self.run_dir, ignore_errors=True)  # normally gone by now
-        return said
+        return problems
+
+    @property
+    def _words(self) -> str:
+        return f"(process {self.process.pid}, from which engines are forked)"
 
 
-def start_zygote(settings: Settings, subject: Subject) -> Zygote:
-    """Start the background process; its imports go on while pytest collects."""
+def start_zygote(settings: Settings) -> Zygote:
+    """Start the zygote with the models of the cells that the settings select; it imports while pytest collects."""
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
     models: dict[str, dict[str, Family] | dict[str, Geometry]] = {
@@ -70,7 +88,7 @@ def start_zygote(settings: Settings, subject: Subject) -> Zygote:
         "bytes": load_geometries(),
     }
     wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
-    with contextlib.suppress(UnknownName):  # said where cases are collected
+    with contextlib.suppress(UnknownName):  # reported where cases are collected
         for place in expand(settings.matrix, settings.family, settings.topology):
             if place.rig in rigs:
                 kind = "engine" if place.rig == "engine" else "bytes"
@@ -79,9 +97,13 @@ def start_zygote(settings: Settings, subject: Subject) -> Zygote:
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
-    """Start a background process that can fork engines of models with these architectures, and pattern engines of those of `geometries`."""
+    """Start a zygote that can fork engines with checkpoints of `architectures`, and engines without a model of
+    `geometries` (architectures too).
+    """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
+    arguments = {"architectures": sorted(architectures), "geometries": sorted(geometries)}
+    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
     with (run_dir / "zygote.log").open("wb") as log:
         process = subprocess.Popen(
             [
@@ -89,9 +111,8 @@ def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) 
                 "-m",
                 "pytest_kvconform.rigs.processes.zygote",
                 str(run_dir),
-                *sorted(architectures),
-                "--",
-                *sorted(geometries),
+                PRELOAD,
+                json.dumps(arguments | {"modules": modules}),
             ],
             env=environment(run_dir),
             stdin=subprocess.PIPE,
@@ -110,7 +131,7 @@ def _short_temporary_folder() -> str:
 
 
 def remove_stale_run_dirs() -> None:
-    """Remove what runs left that were killed together with their zygote."""
+    """Remove the folders of runs that were killed together with their zygote."""
     for folder in Path(_short_temporary_folder()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
             if not Path(f"/proc/{int((folder / 'pid').read_text())}").exists():
@@ -118,39 +139,34 @@ def remove_stale_run_dirs() -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine: the user's, with ours over it."""
-    defaults = {
-        "THP_MEM_ALLOC_ENABLE": "1"
-    }  # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
+    """The environment of every engine: defaults, then the user's environment, then what every engine must have."""
+    # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
+    defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
     if not _has_gpu():
         defaults |= {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
         if "UCX_TLS" not in os.environ:  # transports of the user's choice may need other modules
-            defaults["UCX_MODULES"] = (
-                "cma"  # memory of other processes; looking for hardware takes a third of an agent's start
-            )
-    return (
-        defaults
-        | os.environ
-        | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the process that we forked
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",  # more engines than cores
-            "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",  # loopback only
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "NIXL_LOG_LEVEL": "WARN",
-            "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
-            "VLLM_CONFIG_ROOT": str(run_dir / "vllm"),
-            "TMPDIR": str(run_dir),
-            "KVCONFORM_WORKING_FOLDER": os.getcwd(),
-        }
-    )
+            # Memory of other processes alone: looking for hardware takes a third of an agent's start.
+            defaults["UCX_MODULES"] = "cma"
+    required = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the forked process itself
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",  # more engines than cores
+        "TORCHDYNAMO_DISABLE": "1",  # saves 2 to 6 s per engine; same numbers
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",  # loopback only
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "NIXL_LOG_LEVEL": "WARN",
+        "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
+        "VLLM_CONFIG_ROOT": str(run_dir / "vllm"),
+        "TMPDIR": str(run_dir),
+        "KVCONFORM_WORKING_FOLDER": os.getcwd(),
+    }
+    return defaults | os.environ | required
 
 
 def _has_gpu() -> bool:
@@ -158,12 +174,16 @@ def _has_gpu() -> bool:
 
 
 def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
-    """Wait until the background process has imported everything. Returns what it found. Raises Blocked or HarnessError."""
-    ready = _ask(address, ("ping",), deadline_s)
-    if ready[0] != "ready":
-        kind, sentence = ready[1:]
-        raise (Blocked if kind == "missing" else HarnessError)(sentence)
-    facts: dict[str, str] = ready[1]
+    """Wait until the zygote has imported everything. Returns its facts about vLLM. Raises Blocked or HarnessError."""
+    answer = _ask(address, ("ping",), deadline_s)
+    if answer[0] != "ready":
+        kind, sentence = answer[1:]
+        raise (
+            Blocked(sentence)
+            if kind == "missing"
+            else HarnessError(f"vLLM could not be imported: {sentence}")
+        )
+    facts: dict[str, str] = answer[1]
     return facts
 
 
@@ -179,5 +199,6 @@ def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[An
             return answer
     except (OSError, EOFError) as error:
         raise HarnessError(
-            f"the background process ended while it imported vLLM: {error or 'no reason known'}"
+            "the zygote (the process that engines are forked from) ended while it imported vLLM: "
+            f"{error or 'no reason known'}"
         ) from None

@@ -1,4 +1,4 @@
-"""One background process for all tests of this folder, and the command itself where a test is about the command."""
+"""One zygote for all tests of this folder, and the command itself where a test is about the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One background process for all tests of this folder, and the cases about faults alone."""
+"""One zygote for all tests of this folder, and the cases about faults alone."""
 
 from functools import partial
 

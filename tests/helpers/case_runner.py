@@ -80,7 +80,7 @@ class CaseRunner:
         settings = Settings(
             connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix
         )
-        self.zygote = start_zygote(settings, resolve(settings))
+        self.zygote = start_zygote(settings)
         self._facts: dict[str, SubjectFacts] = {}
 
     def close(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""One background process for all tests of this folder."""
+"""One zygote for all tests of this folder."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""One background process for all tests of this folder, and the cases about peers and ranks alone."""
+"""One zygote for all tests of this folder, and the cases about peers and ranks alone."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_config_device_timeout_profile_and_handover_reach_the_bench(kv, pytester
         "--kv-seed=4",
     )
     assert run.code == 0
-    assert "zygote for C {'kv_port': 1} p2p rendezvous" in run.log
+    assert "probe C {'kv_port': 1} p2p rendezvous" in run.log
     assert "probe deadline 300" in run.log
     assert "bench device cpu seed 4 timeout-scale 2.5" in run.log
     assert run.report["settings"]["handover"] == {"value": "rendezvous", "origin": "pyproject.toml"}

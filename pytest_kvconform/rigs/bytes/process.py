@@ -23,19 +23,6 @@ from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 
-def preload() -> None:
-    """Import in the zygote what every pattern engine needs."""
-    import contextlib
-
-    import numpy.ma  # noqa: F401 - np.unique loads it when it is first called
-
-    import pytest_kvconform.rigs.bytes.worker  # noqa: F401
-
-    load_geometries()
-    with contextlib.suppress(ImportError):
-        import vllm.distributed.kv_transfer.kv_connector.v1.nixl  # noqa: F401
-
-
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """What the zygote calls in a child: see `engine_process.serve`."""
     engine_process.serve(connection, spec, ByteEngineProcess)

@@ -38,25 +38,6 @@ IDLE_S = (
 )
 
 
-def preload() -> None:
-    """Import in the zygote what every engine needs."""
-    import vllm.engine.arg_utils
-    import vllm.model_executor.layers.quantization.online.base
-    import vllm.v1.engine.core
-    import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.kv_connector_model_runner_mixin
-    from vllm.platforms import current_platform
-
-    import pytest_kvconform.rigs.vllm_setup.forked_executor  # noqa: F401
-
-    if current_platform.is_cpu():
-        import vllm.v1.worker.cpu_model_runner
-        import vllm.v1.worker.cpu_worker
-    else:
-        import vllm.v1.worker.gpu_model_runner
-        import vllm.v1.worker.gpu_worker  # noqa: F401
-
-
 def serve(connection: Connection, spec: Any, kind: Callable[[Any], Any] | None = None) -> None:
     """Start the engine and answer calls (name, arguments) with ("ok", value) or ("error", type, message) until the connection ends."""
     try:

@@ -1,19 +1,21 @@
-"""The zygote: one process that has imported torch, vLLM and the model classes. Every engine is forked from it, so that an engine is up
-in one second instead of thirty.
+"""The zygote (fork server): one process that has imported all that its children need, from which they are forked.
 
-    python -m pytest_kvconform.rigs.processes.zygote RUN_DIR ARCHITECTURE... [-- ARCHITECTURE...]
+    python -m pytest_kvconform.rigs.processes.zygote RUN_DIR PRELOAD ARGUMENTS
 
-Architectures after -- are for pattern engines, which run no kernel.
+PRELOAD ("module:function") imports what children need; it gets ARGUMENTS, a JSON object, and returns facts. An engine
+that is forked after it is up in one second instead of thirty.
 
-It listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request (a tuple, pickled):
+The zygote listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request (a tuple, pickled):
 
-    ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence)    answered once the imports are done
-    ("fork", name, target, arg)  -> the connection passes to a new child, which calls target(connection, arg); ("pid", pid) comes first
+    ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence), answered once PRELOAD has returned
+    ("fork", name, target, arg)  -> the connection passes to a new child, which calls target(connection, arg);
+                                    ("pid", pid) comes first
     ("end", pid)                 -> kills the child's whole session, reaps it; ("ended", how it ended)
-    ("close",)                   -> ends every child; ("closed", [sentences about what would not end])
+    ("close",)                   -> ends every child; ("closed", [sentences about processes that did not end])
 
-The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and removes RUN_DIR when it is told
-to close, and also when the process that started it is gone, however that died: its standard input is the life line.
+The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and removes
+RUN_DIR when a client tells it to close. It does the same when the process that started it is gone, however that
+process ended: the zygote's standard input is the life line.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import json
 import os
 import resource
 import select
@@ -33,7 +36,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +55,7 @@ SOCKET = "zygote.sock"
 REQUEST_S = 5.0  # a connected client has this long to say what it wants
 
 
-class Zygote:
+class ForkServer:
     """The serving loop. One thread; it never waits for a child longer than it takes a killed process to be reaped."""
 
     def __init__(self, run_dir: Path):
@@ -60,7 +63,7 @@ class Zygote:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(run_dir / SOCKET))
         self.listener.listen(64)
-        self.ready: tuple[Any, ...] = ("failed", "harness", "the zygote has not finished its imports")
+        self.ready: tuple[Any, ...] = ("failed", "harness", "the preloading has not ended")
         self.started = time.time()
         self.shared_memory: set[str] = (
             set()
@@ -181,12 +184,18 @@ def become(name: str, run_dir: Path) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a process that is asked where it hangs
 
 
+def function_named(target: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
+    module, _, function = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
 def run(target: str, connection: Connection, argument: Any) -> NoReturn:
     """Call `module:function` and leave without running anything that belongs to the zygote."""
     code = 1
     try:
-        module, _, function = target.partition(":")
-        getattr(importlib.import_module(module), function)(connection, argument)
+        function_named(target)(connection, argument)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -218,93 +227,33 @@ def watched(run_dir: Path) -> Iterator[None]:
         os.close(finish)
 
 
-def preload(architectures: list[str], geometries: set[str]) -> dict[str, str]:
-    """Import all that engines need and do once what each of them would do again. Returns facts about what was found."""
-    from pytest_kvconform.rigs.vllm_setup import nixl_agents as nixl
-    from pytest_kvconform.rigs.vllm_setup import overrides
-    from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
-
-    mended = mend_imports()
-    import torch
-
-    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment says
-    import vllm
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.platforms import current_platform
-    from vllm.plugins import load_general_plugins
-
-    import pytest_kvconform.rigs.bytes.process
-    import pytest_kvconform.rigs.engine.process
-    import pytest_kvconform.rigs.scheduler.host
-
-    pytest_kvconform.rigs.engine.process.preload()
-    overrides.configure_loggers()
-    overrides.keep_heap_frozen()
-    if current_platform.is_cpu():
-        overrides.communicate_without_shared_memory()
-        overrides.accept_prefill_of_one_token()
-    load_general_plugins()
-
-    def register(architecture: str) -> None:
-        # A class that is registered is not inspected in a subprocess, which would import vLLM once more (7 s).
-        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-
-    for architecture in architectures:
-        register(architecture)
-    if nixl.preload() and current_platform.is_cpu():
-        nixl.without_progress_threads()
-    overrides.broadcast_without_shared_memory()
-    overrides.override_triton_kernels_once(now=bool(architectures))
-    if geometries:
-        pytest_kvconform.rigs.bytes.process.preload()
-        overrides.share_gloo_devices()
-        pytest_kvconform.rigs.scheduler.host.preload()
-    for architecture in geometries - set(architectures):
-        register(
-            architecture
-        )  # last: one of them brings numba, whose objects break that look through every module
-    nixl.find_users_of_agent_class()
-    return {
-        "vllm": vllm.__version__,
-        "device": current_platform.device_type,
-        "mended": "; ".join(mended),
-        "connectors": " ".join(sorted(KVConnectorFactory._registry)),
-    }
-
-
-def main(run_dir: Path, architectures: list[str], geometries: set[str]) -> int:
-    gc.disable()  # the imports leave few cycles, and the collector would walk all that is imported again and again: 2.5 s
+def main(run_dir: Path, preload: str, arguments: dict[str, Any]) -> int:
+    """Call `preload` with its arguments, then fork on demand. The end of standard input ends this process."""
+    gc.disable()  # imports leave few cycles, and the collector would walk everything imported again and again: 2.5 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
-    sys.path.append(
-        os.environ["KVCONFORM_WORKING_FOLDER"]
-    )  # last: a connector may lie there, but nothing of it hides a package
-    zygote = Zygote(run_dir)
+    # Last: a connector may lie in that folder, but nothing there hides a package.
+    sys.path.append(os.environ["KVCONFORM_WORKING_FOLDER"])
+    server = ForkServer(run_dir)
     try:
         try:
             with watched(run_dir):
-                zygote.ready = ("ready", preload(architectures, geometries))
+                server.ready = ("ready", function_named(preload)(arguments))
         except ModuleNotFoundError as error:
             traceback.print_exc()
-            zygote.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
+            server.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
         except Exception as error:
             traceback.print_exc()
-            zygote.ready = (
-                "failed",
-                "harness",
-                f"vLLM could not be imported: {type(error).__name__}: {error}",
-            )
+            server.ready = ("failed", "harness", f"{type(error).__name__}: {error}")
         gc.enable()
         gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
         huge_pages.collapse()  # 0.7 s, and a fork takes 11 ms instead of 37
-        zygote.serve()
+        server.serve()
     finally:
-        zygote.close()
+        server.close()
         shutil.rmtree(run_dir, ignore_errors=True)
     return 0
 
 
 if __name__ == "__main__":
-    split = [*sys.argv, "--"].index("--")
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:split], set(sys.argv[split + 1 :])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))

