@@ -12,6 +12,7 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Request, Snapshot, Step, Trace, Usage
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 
 class EngineFailed(Exception):
@@ -108,7 +109,7 @@ class EngineHandle:
         if kind == "ok":
             return rest[0]
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
-        stack, (kind, message) = self.process.stack(HOOKS), rest
+        stack, (kind, message) = self.process.stack(IN_STACKS), rest
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
         raise EngineFailed(
             self.role,
@@ -128,7 +129,7 @@ class EngineHandle:
             if os.WIFSIGNALED(status)
             else (f"left with exit code {os.WEXITSTATUS(status)}")
         )
-        stack = self.process.stack(HOOKS)
+        stack = self.process.stack(IN_STACKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
         raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
 
@@ -140,7 +141,7 @@ class EngineHandle:
             except OSError:
                 continue
             time.sleep(0.2)  # one after the other: they share the log
-        stack = self.process.stack(HOOKS)
+        stack = self.process.stack(IN_STACKS)
         self.process.end()
         raise EngineFailed(
             self.role,
@@ -162,7 +163,7 @@ def _where(stack: tuple[Frame, ...], said: str = "") -> str:
 
     Without such a frame, and without a message `said` that would explain the exception, where it was raised.
     """
-    hooks = [frame for frame in stack if frame[2] in HOOKS] or ([] if said else list(stack))
+    hooks = [frame for frame in stack if frame[2] in IN_STACKS] or ([] if said else list(stack))
     if not hooks:
         return ""
     file, line, name = hooks[0]
@@ -171,17 +172,3 @@ def _where(stack: tuple[Frame, ...], said: str = "") -> str:
 
 def _lines(stack: tuple[Frame, ...]) -> tuple[str, ...]:
     return tuple(f"{Path(file).name}:{line} in {name}" for file, line, name in stack[:6])
-
-
-# The hooks of vLLM's KVConnectorBase_V1 (distributed/kv_transfer/kv_connector/v1/base.py): a stack that passes through
-# one of them shows where the connector was when its process died or hung.
-HOOKS = frozenset(
-    """
-    start_load_kv wait_for_layer_load save_kv_layer wait_for_save get_finished get_transfer_results get_block_ids_with_load_errors
-    register_kv_caches set_host_xfer_buffer_ops handle_preemptions bind_connector_metadata clear_connector_metadata
-    build_connector_worker_meta get_kv_connector_stats get_kv_connector_kv_cache_events get_handshake_metadata finish_forward
-    get_num_new_matched_tokens update_state_after_alloc build_connector_meta request_finished request_finished_all_groups
-    update_connector_output on_new_request bind_kv_cache_manager set_xfer_handshake_metadata_pp_aware set_xfer_handshake_metadata
-    take_events has_pending_push_work reset_cache shutdown
-    """.split()
-)

@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pytest_kvconform.rigs.scheduler.recorder import FINISHED, Call, Recorder
+from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Side

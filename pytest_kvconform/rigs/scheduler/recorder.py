@@ -16,29 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation
-
-# The hooks of the scheduler half (distributed/kv_transfer/kv_connector/v1/base.py).
-HOOKS = (
-    "bind_kv_cache_manager",
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "get_loaded_kv_cache_group_ids",
-    "update_state_after_alloc",
-    "get_external_cache_hit_sources",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-    "register_finished_partial_tail",
-    "take_events",
-    "has_pending_push_work",
-    "has_pending_block_frees",
-    "get_kv_connector_stats",
-    "get_finished_count",
-    "reset_cache",
-    "shutdown",
-)
-FINISHED = ("request_finished", "request_finished_all_groups")
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
 
 @dataclass(frozen=True)
@@ -79,7 +57,7 @@ class Recorder:
 
     def wrap_hooks(self, connector: Any) -> Any:
         """Wrap every hook that the object has. Returns the object."""
-        for hook in HOOKS:
+        for hook in RECORDED:
             if (method := getattr(connector, hook, None)) is not None:
                 setattr(connector, hook, self._wrap(hook, method))
         return connector

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
-from pytest_kvconform.rigs.scheduler.recorder import FINISHED, Call, HookRaised, Recorder
+from pytest_kvconform.rigs.scheduler.recorder import Call, HookRaised, Recorder
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig

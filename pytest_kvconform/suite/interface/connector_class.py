@@ -10,12 +10,7 @@ from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.classes import class_named, connector_class
-from pytest_kvconform.suite.interface._calls import (
-    OF_THE_CLASS,
-    OF_THE_SCHEDULER_HALF,
-    OF_THE_WORKER_HALF,
-    WITH_GROUPS,
-)
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, CLASS, SCHEDULER, WORKER, calls_of
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
 
@@ -60,10 +55,8 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
             f"{found.__name__} does not implement {', '.join(missing)}",
             diagnosis=f"{missing[0]} is missing",
         )
-    of_objects = (
-        OF_THE_SCHEDULER_HALF | OF_THE_WORKER_HALF | (WITH_GROUPS if rig.host.spec.supports_hma else {})
-    )
-    for calls, of_class in ((OF_THE_CLASS, True), (of_objects, False)):
+    of_objects = calls_of(SCHEDULER, WORKER, BOTH, hma=rig.host.spec.supports_hma)
+    for calls, of_class in ((calls_of(CLASS), True), (of_objects, False)):
         for hook, (positions, names) in calls.items():
             method = getattr(found, hook, None)
             if not callable(method):

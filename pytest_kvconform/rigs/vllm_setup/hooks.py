@@ -1,0 +1,91 @@
+"""The hooks of vLLM's KV connector interface as data: which half has each, and how vLLM 0.32 calls it.
+
+The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The calls were read in
+v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py, v1/worker/kv_connector_model_runner_mixin.py,
+model_executor/layers/attention/kv_transfer_utils.py, config/vllm.py and distributed/kv_transfer/kv_connector/v1/metrics.py.
+
+This module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CLASS, SCHEDULER, WORKER, BOTH = "class", "scheduler", "worker", "both halves"
+Calls = dict[str, tuple[int, tuple[str, ...]]]  # hook -> (number of arguments by position, arguments by name)
+
+
+class Hook(NamedTuple):
+    """One hook and vLLM's call of it."""
+
+    name: str
+    half: str  # CLASS, SCHEDULER, WORKER or BOTH
+    positional: int = 0  # arguments that vLLM passes by position
+    keywords: tuple[str, ...] = ()  # arguments that vLLM passes by name
+    needs_hma: bool = False  # only classes that inherit SupportsHMA have it
+    recorded: bool = False  # the scheduler rig records its calls (scheduler/recorder.py)
+    in_stacks: bool = True  # a stack through it shows where the connector was when its process died or hung
+
+
+LOAD = ("scheduler_output", "request_state_indices", "request_ids", "num_tokens", "attn_metadata")
+HOOKS = (
+    Hook("get_required_kvcache_layout", CLASS, 1, in_stacks=False),
+    Hook("requires_piecewise_for_cudagraph", CLASS, 1, in_stacks=False),
+    Hook("build_kv_connector_stats", CLASS, 1, in_stacks=False),
+    Hook("build_prom_metrics", CLASS, 4, in_stacks=False),
+    Hook("bind_kv_cache_manager", SCHEDULER, 1, recorded=True),
+    Hook("bind_gpu_block_pool", SCHEDULER, 1, in_stacks=False),
+    Hook("on_new_request", SCHEDULER, 1, recorded=True),
+    Hook("get_num_new_matched_tokens", SCHEDULER, 2, recorded=True),
+    Hook("get_loaded_kv_cache_group_ids", SCHEDULER, 1, recorded=True, in_stacks=False),
+    Hook("update_state_after_alloc", SCHEDULER, 3, recorded=True),
+    Hook("get_external_cache_hit_sources", SCHEDULER, 2, recorded=True, in_stacks=False),
+    Hook("build_connector_meta", SCHEDULER, 1, recorded=True),
+    Hook("update_connector_output", SCHEDULER, 1, recorded=True),
+    Hook("request_finished", SCHEDULER, 2, recorded=True),
+    Hook("request_finished_all_groups", SCHEDULER, 2, needs_hma=True, recorded=True),
+    Hook("register_finished_partial_tail", SCHEDULER, 3, recorded=True, in_stacks=False),
+    Hook("take_events", SCHEDULER, recorded=True),
+    Hook("has_pending_block_frees", SCHEDULER, recorded=True, in_stacks=False),
+    Hook("has_pending_push_work", SCHEDULER, recorded=True),
+    Hook("get_finished_count", SCHEDULER, recorded=True, in_stacks=False),
+    Hook("set_xfer_handshake_metadata", SCHEDULER, 1),
+    Hook("set_xfer_handshake_metadata_pp_aware", SCHEDULER, 1),
+    Hook("reset_cache", SCHEDULER, recorded=True),
+    Hook("get_mem_pool_context", WORKER, in_stacks=False),
+    Hook("register_kv_caches", WORKER, 1),
+    Hook("set_host_xfer_buffer_ops", WORKER, 1),
+    Hook("get_handshake_metadata", WORKER),
+    Hook("handle_preemptions", WORKER, 1),
+    Hook("bind_connector_metadata", WORKER, 1),
+    Hook("start_load_kv", WORKER, 1, LOAD),
+    Hook("wait_for_layer_load", WORKER, 1),
+    Hook("save_kv_layer", WORKER, 3),
+    Hook("finish_forward", WORKER),
+    Hook("wait_for_save", WORKER),
+    Hook("get_finished", WORKER, 1),
+    Hook("get_transfer_results", WORKER, 1),
+    Hook("get_block_ids_with_load_errors", WORKER),
+    Hook("get_kv_connector_stats", BOTH, recorded=True),
+    Hook("get_kv_connector_kv_cache_events", WORKER),
+    Hook("build_connector_worker_meta", WORKER),
+    Hook("clear_connector_metadata", WORKER),
+    Hook("has_connector_metadata", WORKER, in_stacks=False),
+    Hook("reset_capture_state", WORKER, in_stacks=False),
+    Hook("shutdown", BOTH, recorded=True),
+)
+FINISHED = (
+    "request_finished",
+    "request_finished_all_groups",
+)  # vLLM calls one of them at the end of a request
+IN_STACKS = frozenset(hook.name for hook in HOOKS if hook.in_stacks)
+RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
+
+
+def calls_of(*halves: str, hma: bool = False) -> Calls:
+    """How vLLM calls the hooks of these halves; `hma`: of a class that inherits SupportsHMA."""
+    return {
+        hook.name: (hook.positional, hook.keywords)
+        for hook in HOOKS
+        if hook.half in halves and (hma or not hook.needs_hma)
+    }
