@@ -97,7 +97,7 @@ def test_second_run_does_nothing(setup: Setup) -> None:
     setup.run("cpu", "test", PIP_FINDS="torch")
     for extras in (["cpu"], ["test"], ["cpu", "test"]):
         assert setup.run(*extras) == (0, "", [])
-    assert setup.run("accuracy")[2], "an extra that is not there must be installed"
+    assert setup.run("cuda")[2], "an extra that is not there must be installed"
 
 
 def test_torch_that_is_there_is_not_asked_for_again(setup: Setup) -> None:
@@ -137,7 +137,7 @@ def test_an_index_that_is_given_is_passed_on_and_uv_left_out(setup: Setup) -> No
     code, _, calls = setup.run("cpu", TORCH_INDEX="file:///wheels", PIP_FINDS="torch")
     assert code == 0
     assert all("--extra-index-url file:///wheels" in call for call in calls if call.startswith("pip"))
-    code, said, calls = setup.run("cpu", "accuracy", TORCH_INDEX="file:///wheels")
+    code, said, calls = setup.run("cpu", "cuda", TORCH_INDEX="file:///wheels")
     assert code == 2
     assert len(calls) == 1
     assert "was not found" in said
