@@ -1,26 +1,33 @@
-# Everything happens in VENV. It is made on first use and kept; a VENV that exists (make conform VENV="$$VIRTUAL_ENV") is used as it is.
+# Everything happens in VENV. The first use makes it, and later uses keep it. A VENV that exists is used as it
+# is: make conform VENV="$$VIRTUAL_ENV".
 CONNECTOR ?= reference_connector:ReferenceConnector
 ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
-DECLARED = $(if $(filter reference_connector:%,$(CONNECTOR)),--kv-declare=reference_connector/declaration.toml)
+DECLARATION = --kv-declare=reference_connector/declaration.toml
+DECLARED = $(if $(filter reference_connector:%,$(CONNECTOR)),$(DECLARATION))
 SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
 
 .PHONY: help conform test lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make conform [CONNECTOR=NAME|MODULE:CLASS] [ARGS=...]   run the conformance suite on a connector (default: $(CONNECTOR))"
-	@echo "make test    [ARGS=...]                                 run this project's own tests"
-	@echo "make lint                                               ruff and mypy"
-	@echo "make format                                             let ruff rewrite the files"
-	@echo "make bench                                              measure what docs/benchmarks.md quotes (minutes)"
-	@echo "make clean                                              remove .venv, caches and reports"
-	@echo "Variables: JOBS=$(JOBS) cells, or files of tests, side by side (0: in one process)  VENV=$(VENV)  PYTHON=the Python to make it with  TORCH_INDEX=an index of CPU wheels of torch"
+	@echo "make conform [CONNECTOR=...] [ARGS=...]   run the conformance suite on a connector"
+	@echo "make test    [ARGS=...]                   run this project's own tests"
+	@echo "make lint                                 ruff and mypy"
+	@echo "make format                               let ruff rewrite the files"
+	@echo "make bench                                measure what docs/benchmarks.md quotes (minutes)"
+	@echo "make clean                                remove .venv, caches and reports"
+	@echo "Variables:"
+	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
+	@echo "  JOBS=$(JOBS)                        cells, or files of tests, side by side; 0: in one process"
+	@echo "  VENV=$(VENV)                    the virtual environment"
+	@echo "  PYTHON=                       the Python to make VENV with"
+	@echo "  TORCH_INDEX=                  an index of CPU wheels of torch"
 
-# When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness (README.md has the table).
+# When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness.
 conform:
 	@$(SETUP) cpu
 	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(JOBS) $(ARGS)

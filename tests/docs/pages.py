@@ -31,7 +31,7 @@ def prose(text: str) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Each command of the console blocks, as the shell would split it. A line that ends with a backslash goes on."""
+    """Each command of the console blocks, as the shell would split it, with continued lines joined."""
     return [
         shlex.split(line, comments=True)
         for block in blocks(text, "console")

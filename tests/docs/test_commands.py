@@ -1,4 +1,4 @@
-"""Every command of the pages is given to the parser that would read it, and run where it starts no engine."""
+"""Commands of the pages: each goes to the parser that would read it, and runs where it starts no engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_make(command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", starting_with("pytest"))
 def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed by pytest and collected from the real suite: an option, id, family or rule that does not exist is an error."""
+    """pytest parses the command and collects the suite: an unknown option, id, family or rule is an error."""
     arguments = command[1:]
     if "-n" in arguments:  # xdist would start its workers even to collect
         at = arguments.index("-n")
@@ -118,7 +118,7 @@ def test_kvconform(
 
 @pytest.mark.parametrize("word", ["verify", "diff"])
 @pytest.mark.usefixtures("reports")
-def test_the_exit_codes_that_operators_are_told(word: str, tmp_path: Path) -> None:
+def test_the_exit_codes_that_operators_read(word: str, tmp_path: Path) -> None:
     arguments = {"verify": ["after"], "diff": ["before", "after"]}[word]
     assert cli.main([word, *arguments]) == 0
     failed = report(Outcome.FAIL)
