@@ -20,7 +20,6 @@ from pathlib import Path
 from model_matrix import load_families, load_geometries
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
 from pytest_kvconform import features, plan, rules
-from pytest_kvconform.case import RIGS, Case
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, Settings
 
@@ -43,7 +42,7 @@ RUN_SECONDS = 300  # 20 on two idle cores
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
-JOINING = ("context", "launch", "scenario", "bench")
+JOINING = ("context", "scenario", "launch", "probe", "bench")
 KINDS = {"full_attention": "full attention", "sliding_attention": "window", "linear_attention": "state"}
 
 
@@ -53,14 +52,10 @@ def tiers_table() -> str:
     rows = []
     for tier in dict.fromkeys(planned.case.tier for planned in full):
         numbers = [sum(planned.case.tier == tier for planned in cases) for cases in (quick, full)]
-        rigs = sorted({_rig(planned.case) for planned in full if planned.case.tier == tier})
+        rigs = sorted({planned.case.rig for planned in full if planned.case.tier == tier})
         checks = first_sentence(PLUGIN / "suite" / tier / "__init__.py")
         rows.append((f"`{tier}`", ", ".join(rigs), *map(str, numbers), checks))
     return _table(("tier", "rigs", "cases, quick", "cases, full", "what it checks"), rows)
-
-
-def _rig(case: Case) -> str:
-    return getattr(case, "rig", "") or RIGS.get(case.tier, "engine")
 
 
 def families_table() -> str:
