@@ -165,7 +165,7 @@ def settings_table() -> str:
 def features_table() -> str:
     """One row for each feature."""
     rows = [
-        (f"`{name}`", feature.says, ", ".join([*feature.facts, *feature.rules, *feature.cases]))
+        (f"`{name}`", feature.meaning, ", ".join([*feature.facts, *feature.rules, *feature.cases]))
         for name, feature in features.load().items()
     ]
     return _table(("feature", "", "a case needs it that has, or checks"), rows)

@@ -105,7 +105,7 @@ def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:
     moved = result.evidence is not None and result.evidence.bytes_moved > 0
     given = result.evidence is not None and result.evidence.external_tokens > 0
     return moved or any(
-        not feature.of_cell and (given or not feature.loads)
+        not feature.of_cell_alone and (given or not feature.shown_by_load)
         for feature in map(features.load().__getitem__, names)
     )
 

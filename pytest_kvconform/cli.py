@@ -14,7 +14,8 @@ from pathlib import Path
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
-from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, did_you_mean
+from pytest_kvconform.setting_parsers import did_you_mean
+from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +122,7 @@ _LISTS: dict[str, Callable[[str], list[Sequence[str]]]] = {
     "clauses": _clauses,
     "rules": _rules,
     "families": _families,
-    "features": lambda matrix: [(name, feature.says) for name, feature in features.load().items()],
+    "features": lambda matrix: [(name, feature.meaning) for name, feature in features.load().items()],
     "settings": _settings,
 }
 

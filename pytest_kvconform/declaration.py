@@ -26,7 +26,8 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import features
-from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting, did_you_mean
+from pytest_kvconform.setting_parsers import did_you_mean
+from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
@@ -230,5 +231,5 @@ def block_to_paste(declared: Mapping[str, str]) -> str:
         return ""
     head = "# add to [tool.kvconform.features]" if declared else "[tool.kvconform.features]"
     width = max(map(len, missing))
-    rows = [f"{name.ljust(width)} = true # {features.load()[name].says}" for name in missing]
+    rows = [f"{name.ljust(width)} = true # {features.load()[name].meaning}" for name in missing]
     return "\n".join([head, '# true, or { unsupported = "why" }', *rows])

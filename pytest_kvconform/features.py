@@ -1,6 +1,7 @@
-"""The features: the closed list of what a connector may support or not, and which of them a case needs. The list is features.toml.
+"""Features of a connector: the closed list in features.toml, and which of them a case needs.
 
-What a case needs follows from where it runs (kinds of layers, what differs between P and D), from what its variant does, and from its rule.
+The features that a case needs follow from its cell (kinds of layers, differences between P and D), from its
+variant (what happens to the requests) and from its rule.
 """
 
 from __future__ import annotations
@@ -20,42 +21,53 @@ from pytest_kvconform.result import Cell
 if TYPE_CHECKING:
     from pytest_kvconform.plan import PlannedCase
 
-CELL_FACTS = frozenset("full window mla state draft tp block layout".split())
-CASE_FACTS = frozenset("hit preempt abort fails-recompute fails-fail silence".split())
+CELL_FACTS = frozenset(
+    "full-attention sliding-window mla state draft-model tp-differs block-size-differs layout-differs".split()
+)
+VARIANT_FACTS = frozenset(
+    "prefix-hit preemption abort failed-load-recompute failed-load-fail never-notified".split()
+)
 
-_KINDS = {FullAttention: "full", SlidingWindow: "window", Mla: "mla", State: "state"}
-_LAYER_TYPES = {
-    "full_attention": "full",
-    "sliding_attention": "window",
+_FACT_OF_KIND = {
+    FullAttention: "full-attention",
+    SlidingWindow: "sliding-window",
+    Mla: "mla",
+    State: "state",
+}
+_FACT_OF_LAYER_TYPE = {  # words of layer_types in config.json
+    "full_attention": "full-attention",
+    "sliding_attention": "sliding-window",
     "linear_attention": "state",
-}  # words of config.json
+}
 
 
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row of the list."""
+    """One feature of the list. features.toml explains the fields."""
 
-    says: str
+    meaning: str
     facts: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
-    loads: bool = False  # whether a case that passes shows it only where D was given KV
+    shown_by_load: bool = False
 
     @property
-    def of_cell(self) -> bool:
-        """Whether it is a matter of where a case runs alone: then only bytes that were moved there show that it works."""
+    def of_cell_alone(self) -> bool:
+        """Whether the feature depends on the cell alone. Then only bytes that moved in the cell show that
+        it works.
+        """
         return bool(self.facts) and CELL_FACTS.issuperset(self.facts)
 
 
 @functools.cache
 def load() -> dict[str, Feature]:
-    """Every feature by name, in the order of the file."""
+    """Return every feature by name, in the order of the file."""
     return msgspec.toml.decode(
         Path(__file__).with_name("features.toml").read_bytes(), type=dict[str, Feature]
     )
 
 
 def required_features(planned: PlannedCase) -> tuple[str, ...]:
-    """Names of the features that a case needs, in the order of the list."""
+    """Return the names of the features that a case needs, in the order of the list."""
     facts = cell_facts(planned.cell) | set(variant_facts(planned.variant))
     return tuple(
         name
@@ -67,45 +79,49 @@ def required_features(planned: PlannedCase) -> tuple[str, ...]:
 
 
 def matches(glob: str, name: str) -> bool:
-    """Whether a glob of * and ? fits an id. A bracket of an id stands for itself."""
+    """Whether a glob of * and ? matches an id. A bracket in the glob matches a bracket in the id."""
     return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))
 
 
 @functools.cache
 def cell_facts(cell: Cell) -> frozenset[str]:
-    """The facts of a cell: kinds of layers, and what P and D do not have in common."""
-    facts = set(_layers(cell))
+    """Return the facts of a cell: its kinds of layers, and what differs between P and D."""
+    facts = set(_layer_facts(cell))
     p, d = parse_topology(cell.topology)
     if p != d:
-        facts.add("tp")
+        facts.add("tp-differs")
     if cell.setup:
         setup = load_byte_matrices().setups[cell.setup]
+        if setup.prefill.block != setup.decode.block:
+            facts.add("block-size-differs")
         orders = [(side.layout, side.content, side.conv) for side in (setup.prefill, setup.decode)]
-        facts |= ({"block"} if setup.prefill.block != setup.decode.block else set()) | (
-            {"layout"} if orders[0] != orders[1] else set()
-        )
+        if orders[0] != orders[1]:
+            facts.add("layout-differs")
     return frozenset(facts)
 
 
-def _layers(cell: Cell) -> Iterator[str]:
-    if not cell.setup:  # a tiny model
+def _layer_facts(cell: Cell) -> Iterator[str]:
+    if not cell.setup:  # a tiny checkpoint
         config = load_families()[cell.family].config
-        yield from (_LAYER_TYPES[word] for word in config.get("layer_types", ["full_attention"]))
+        yield from (_FACT_OF_LAYER_TYPE[word] for word in config.get("layer_types", ["full_attention"]))
         return
     geometry = load_geometries()[cell.family]
-    yield from (_KINDS[type(kind)] for kind in geometry.kinds.values())
+    yield from (_FACT_OF_KIND[type(kind)] for kind in geometry.kinds.values())
     if geometry.draft_layers:
-        yield "draft"
+        yield "draft-model"
 
 
 def variant_facts(variant: Any) -> Iterator[str]:
-    """The facts of what a case does. `variant` is a Scenario, a Transfer, or anything else: what it does not have it does not do."""
+    """Yield the facts of a variant: a Scenario, a Transfer, or any other object, which may lack the
+    attributes.
+    """
     if any(prompt.warm for prompt in getattr(variant, "prompts", ())):
-        yield "hit"
-    for what in ("preempt", "abort"):
-        if getattr(variant, what, ""):
-            yield what
+        yield "prefix-hit"
+    if getattr(variant, "preempt", ""):
+        yield "preemption"
+    if getattr(variant, "abort", ""):
+        yield "abort"
     if getattr(variant, "fails", False):
-        yield f"fails-{variant.policy}"
+        yield f"failed-load-{variant.policy}"
     if any(faults.notifications == "never" for faults in getattr(variant, "faults", ())):
-        yield "silence"
+        yield "never-notified"

@@ -1,120 +1,47 @@
-"""Every setting, once. The fields of `Settings` are the table; flags, environment variables and TOML keys follow from their names.
+"""Table of all settings: the fields of `Settings`. Flags, environment variables and TOML keys follow from
+their names.
 
-`timeout_scale` is `--kv-timeout-scale`, `KVCONFORM_TIMEOUT_SCALE` and `timeout-scale` in `[tool.kvconform]` of pyproject.toml. The first of
-them that is set wins, in this order; else the default. Where a value came from is kept in `Settings.origins`.
+The field `timeout_scale` is set by `--kv-timeout-scale`, by `KVCONFORM_TIMEOUT_SCALE`, or by
+`timeout-scale` in `[tool.kvconform]` of pyproject.toml. The first of these that is set wins, in this order;
+otherwise the default holds. `Settings.origins` records where each value came from.
 
-This module is imported by every pytest run of everybody who has the plugin installed: only the cheap part of the standard library, please.
+Every pytest run of everybody who has the plugin installed imports this module. It may import only the cheap
+part of the standard library.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pytest_kvconform.setting_parsers import (
+    did_you_mean,
+    object_or_path,
+    one_of,
+    parse_factor,
+    parse_seed,
+    parse_switch,
+    parse_text,
+    parse_words,
+    tables_as_json,
+)
+
 ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
-# What pyproject.toml says of the connector that it names. Another one that is tested in the same folder has none of it.
-OF_THE_CONNECTOR = ("config", "declare", "profile", "handover", "lease", "features", "known")
+# Settings that describe the connector that pyproject.toml names. They do not hold for another connector
+# that is tested in the same folder.
+CONNECTOR_SETTINGS = ("config", "declare", "profile", "handover", "lease", "features", "known")
 
 
 class BadSetting(ValueError):
-    """The user asked for something that does not exist or cannot be read. The message is one sentence and names where it was said."""
+    """Error: a setting does not exist or cannot be read. The message is one sentence and names its place."""
 
 
-def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """A hint to put behind a complaint: `` (did you mean quick?)``, or nothing when no valid word is near."""
-    import difflib
-
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-# ---- parsers: a text of the command line or the environment, or a value of the TOML file -> the setting's value --------------
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
-        raise ValueError(
-            f"expected a text, got {value!r}"
-        )  # neither a path nor a report can hold null bytes or halves of characters
-    return value
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    """One text with commas, or a list of texts -> words without repetition, in the order given."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected a text or a list of texts, got {value!r}")
-    return tuple(
-        dict.fromkeys(word.strip() for text in texts for word in _text(text).split(",") if word.strip())
-    )
-
-
-def _one_of(*valid: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in valid:
-            raise ValueError(f"expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}")
-        return str(value)
-
-    return parse
-
-
-def _factor(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"expected a number above 0, got {value!r}")
-    return number
-
-
-def _seed(value: Any) -> int | str:
-    if value == "last":
-        return "last"
-    try:
-        number = -1 if isinstance(value, bool | float) else int(value)
-    except (TypeError, ValueError):
-        number = -1
-    if number < 0:
-        raise ValueError(f"expected a whole number from 0 on, or last, got {value!r}")
-    return number
-
-
-def _switch(value: Any) -> bool:
-    if value in (True, "1", "true", "yes"):
-        return True
-    if value in (False, "0", "false", "no"):
-        return False
-    raise ValueError(f"expected true or false, got {value!r}")
-
-
-def _tables(kind: type) -> Callable[[Any], str]:
-    """A table or a list of tables of pyproject.toml becomes JSON, with dates as texts; `declaration` reads it."""
-
-    def parse(value: Any) -> str:
-        if not isinstance(value, kind):
-            raise ValueError(f"expected {'a table' if kind is dict else 'a list of tables'}, got {value!r}")
-        return json.dumps(value, default=str)
-
-    return parse
-
-
-def _object_or_file(value: Any) -> str:
-    """A TOML table becomes JSON; texts stay as they are: `subject.resolve` reads them."""
-    try:
-        return json.dumps(value, sort_keys=True) if isinstance(value, dict) else _text(value)
-    except TypeError:  # TOML has dates, and JSON has not
-        raise ValueError(f"expected what JSON can hold, got {value!r}") from None
-
-
-# ---- the table ---------------------------------------------------------------------------------------------------------------
+# ---- the table --------------------------------------------------------------------------------------------
 
 
 def _option(
@@ -131,110 +58,115 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user asked for. A setting with a tuple as its default may be repeated and may hold commas."""
+    """What the user asked for. A setting whose default is a tuple may be repeated and may hold commas."""
 
     connector: str = _option(
         "",
-        _text,
+        parse_text,
         "NAME|MODULE:CLASS",
-        "connector to test: a name registered in vLLM, or a class; nothing of this plugin acts without it",
+        "connector to test: a name registered in vLLM, or a class; the plugin does nothing without it",
     )
     config: str = _option(
         "",
-        _object_or_file,
+        object_or_path,
         "JSON|FILE",
         "the object you give vLLM's --kv-transfer-config, as JSON or in a file",
         is_path=True,
     )
     declare: str = _option(
         "",
-        _text,
+        parse_text,
         "FILE",
-        "what the connector supports, in a TOML file; else [tool.kvconform] says it",
+        "TOML file that declares what the connector supports, instead of [tool.kvconform]",
         is_path=True,
     )
-    tier: tuple[str, ...] = _option((), _words, "NAME", "only the cases of this tier, a folder of the suite")
-    family: tuple[str, ...] = _option((), _words, "ID", "only this model family, e.g. gemma3")
+    tier: tuple[str, ...] = _option(
+        (), parse_words, "NAME", "only the cases of this tier, a folder of the suite"
+    )
+    family: tuple[str, ...] = _option((), parse_words, "ID", "only this model family, e.g. gemma3")
     topology: tuple[str, ...] = _option(
-        (), _words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2"
+        (), parse_words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2"
     )
     rule: tuple[str, ...] = _option(
-        (), _words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*"
+        (), parse_words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*"
     )
     feature: tuple[str, ...] = _option(
-        (), _words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
+        (), parse_words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
     )
     matrix: str = _option(
-        "quick", _one_of("quick", "full"), "quick|full", "how many families and topologies to go through"
+        "quick", one_of("quick", "full"), "quick|full", "how many families and topologies are run"
     )
-    device: str = _option("auto", _one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
+    device: str = _option("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
     timeout_scale: float = _option(
-        1.0, _factor, "X", "multiplies every deadline; more than 1 for a slow machine"
+        1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"
     )
     seed: int = _option(
         0,
-        _seed,
+        parse_seed,
         "N|last",
-        "order of cells and cases, 0 for the suite's own; last: the one of the previous run",
+        "seed of the order of cells and cases; 0: the order of the suite; last: the seed of the previous run",
     )
-    report: str = _option("kv-report", _text, "DIR", "folder for report.json", is_path=True)
+    report: str = _option("kv-report", parse_text, "DIR", "folder for report.json", is_path=True)
     claim: bool = _option(
         False,
-        _switch,
+        parse_switch,
         "",
-        "a run to rely on: nothing left out, no known failures, no hidden abilities; else it does not conform",
+        "require a complete run: no case left out, no known failure, no feature that works and is declared "
+        "unsupported; otherwise the verdict is not CONFORMS",
     )
     profile: str = _option(
         "",
-        _one_of(*PROFILES),
+        one_of(*PROFILES),
         "p2p|store",
-        "what the connector is: one half of a P/D pair (p2p, unless it is known to be a store), or a store: save, restart, load",
+        "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), or a "
+        "store, which saves KV and loads it later",
         toml_only=True,
     )
     handover: str = _option(
         "",
-        _one_of(*HANDOVERS),
+        one_of(*HANDOVERS),
         "handoff|rendezvous|none",
-        "how P's answer reaches D: in P's output (handoff, unless it is a store), by a transfer id that both get, or not at all (stores)",
+        "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id that "
+        "P and D get (rendezvous), or from no parameter (none, the default for stores)",
         toml_only=True,
     )
     lease: str = _option(
         "",
-        _text,
+        parse_text,
         "KEY",
-        "key of kv_connector_extra_config for the seconds that P keeps what nobody reads; the suite asks for few",
+        "key of kv_connector_extra_config for the seconds that P keeps KV which no D reads; the suite sets a "
+        "small value",
         toml_only=True,
     )
     features: str = _option(
         "",
-        _tables(dict),
+        tables_as_json(dict),
         "TABLE",
         'what the connector supports: each feature true or { unsupported = "why" }',
         toml_only=True,
     )
     known: str = _option(
         "",
-        _tables(list),
+        tables_as_json(list),
         "TABLES",
-        "failures that are known: case, issue, expires, reason, and perhaps vllm",
+        "known failures: case, issue, expires, reason, and optionally vllm",
         toml_only=True,
     )
-    origins: dict[str, str] = field(
-        default_factory=dict
-    )  # setting -> "command line", the variable, "pyproject.toml" or "default"
+    # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One row of the table."""
+    """One setting of the table, with its flag, environment variable and TOML key."""
 
     name: str  # field of Settings
     default: Any
     parse: Callable[[Any], Any]  # raises ValueError, saying what is valid
     metavar: str
     help: str
-    toml_only: bool  # says something about the connector, not about a run
-    is_path: bool  # relative to pyproject.toml when it is said there
+    toml_only: bool  # describes the connector, not a run
+    is_path: bool  # relative to pyproject.toml if it was set there
 
     @property
     def flag(self) -> str:
@@ -262,7 +194,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """For people; "" where the default is that nothing was said."""
+        """The default as text; "" if the setting is off or empty by default."""
         return "" if self.default is False or self.default in ("", ()) else str(self.default)
 
 
@@ -275,22 +207,23 @@ def _rows() -> Iterable[Option]:
 OPTIONS: tuple[Option, ...] = tuple(_rows())
 
 
-# ---- from the four places to one record --------------------------------------------------------------------------------------
+# ---- reading the four places ------------------------------------------------------------------------------
 
 
 def load(
     command_line: Mapping[str, Any], environment: Mapping[str, str], root: Path, last_seed: int | None = None
 ) -> Settings:
-    """Settings of one run. `command_line`: option dest -> text, or None. Raises BadSetting, in one sentence with the key's path.
+    """Return the settings of one run. Raises BadSetting: one sentence that begins with the path of the key.
 
-    `last_seed` is what `--kv-seed=last` stands for; None if no run was before.
+    `command_line`: option dest -> text, or None. `last_seed`: the value of `--kv-seed=last`; None if there
+    was no earlier run.
     """
     table = _read_table(root / "pyproject.toml")
     _refuse_unknown(environment, table)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
-        of_another = option.name in OF_THE_CONNECTOR and table.get(
+        of_another = option.name in CONNECTOR_SETTINGS and table.get(
             "connector", values.get("connector")
         ) != values.get("connector")
         for raw, origin, place in (
@@ -338,9 +271,8 @@ def _read_table(path: Path) -> dict[str, Any]:
         raise BadSetting(f"{path.name}: it is nested too deeply") from None
     table = tool.get("kvconform", {}) if isinstance(tool, dict) else tool
     if not isinstance(table, dict):
-        raise BadSetting(
-            f"{path.name}: tool{'.kvconform' if isinstance(tool, dict) else ''}: expected a table, got {table!r}"
-        )
+        key = "tool.kvconform" if isinstance(tool, dict) else "tool"
+        raise BadSetting(f"{path.name}: {key}: expected a table, got {table!r}")
     return table
 
 
@@ -358,7 +290,7 @@ def _refuse_unknown(environment: Mapping[str, str], table: Mapping[str, Any]) ->
 
 
 def non_default(settings: Settings) -> list[tuple[Option, Any, str]]:
-    """(option, value, origin) of what was set somewhere, in the order of the table."""
+    """Return (option, value, origin) of each setting that was set, in the order of the table."""
     rows = [
         (option, getattr(settings, option.name), settings.origins.get(option.name, "default"))
         for option in OPTIONS

@@ -20,8 +20,8 @@ PROMPTS = (Prompt((5, 6, 7)),)
 def test_the_list_is_closed():
     assert list(features.load()) == NAMES
     for name, feature in features.load().items():
-        assert feature.says[-1] not in ".!", name
-        assert set(feature.facts) <= features.CELL_FACTS | features.CASE_FACTS, name
+        assert feature.meaning[-1] not in ".!", name
+        assert set(feature.facts) <= features.CELL_FACTS | features.VARIANT_FACTS, name
         assert feature.facts or feature.rules, name
 
 
@@ -36,24 +36,24 @@ def test_every_glob_is_for_a_case_of_the_suite():
 
 def test_every_fact_is_asked_for():
     asked = {fact for feature in features.load().values() for fact in feature.facts}
-    assert asked == features.CELL_FACTS | features.CASE_FACTS
+    assert asked == features.CELL_FACTS | features.VARIANT_FACTS
 
 
 @pytest.mark.parametrize(
     ("cell", "facts"),
     [
-        (("llama", "P1D1"), "full"),
-        (("gemma3", "P1D2"), "full window tp"),
-        (("gpt_oss", "P2D2"), "full window"),
-        (("qwen3_5", "P1D1"), "full state"),
-        (("llama3_1_8b", "P1D1", "b16"), "full"),
-        (("llama3_1_8b", "P2D1", "b16x64"), "full tp block"),
-        (("llama3_1_8b", "P1D1", "hnd_nhd"), "full layout"),
-        (("llama3_1_8b", "P1D1", "fp8"), "full"),
-        (("gemma3_1b", "P1D1", "b16"), "full window"),
+        (("llama", "P1D1"), "full-attention"),
+        (("gemma3", "P1D2"), "full-attention sliding-window tp-differs"),
+        (("gpt_oss", "P2D2"), "full-attention sliding-window"),
+        (("qwen3_5", "P1D1"), "full-attention state"),
+        (("llama3_1_8b", "P1D1", "b16"), "full-attention"),
+        (("llama3_1_8b", "P2D1", "b16x64"), "full-attention tp-differs block-size-differs"),
+        (("llama3_1_8b", "P1D1", "hnd_nhd"), "full-attention layout-differs"),
+        (("llama3_1_8b", "P1D1", "fp8"), "full-attention"),
+        (("gemma3_1b", "P1D1", "b16"), "full-attention sliding-window"),
         (("deepseek_v3", "P1D1", "b16"), "mla"),
         (("kimi_linear_48b", "P1D1", "mla64"), "mla state"),
-        (("kimi_k2_5_eagle3", "P2D2", "b16"), "mla full draft"),
+        (("kimi_k2_5_eagle3", "P2D2", "b16"), "mla full-attention draft-model"),
     ],
 )
 def test_facts_of_cells(cell, facts):
@@ -66,16 +66,16 @@ def test_facts_of_cells(cell, facts):
         (None, ""),
         ("n63", ""),
         (Scenario("n3", PROMPTS), ""),
-        (Scenario("hit", (Prompt((5, 6, 7), warm=2),)), "hit"),
+        (Scenario("hit", (Prompt((5, 6, 7), warm=2),)), "prefix-hit"),
         (Scenario("abort_waiting", PROMPTS, abort="waiting"), "abort"),
-        (Transfer("preempted", PROMPTS, preempt="P"), "preempt"),
-        (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True), "fails-fail"),
+        (Transfer("preempted", PROMPTS, preempt="P"), "preemption"),
+        (Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True), "failed-load-fail"),
         (
             Transfer("failed", PROMPTS, faults=(Faults(fail=STATUS),), fails=True, policy="recompute"),
-            "fails-recompute",
+            "failed-load-recompute",
         ),
         (Transfer("slow", PROMPTS, faults=(Faults(hold=3),), policy="recompute"), ""),
-        (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), "silence"),
+        (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), "never-notified"),
     ],
 )
 def test_facts_of_what_a_case_does(variant, facts):

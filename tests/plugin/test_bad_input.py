@@ -337,7 +337,7 @@ COMMANDS = [
         [],
         {},
         "[tool.kvconform]\nconfig = {a = 2027-01-31}",
-        "pyproject.toml: tool.kvconform.config: expected what JSON can hold",
+        "pyproject.toml: tool.kvconform.config: expected values that JSON can hold",
     ),
     (
         [],

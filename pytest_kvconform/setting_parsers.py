@@ -1,0 +1,104 @@
+"""Parsers of settings: a text of the command line or the environment, or a value of pyproject.toml -> the
+setting.
+
+A parser raises ValueError with a message that names what is valid. Like settings.py, this module is
+imported by every pytest run, and imports only the cheap part of the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """Return a hint for an error message, `` (did you mean quick?)``; "" if no valid word is near."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(valid), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def parse_text(value: Any) -> str:
+    """Return a text that UTF-8 can hold."""
+    if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
+        # Neither a path nor a report can hold null bytes or halves of characters.
+        raise ValueError(f"expected a text, got {value!r}")
+    return value
+
+
+def parse_words(value: Any) -> tuple[str, ...]:
+    """Return the words of one text with commas, or of a list of texts: each once, in the order given."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected a text or a list of texts, got {value!r}")
+    return tuple(
+        dict.fromkeys(word.strip() for text in texts for word in parse_text(text).split(",") if word.strip())
+    )
+
+
+def one_of(*valid: str) -> Callable[[Any], str]:
+    """Return a parser that accepts these words alone."""
+
+    def parse(value: Any) -> str:
+        if value not in valid:
+            raise ValueError(f"expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}")
+        return str(value)
+
+    return parse
+
+
+def parse_factor(value: Any) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"expected a number above 0, got {value!r}")
+    return number
+
+
+def parse_seed(value: Any) -> int | str:
+    """Return a whole number from 0 on, or the word "last"."""
+    if value == "last":
+        return "last"
+    try:
+        number = -1 if isinstance(value, bool | float) else int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise ValueError(f"expected a whole number from 0 on, or last, got {value!r}")
+    return number
+
+
+def parse_switch(value: Any) -> bool:
+    """Return a boolean, which an environment variable writes as 1, true, yes, 0, false or no."""
+    if value in (True, "1", "true", "yes"):
+        return True
+    if value in (False, "0", "false", "no"):
+        return False
+    raise ValueError(f"expected true or false, got {value!r}")
+
+
+def tables_as_json(kind: type) -> Callable[[Any], str]:
+    """Return a parser of a table (dict) or a list of tables into JSON, with dates as texts; see
+    declaration.py.
+    """
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, kind):
+            raise ValueError(f"expected {'a table' if kind is dict else 'a list of tables'}, got {value!r}")
+        return json.dumps(value, default=str)
+
+    return parse
+
+
+def object_or_path(value: Any) -> str:
+    """Return a TOML table as JSON, and a text unchanged; `subject.resolve` reads both."""
+    try:
+        return json.dumps(value, sort_keys=True) if isinstance(value, dict) else parse_text(value)
+    except TypeError:  # TOML has dates, JSON has none
+        raise ValueError(f"expected values that JSON can hold, got {value!r}") from None
