@@ -1,7 +1,8 @@
-"""The parts that the plugin finds by name: the suite, the rules, the bench and the matrix.
+"""Modules that the plugin loads by name: the suite, the rules, the bench and the model matrix.
 
-The plugin's own tests put a small package in their place by naming it in `_KVCONFORM_TEST_PACKAGE`: it holds `suite/`, `rules/`, `bench.py` and
-`cells.py`. That is a seam for tests and no setting: it has no flag, no key, and no promise.
+Tests of the plugin replace them by a small package: the variable `_KVCONFORM_TEST_PACKAGE` names a package with
+`suite/`, `rules/`, `bench.py` and `cells.py`. The variable is a seam for tests and no setting: it has no flag and no
+TOML key, and it may change at any time.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 
-def _part(ours: str, theirs: str) -> str:
-    stand_in = os.environ.get("_KVCONFORM_TEST_PACKAGE")
-    return f"{stand_in}.{theirs}" if stand_in else ours
+def _module_name(real: str, replacement: str) -> str:
+    package = os.environ.get("_KVCONFORM_TEST_PACKAGE")
+    return f"{package}.{replacement}" if package else real
 
 
 def suite_package() -> str:
-    """Dotted name of the package whose folders are the tiers."""
-    return _part("pytest_kvconform.suite", "suite")
+    """Return the dotted name of the package whose folders are the tiers."""
+    return _module_name("pytest_kvconform.suite", "suite")
 
 
 def package_folder(package: str) -> Path:
-    """Where a package lies. Raises ModuleNotFoundError."""
+    """Return the folder of a package. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"there is no package {package}")
@@ -33,18 +34,20 @@ def package_folder(package: str) -> Path:
 
 
 def rules_folder() -> Path:
-    """Where the files of the rules lie."""
-    return package_folder(_part("pytest_kvconform.rules", "rules"))
+    """Return the folder of the rules' TOML files."""
+    return package_folder(_module_name("pytest_kvconform.rules", "rules"))
 
 
 def bench_module() -> Any:
-    """The module that starts engines: `start_zygote`, `probe_subject`, `Bench`, `SubjectFacts`, `BadSubject`."""
-    return importlib.import_module(_part("pytest_kvconform.rigs.bench", "bench"))
+    """Return the module that starts engines: start_zygote, probe_subject, Bench, SubjectFacts, BadSubject."""
+    return importlib.import_module(_module_name("pytest_kvconform.rigs.bench", "bench"))
 
 
 def expand_matrix(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Any]:
-    """Cells of the matrix, `model_matrix.Place`. Raises ValueError for a word that names none of them."""
-    cells: list[Any] = importlib.import_module(_part("model_matrix.cells", "cells")).expand(
-        matrix, families, topologies
-    )
+    """Return the cells of a matrix as model_matrix/cells.py returns them.
+
+    Raises ValueError for a family or topology that the matrix does not have.
+    """
+    module = importlib.import_module(_module_name("model_matrix.cells", "cells"))
+    cells: list[Any] = module.expand(matrix, families, topologies)
     return cells

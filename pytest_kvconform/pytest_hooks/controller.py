@@ -1,4 +1,6 @@
-"""The hooks of the process that a person started: it owns the zygote, gathers results from wherever they were made, decides and reports."""
+"""The hooks of the process that a person started: it owns the zygote, gathers results from wherever they
+were made, decides and reports.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Controller:
         ] = []  # of pytest's terminal: the list that it shows, and all that was in it
         self._hit_limit = False
 
-    # ---- before the first case ------------------------------------------------------------------------------------------------
+    # ---- before the first case ----------------------------------------------------------------------------
 
     def pytest_report_header(self) -> str:
         settings = self.settings
@@ -97,7 +99,9 @@ class Controller:
         return self.config.pluginmanager.has_plugin("dsession")
 
     def _probe(self) -> None:
-        """Look at the subject once, if a case needs it. Raises UsageError when there is nothing to test under that name."""
+        """Look at the subject once, if a case needs it. Raises UsageError when there is nothing to test
+        under that name.
+        """
         if self._zygote is None or not self._selected:
             return
         write_line(self.config, f"kv: loading vLLM and looking at {self.settings.connector}")
@@ -118,7 +122,7 @@ class Controller:
                 refusal="HARNESS", reason=f"looking at the connector failed: {type(error).__name__}: {error}"
             )
 
-    # ---- xdist ----------------------------------------------------------------------------------------------------------------
+    # ---- xdist --------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -142,7 +146,7 @@ class Controller:
     def pytest_testnodedown(self, node: Any) -> None:
         self._troubles += getattr(node, "workeroutput", {}).get(WORKER_KEY, [])
 
-    # ---- results --------------------------------------------------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------------------
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if hasattr(report, "kv_progress"):
@@ -162,7 +166,7 @@ class Controller:
         # xdist ends -x and --maxfail as if somebody had interrupted it, with an exception of its own.
         self._hit_limit = str(excinfo.value).startswith("stopping after")
 
-    # ---- the end --------------------------------------------------------------------------------------------------------------
+    # ---- the end ------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -184,7 +188,9 @@ class Controller:
             )  # else a test of the user's failed, or somebody pressed Ctrl-C
 
     def _conclude(self) -> document.Report:
-        """Controller and write. A report that cannot be written is a trouble, and changes the verdict that is shown."""
+        """Controller and write. A report that cannot be written is a trouble, and changes the verdict that
+        is shown.
+        """
         folder = Path(self.settings.report)
         self._report = self._document()
         try:
@@ -226,7 +232,9 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
-        """Show failures of one cause once. pytest prints its sections inside the yield, and its short summary after our verdict."""
+        """Show failures of one cause once. pytest prints its sections inside the yield, and its short
+        summary after our verdict.
+        """
         for category in ("failed", "error"):
             reports = terminalreporter.stats.get(category, [])
             self._stats.append((reports, list(reports)))
@@ -257,7 +265,9 @@ def _result(report: Any) -> CaseResult:
 
 
 def _one_per_cause(reports: list[Any]) -> list[Any]:
-    """The first report of each cause, with the ids of the others in a section of its own. Reports of other tests stay."""
+    """The first report of each cause, with the ids of the others in a section of its own. Reports of other
+    tests stay.
+    """
     groups: dict[object, list[Any]] = {}
     for report in reports:
         cause: object = id(report)

@@ -1,7 +1,9 @@
-"""The suite as pytest sees it: nodes of our own, so that no setting, fixture or file pattern of the user has a say in it.
+"""The suite as pytest sees it: nodes of our own, so that no setting, fixture or file pattern of the user
+has a say in it.
 
-The tree hangs on the session itself and not on a path: an installed suite lies in a virtual environment, where pytest would look for
-conftest files and could refuse to go, and ids would depend on the current directory.
+The tree hangs on the session itself and not on a path: an installed suite lies in a virtual environment,
+where pytest would look for conftest files and could refuse to go, and ids would depend on the current
+directory.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pytest_kvconform.result import (
 if TYPE_CHECKING:
     from pytest_kvconform.pytest_hooks.runner import CaseRunner
 
-# pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit likewise.
+# pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit
+# likewise.
 _DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
 
 _ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
@@ -89,7 +92,9 @@ class CaseFailed(Exception):
 
 
 class CaseItem(pytest.Item):
-    """One case at one cell with one variant. No pytest.Function: it has no fixtures, so nobody can put theirs in their place."""
+    """One case at one cell with one variant. No pytest.Function: it has no fixtures, so nobody can put
+    theirs in their place.
+    """
 
     runner: CaseRunner
     planned: PlannedCase
@@ -98,8 +103,9 @@ class CaseItem(pytest.Item):
     def setup(self) -> None:
         """Run the case and keep its result.
 
-        It is done here because pytest, its JUnit file included, calls an exception of the setup an error and one of the test a failure:
-        what is our fault is raised here, what is the connector's fault in `runtest`.
+        It is done here because pytest, its JUnit file included, calls an exception of the setup an error
+        and one of the test a failure: what is our fault is raised here, what is the connector's fault in
+        `runtest`.
         """
         one, started = self.planned, time.perf_counter()
         unfinished = "the case did not reach its end"
@@ -162,7 +168,9 @@ class CaseItem(pytest.Item):
         return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
 
     def annotate(self, report: pytest.TestReport) -> None:
-        """Let the report say what the case said: no mark that a user put on the item turns a failure into something milder."""
+        """Let the report say what the case said: no mark that a user put on the item turns a failure into
+        something milder.
+        """
         if (
             self.result is None
             or report.when == "teardown"
@@ -176,7 +184,8 @@ class CaseItem(pytest.Item):
             report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
         if hasattr(report, "wasxfail"):
             del report.wasxfail
-        report.kv_result = msgspec.json.encode(self.result).decode()  # type: ignore[attr-defined] # travels to the controller of xdist
+        # type: ignore[attr-defined] # travels to the controller of xdist
+        report.kv_result = msgspec.json.encode(self.result).decode()
 
 
 def _sentence(error: BaseException) -> str:

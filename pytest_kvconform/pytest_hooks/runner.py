@@ -1,4 +1,6 @@
-"""What every process that runs cases does: collect them, order them, run them. The process that a person started also has a `Controller`."""
+"""What every process that runs cases does: collect them, order them, run them. The process that a person
+started also has a `Controller`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class CaseRunner:
         link: ZygoteLink,
     ):
         self.config, self.settings, self.subject, self.link = config, settings, subject, link
-        self._arguments = arguments  # those with kv::, none for the whole suite; None: the user named only paths of their own
+        # those with kv::, none for the whole suite; None: the user named only paths of their own
+        self._arguments = arguments
         self._item: pytest.Item | None = None
         self._bench: Any = None
         self._plan: Plan | None = None
@@ -102,7 +105,9 @@ class CaseRunner:
         ]
 
     def bench(self, item: CaseItem) -> Any:
-        """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject could not be looked at."""
+        """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject
+        could not be looked at.
+        """
         self._item = item
         if self.link.later:
             self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=ZygoteLink)
@@ -133,7 +138,9 @@ class CaseRunner:
         return []
 
     def progress(self, sentence: str) -> None:
-        """Say at once what happens now: here, or on the controller, where it arrives as a report of a phase that pytest does not know."""
+        """Say at once what happens now: here, or on the controller, where it arrives as a report of a phase
+        that pytest does not know.
+        """
         if self._item is None:
             return
         cell = cell_of_id(self._item.nodeid)
@@ -152,7 +159,7 @@ class CaseRunner:
         )
         self.config.hook.pytest_runtest_logreport(report=report)
 
-    # ---- hooks ----------------------------------------------------------------------------------------------------------------
+    # ---- hooks --------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
@@ -186,7 +193,9 @@ class CaseRunner:
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
-    """Write a line past pytest's capture and between its dots. `nodeid`: the item that runs, whose dot is still to come."""
+    """Write a line past pytest's capture and between its dots. `nodeid`: the item that runs, whose dot is
+    still to come.
+    """
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     if reporter is None:
         return

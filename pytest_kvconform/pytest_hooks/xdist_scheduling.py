@@ -1,4 +1,4 @@
-"""How xdist hands out our cases. Imported only where xdist runs."""
+"""Scheduler of pytest-xdist that gives each cell to one worker. Imported only where xdist runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pytest_kvconform.result import Cell
 
 
 class CellScheduling(LoadScopeScheduling):
-    """One cell, one worker: its engines are started once. Cases that need none of them may go to another worker."""
+    """Gives all cases of a cell to one worker, so that the engines of the cell start once.
+
+    Cases that run on the scheduler rig need no engine of the cell and may go to another worker.
+    """
 
     def __init__(self, config: Any, log: Any):
         super().__init__(config, log)
@@ -30,7 +33,10 @@ class CellScheduling(LoadScopeScheduling):
         return f"{PREFIX}{rig}[{cell}]"
 
     def _assign_work_unit(self, node: Any) -> None:
-        """Cells with states come first: they have few cases, which take long, and xdist would leave them for the end, for one worker."""
+        """Give cells of models with states to workers first.
+
+        They have few cases, and these take long. xdist would leave them to one worker at the end.
+        """
         self.workqueue.move_to_end(max(self.workqueue, key=_has_state), last=False)
         super()._assign_work_unit(node)
 

@@ -1,1 +1,4 @@
-"""What a run leaves behind: `document` writes the truth, `terminal`, `failure` and `markdown` show it."""
+"""Reports of a run: `report.json` (document.py), the end of the terminal output, one failure, and a CI job summary.
+
+The verdict is decided in pytest_kvconform/verdict.py. These modules only store and show it.
+"""
