@@ -184,8 +184,8 @@ class CaseItem(pytest.Item):
             report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
         if hasattr(report, "wasxfail"):
             del report.wasxfail
-        # type: ignore[attr-defined] # travels to the controller of xdist
-        report.kv_result = msgspec.json.encode(self.result).decode()
+        # xdist sends the report to the controller.
+        report.kv_result = msgspec.json.encode(self.result).decode()  # type: ignore[attr-defined]
 
 
 def _sentence(error: BaseException) -> str:
