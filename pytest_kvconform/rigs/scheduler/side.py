@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, HookRaised, Recorder
+from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
@@ -77,11 +78,7 @@ class Side:
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.v1.core.kv_cache_utils import (
-            get_request_block_hasher,
-            init_none_hash,
-            resolve_kv_cache_block_sizes,
-        )
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"

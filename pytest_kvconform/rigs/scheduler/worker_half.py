@@ -24,6 +24,8 @@ from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
+from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
+from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +44,6 @@ class WorkerHalf:
         """
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
@@ -89,7 +90,7 @@ class WorkerHalf:
         meeting.unlink(missing_ok=True)
         self.layers = self._worker.layers
         cache.num_gpu_blocks_override = blocks
-        self.kv_config = get_kv_cache_configs(self.config, [self._worker.get_kv_cache_spec()], [1 << 44])[0]
+        self.kv_config = kv_cache_config_of_rank(self.config, self._worker.get_kv_cache_spec())
         cache.num_gpu_blocks = self.kv_config.num_blocks
 
     # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ------------------------------------
@@ -135,8 +136,6 @@ class WorkerHalf:
 
     def scheduler_side(self) -> Side:
         """The engine's scheduler, with the scheduler half of the same configuration."""
-        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-
         return Side(
             self.rig, self.role, 0, self.config, generate_scheduler_kv_cache_config([self.kv_config]), 0
         )

