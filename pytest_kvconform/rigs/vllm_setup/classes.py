@@ -1,17 +1,12 @@
-"""What cases of the interface ask of vLLM itself: its classes to compare with, and what this process already has of a worker.
+"""Classes of vLLM that cases compare with, and what this process has of a vLLM worker.
 
-The suite imports nothing of vLLM, and this module imports it inside functions.
+The suite imports nothing of vLLM; this module imports it inside functions only.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from pytest_kvconform.rigs.scheduler.recorder import Recorder
-
-if TYPE_CHECKING:
-    from pytest_kvconform.rigs.scheduler.rig import Rig
+from typing import Any
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _CLASSES = {
@@ -27,20 +22,8 @@ _CLASSES = {
 
 
 def class_named(name: str) -> Any:
-    """A class of vLLM's by its name; KeyError if it is none of those that cases need."""
+    """A class of vLLM by its name. Raises KeyError for a class that no case needs."""
     return getattr(importlib.import_module(_CLASSES[name]), name)
-
-
-def connector_class(rig: Rig) -> Any:
-    """The class that vLLM's factory builds both halves of."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    return KVConnectorFactory.get_connector_class(rig.host.vllm_config("P").kv_transfer_config)
-
-
-def ask_class(rig: Rig, hook: str, *args: Any) -> Any:
-    """Call a hook on the connector's class. Raises HookRaised."""
-    return Recorder(rig.host.note_running_hook).call(hook, getattr(connector_class(rig), hook), *args)
 
 
 def has_worker_half() -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.classes import ask_class, class_named
+from pytest_kvconform.rigs.vllm_setup.classes import class_named
 from pytest_kvconform.suite.interface._cells import once
 
 ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
@@ -18,7 +19,9 @@ ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
 def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
-    answers = [ask_class(rig, "get_required_kvcache_layout", rig.host.vllm_config(role)) for role in "PDPD"]
+    answers = [
+        call_class_hook(rig, "get_required_kvcache_layout", rig.host.vllm_config(role)) for role in "PDPD"
+    ]
     for answer in answers:
         if answer is not None and (not isinstance(answer, str) or answer not in names):
             raise rig.violation(
@@ -40,7 +43,7 @@ def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence
     config = rig.host.vllm_config("P")
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
-        if not isinstance(answer := ask_class(rig, "requires_piecewise_for_cudagraph", extra), bool):
+        if not isinstance(answer := call_class_hook(rig, "requires_piecewise_for_cudagraph", extra), bool):
             raise rig.violation(
                 "",
                 f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}",

@@ -7,9 +7,10 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler.connector_class import connector_class
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.classes import class_named, connector_class
+from pytest_kvconform.rigs.vllm_setup.classes import class_named
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, CLASS, SCHEDULER, WORKER, calls_of
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
