@@ -1,1 +1,3 @@
-"""The cases: a folder per tier, a file per theme. Files that begin with an underscore hold no cases."""
+"""The cases: a folder for each tier, a file for each theme. Files whose names begin with an underscore hold
+no cases.
+"""

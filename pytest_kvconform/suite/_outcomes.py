@@ -1,4 +1,4 @@
-"""How a hand-over ended. The same for every rig: engines fail, requests wait and logs speak alike."""
+"""How a hand-over ended. Every rig needs this: engines fail, requests wait and logs look alike everywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed
 
 
 class Ended(Protocol):
-    """An observation of any rig."""
+    """What an observation of any rig holds about the end of a hand-over."""
 
     @property
     def failed(self) -> EngineFailed | None: ...
@@ -21,7 +21,9 @@ class Ended(Protocol):
 
 
 def check_all_ended(observed: Ended, timeout_scale: float) -> None:
-    """Judge the part of KV-HANDOVER-001 that needs no look at the answers. Raises Violation if an engine failed or a request is stuck."""
+    """Check the part of KV-HANDOVER-001 that needs no answers. Raises Violation if an engine failed or a
+    request is stuck.
+    """
     if observed.failed:
         raise Violation(
             Finding(
@@ -49,6 +51,8 @@ def check_all_ended(observed: Ended, timeout_scale: float) -> None:
 
 
 def last_logged_exception(observed: Ended) -> str:
-    """What an engine wrote to its log about an exception that nobody raised here; the last one is nearest to the end of the request."""
+    """Return the last exception that an engine logged but did not raise here: it is nearest to the end of the
+    request.
+    """
     role, _, reported = (observed.logged or ("",))[-1].partition(": ")
     return f"{role} logged {reported}" if reported else ""

@@ -1,4 +1,6 @@
-"""What D had to compute of prompts that P has computed. The same for every rig, since every rig counts in the scheduler's own output."""
+"""What D had to compute of prompts that P has computed. Every rig counts this in the scheduler's own
+output.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class HandedOver(Protocol):
 
 
 def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
-    """Judge KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens only may leave D the rest of the last one."""
+    """Check KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens may leave the rest of
+    the last block to D. Raises Violation.
+    """
     for r in requests:
         due = whole_blocks(r.length, block_size)
         if not r.prefill.handed_over:
@@ -31,28 +35,31 @@ def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, byt
                 Finding(
                     rule="KV-HANDOVER-002",
                     happened=f"P finished {r.name} and returned no kv_transfer_params",
-                    diagnosis="request_finished returned None for its params, so D was never told where the KV is",
+                    diagnosis="request_finished returned None for its params, so D does not know where the "
+                    "KV is",
                     declined="P handed nothing over",
                 )
             )
         if r.decode.first_computed < due:
             clean = (
                 not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens
-            )  # D computed: nothing wrong came
+            )  # D computed the prompt itself, so no wrong bytes were used
             raise Violation(
                 Finding(
                     rule="KV-HANDOVER-002",
-                    happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of {r.name}, "
+                    happened=f"D computed {r.decode.computed_tokens} of {r.length} prompt tokens of "
+                    f"{r.name}, "
                     f"from token {r.decode.first_computed} on: "
-                    f"{r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from D's own cache",
-                    differs=f"it had to compute none before token {due}",
+                    f"{r.decode.external_tokens} came from the connector and {r.decode.local_tokens} from "
+                    "D's own cache",
+                    differs=f"D should compute no token before token {due}",
                     diagnosis="D recomputed the prompt: get_num_new_matched_tokens announced nothing"
                     if not r.decode.external_tokens
                     else "the load failed and D recomputed the prompt"
                     if r.decode.external_tokens + r.decode.local_tokens >= due
                     else "get_num_new_matched_tokens announced less than P had",
                     signature="D recomputed what P had",
-                    declined="D was given nothing, and computed the prompt" if clean else "",
+                    declined="D loaded nothing, and computed the prompt" if clean else "",
                 )
             )
         check_computed_once(r)
@@ -66,17 +73,21 @@ def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, byt
 
 
 def whole_blocks(length: int, block_size: int) -> int:
-    """Tokens of a prompt that D must be spared: all but the last, which it computes to sample from, rounded down to a block."""
+    """Return how many tokens of a prompt D must not recompute: all but the last one, from which D samples,
+    rounded down to whole blocks.
+    """
     return (length - 1) // block_size * block_size
 
 
 def check_computed_once(r: HandedOver) -> None:
-    """Raise Violation if D computed a token of the prompt twice, or one less than from the first on."""
+    """Raise Violation if D computed a token of the prompt twice, or fewer tokens than from its first one to
+    the end.
+    """
     if r.decode.computed_tokens != r.length - r.decode.first_computed:
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-002",
                 happened=f"D computed {r.decode.computed_tokens} prompt tokens of {r.name} "
-                f"from token {r.decode.first_computed} on, of {r.length}: some of them twice",
+                f"from token {r.decode.first_computed} on, of {r.length} tokens: some of them twice",
             )
         )

@@ -1,4 +1,4 @@
-"""What engines still hold when nothing is under way. The same for every rig, since every rig asks vLLM's own scheduler."""
+"""What engines still hold when no request is left. Every rig reads this from vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_kvconform.rigs.engine.messages import Usage
 def check_all_freed(
     usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0
 ) -> Evidence:
-    """Judge KV-BLOCKS-001 on what P and D hold after every request has ended."""
+    """Check KV-BLOCKS-001: P and D hold nothing after every request has ended. Raises Violation."""
     for role, usage in zip("PD", usages, strict=True):
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
@@ -18,12 +18,15 @@ def check_all_freed(
             raise Violation(
                 Finding(
                     rule="KV-BLOCKS-001",
-                    happened=f"{RELEASE_S * timeout_scale:.0f} s after the last token {role} still holds {held} of "
+                    happened=f"{RELEASE_S * timeout_scale:.0f} s after the last token {role} still holds "
+                    f"{held} of "
                     f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
                     differs="; ".join(groups),
-                    diagnosis="D never told P that it has read, or that it will not read, so P waits for the lease"
+                    diagnosis="D never notified P that it has read the blocks, or that it will not, so P "
+                    "waits for the lease to end"
                     if role == "P"
-                    else "the connector never reported the end of a load, so the scheduler keeps its blocks",
+                    else "the connector never reported the end of a load, so the scheduler keeps the blocks "
+                    "of the load",
                     signature=f"{role} keeps blocks",
                 )
             )
@@ -31,8 +34,10 @@ def check_all_freed(
             raise Violation(
                 Finding(
                     rule="KV-BLOCKS-001",
-                    happened=f"{role} holds nothing, and its scheduler still says that it has work",
-                    diagnosis="has_pending_push_work or a finished request that is never reported keeps the engine stepping",
+                    happened=f"{role} holds no blocks and no requests, but its scheduler still reports "
+                    "unfinished work",
+                    diagnosis="has_pending_push_work, or a finished request that is never reported, keeps "
+                    "the engine stepping",
                 )
             )
     return Evidence(

@@ -1,1 +1,1 @@
-"""Cases about one half of a connector at a time: how it is built, what it says of itself, how it starts and how it ends."""
+"""Cases about one half of a connector at a time: its class, its capabilities, its start and its shutdown."""

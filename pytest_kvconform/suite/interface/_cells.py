@@ -1,4 +1,6 @@
-"""Where a case of the interface has a meaning. What a class is does not depend on the model; what is registered does."""
+"""Cells in which cases of the interface tier have a meaning: the class does not depend on the model,
+registered memory does.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,22 @@ from pytest_kvconform.result import Cell
 
 
 def each_memory(cell: Cell) -> bool:
-    """One cell for each geometry and setup: a worker half here is one rank, whatever the topology."""
+    """Whether this is the one cell of its geometry and setup: a worker half here is one rank, whatever the
+    topology.
+    """
     p, d = parse_topology(cell.topology)
     return p == d
 
 
 def once(cell: Cell) -> bool:
-    """One cell of all: the control family, one attention kind, equal ranks."""
+    """Whether this is the cell for cases that run once: the control family, one kind of attention, equal
+    ranks.
+    """
     return load_geometries()[cell.family].family == "llama" and each_memory(cell) and cell.setup == "b16"
 
 
 def has_groups(cell: Cell) -> bool:
-    """Whether layers need block tables of their own: windows or states."""
+    """Whether some layers need block tables of their own: sliding windows or recurrent states."""
     return not all(
         isinstance(kind, FullAttention | Mla) for kind in load_geometries()[cell.family].kinds.values()
     )

@@ -1,4 +1,4 @@
-"""What a connector says of itself: answers to questions that vLLM asks beside the transfers."""
+"""Capabilities of a connector: what its hooks answer to questions that vLLM asks beside the transfers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.classes import class_named
 from pytest_kvconform.suite.interface._cells import once
 
-ALIASES = ("NHD", "HND")  # of vLLM's older names for two layouts
+ALIASES = ("NHD", "HND")  # vLLM's older names for two layouts
 
 
 @case("KV-LAYOUT-001", rig="scheduler")
 def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
-    """The class names a layout that vLLM has, or none, the same one each time, before a model is loaded."""
+    """get_required_kvcache_layout returns the name of a layout that vLLM has, or None, the same each time,
+    before a model is loaded.
+    """
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
     answers = [
         call_class_hook(rig, "get_required_kvcache_layout", rig.host.vllm_config(role)) for role in "PDPD"
@@ -32,14 +34,17 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
     if answers[:2] != answers[2:]:
         raise rig.violation(
             "",
-            f"get_required_kvcache_layout answered {answers[:2]} and then {answers[2:]} to the same questions",
+            f"get_required_kvcache_layout returned {answers[:2]} and then {answers[2:]} for the same "
+            "configurations",
         )
     return Evidence(looked_at=len(answers), unit="answers", notes={"layout": answers[0] or "any"})
 
 
 @case("KV-CAPS-001", applies=once, rig="scheduler")
 def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
-    """requires_piecewise_for_cudagraph answers with a bool, for no extra configuration and for the engine's own."""
+    """requires_piecewise_for_cudagraph returns a bool, for an empty extra configuration and for the engine's
+    own.
+    """
     config = rig.host.vllm_config("P")
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
@@ -47,14 +52,16 @@ def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence
             raise rig.violation(
                 "",
                 f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}",
-                diagnosis="the answer is no bool",
+                diagnosis="the result is no bool",
             )
     return Evidence(looked_at=len(asked), unit="answers")
 
 
 @case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
-    """vLLM reads supports_divergent_local_hybrid_hits and requires_kv_delivery as attributes: a method would always be true."""
+    """supports_divergent_local_hybrid_hits and requires_kv_delivery are bools: vLLM reads them as attributes,
+    and a method would always be true.
+    """
     connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
     names = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery")
     for name in names:
@@ -63,7 +70,7 @@ def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
             made = "a method and no property" if callable(first) else f"a {type(first).__name__}"
             raise rig.violation(
                 "",
-                f"{name} of the {which} half is {made}, and vLLM takes it for a bool",
+                f"{name} of the {which} half is {made}, and vLLM reads it as a bool",
                 diagnosis=f"{name} is {made}",
             )
         if first != again:
@@ -77,7 +84,9 @@ def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
 
 @case("KV-CAPS-003", rig="scheduler")
 def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evidence:
-    """The groups that a load fills are groups that are transferred; a hand-over of a request's own blocks fills them all."""
+    """get_loaded_kv_cache_group_ids returns only groups that are transferred, and for a hand-over of a
+    request's own blocks all of them.
+    """
     d = rig.side("D")
     hand_over = rig.subject.profile == "p2p"
     prompt = rig.prompt(3 * d.block_size + 5)
@@ -97,21 +106,25 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
     if extra := set(groups) - transferred:
         raise rig.violation(
             "",
-            f"get_loaded_kv_cache_group_ids names {sorted(extra)}, and the groups that are transferred are {sorted(transferred)}",
+            f"get_loaded_kv_cache_group_ids names {sorted(extra)}, but only the groups {sorted(transferred)} "
+            "are transferred",
         )
     if hand_over and set(groups) != transferred:
         raise rig.violation(
             "",
-            f"get_loaded_kv_cache_group_ids names {sorted(groups)} of the groups {sorted(transferred)}: vLLM zeroes new blocks of the "
-            "others while the load writes to them",
-            diagnosis="a hand-over fills every group that is transferred, and this one says that it does not",
+            f"get_loaded_kv_cache_group_ids names {sorted(groups)} of the groups {sorted(transferred)}: vLLM "
+            "zeroes new blocks of the others while the load writes to them",
+            diagnosis="a hand-over fills every group that is transferred, and the hook leaves some of them "
+            "out",
         )
     return Evidence(looked_at=len(transferred), unit="groups", notes={"loaded": len(groups)})
 
 
 @case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), rig="scheduler")
 def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
-    """Events, pending work, hit sources and the cache's reset: before, during and after a request every answer is of its kind."""
+    """Optional hooks (events, pending work, hit sources, reset_cache) return their types before, during and
+    after a request.
+    """
     side = rig.side(role)
     asked = _answers(rig, side)
     id = side.add(rig.prompt(2 * side.block_size + 1), max_tokens=4)
@@ -126,12 +139,12 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
         side.require_standard_reports()
         raise rig.violation(
             "",
-            "has_pending_push_work() is True with no request left, so the engine steps for ever",
-            diagnosis="work never ends",
+            "has_pending_push_work() is True with no request left, so the engine never stops stepping",
+            diagnosis="pending push work never ends",
         )
     if (answer := side.call_hook("reset_cache")) is not None and not isinstance(answer, bool):
         raise rig.violation(
-            "", f"reset_cache() returned {answer!r}", diagnosis="reset_cache is neither None nor a bool"
+            "", f"reset_cache() returned {answer!r}", diagnosis="reset_cache returns neither None nor a bool"
         )
     return Evidence(looked_at=asked + 2, unit="answers")
 
@@ -139,7 +152,7 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
 def _answers(rig: Rig, side: Side) -> int:
     for hook in ("has_pending_push_work", "has_pending_block_frees"):
         if not isinstance(answer := side.call_hook(hook), bool):
-            raise rig.violation("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} is no bool")
+            raise rig.violation("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} returns no bool")
     events = side.call_hook("take_events")
     try:
         listed = list(events)
@@ -147,13 +160,13 @@ def _answers(rig: Rig, side: Side) -> int:
         raise rig.violation(
             "",
             f"take_events() returned {events!r}, and vLLM makes a list of it",
-            diagnosis="take_events is no iterable",
+            diagnosis="take_events returns no iterable",
         ) from None
     if wrong := [event for event in listed if not isinstance(event, class_named("KVCacheEvent"))]:
         raise rig.violation(
             "",
-            f"take_events() gave a {type(wrong[0]).__name__}, which is no KVCacheEvent",
-            diagnosis="take_events: another class",
+            f"take_events() returned a {type(wrong[0]).__name__}, which is no KVCacheEvent",
+            diagnosis="take_events returns objects of another class",
         )
     return 3
 
@@ -170,6 +183,7 @@ def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
             raise rig.violation(
                 "",
                 f"get_external_cache_hit_sources(request, {count}) returned {found!r}",
-                diagnosis="hit sources are no dict of CacheHitSource that adds up to the number of tokens",
+                diagnosis="the result is no dict of CacheHitSource whose counts add up to the number of "
+                "tokens",
             )
     return len(counts)

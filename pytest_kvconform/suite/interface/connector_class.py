@@ -1,4 +1,4 @@
-"""What vLLM asks of a connector's class, and of what its constructor leaves behind."""
+"""What vLLM requires of a connector's class and of its constructor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pytest_kvconform.suite.interface._cells import has_groups, once
 
 @case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
-    """After the constructor the base class has the configuration, the role and the KV cache configuration that vLLM passed."""
+    """After construction the base class holds the configuration, the role and the KV cache configuration that
+    vLLM passed.
+    """
     if which == "worker":
         half = WorkerHalf(rig, "P")
         found, config, kv_config = half.construct(), half.config, half.kv_config
@@ -40,15 +42,17 @@ def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
         if (kept := getattr(found, name, None)) is not value:
             raise rig.violation(
                 "",
-                f"the base class of the {which} half has {_short(kept)} as {name}, and vLLM built the connector with {_short(value)}",
-                diagnosis=f"super().__init__(vllm_config, role, kv_cache_config) was not called with what came: {name} differs",
+                f"the base class of the {which} half has {_short(kept)} as {name}, but vLLM built the "
+                f"connector with {_short(value)}",
+                diagnosis=f"the constructor did not pass its arguments to super().__init__ unchanged: {name} "
+                "differs",
             )
     return Evidence(looked_at=len(given), unit="attributes")
 
 
 @case("KV-CLASS-002", applies=once, rig="scheduler")
 def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
-    """Every hook exists, can be called as vLLM calls it, and answers at once: none is a coroutine."""
+    """Every hook exists, can be called as vLLM calls it, and is no coroutine."""
     found, signatures = connector_class(rig), 0
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise rig.violation(
@@ -78,9 +82,10 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
                 called = f"{hook}({', '.join(['_'] * positions + [f'{name}=_' for name in names])})"
                 raise rig.violation(
                     "",
-                    f"vLLM calls {called} on the {'class' if of_class else 'object'}, and {found.__name__} has "
+                    f"vLLM calls {called} on the {'class' if of_class else 'object'}, and {found.__name__} "
+                    "has "
                     f"{hook}({_parameters(method)}): {error}",
-                    diagnosis=f"{hook} does not take what vLLM passes: {error}",
+                    diagnosis=f"{hook} does not accept the arguments that vLLM passes: {error}",
                 ) from None
             signatures += 1
     return Evidence(looked_at=signatures, unit="hooks")
@@ -88,14 +93,17 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
 
 @case("KV-CLASS-003", applies=has_groups, rig="scheduler")
 def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
-    """The hybrid memory allocator is on if the class can finish all groups, and vLLM did not turn it off in silence."""
+    """The hybrid memory allocator is on if the class has request_finished_all_groups: vLLM did not turn it
+    off without a message.
+    """
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))
     if finishes and not hma:
         raise rig.violation(
             "",
-            f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM turned the hybrid memory "
-            f"allocator off without a word, and all layers of {rig.cell.family} share one block table",
+            f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM "
+            "turned the hybrid memory "
+            f"allocator off without a message, and all layers of {rig.cell.family} share one block table",
             diagnosis=f"{found.__name__} does not inherit SupportsHMA",
         )
     side = rig.side("P")
@@ -106,7 +114,8 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     if on != hma or (groups > 1) != hma:
         raise rig.violation(
             "",
-            f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid memory allocator is "
+            f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid "
+            "memory allocator is "
             f"{'on' if on else 'off'} with {groups} KV cache groups",
             diagnosis="the connector changed what vLLM decides about the hybrid memory allocator",
         )
@@ -118,7 +127,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
 
 
 def _parameters(method: Any) -> str:
-    """`self, forward_context, **kwargs`: without annotations."""
+    """Return the parameters of a method without annotations, such as `self, forward_context, **kwargs`."""
     return ", ".join(
         str(p.replace(annotation=inspect.Parameter.empty))
         for p in inspect.signature(method).parameters.values()

@@ -1,4 +1,4 @@
-"""What becomes of KV cache groups that are not part of the state that is transferred."""
+"""KV cache groups that are not transferred."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pytest_kvconform.suite.interface._cells import has_groups
 
 @case("KV-GROUPS-001", applies=has_groups, rig="scheduler")
 def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
-    """With the last group marked as not transferred, none of its blocks stands in what P hands over or in what D is told to load."""
+    """If the last group is marked as not transferred, none of its blocks is in P's params or in the load that
+    D orders.
+    """
     p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))
     prompt = rig.prompt(3 * d.block_size + 5)
     first, second = rig.hand_over(p, d, prompt)
-    step = rig.step_until_matched(d, second)  # to load nothing of such a model is no fault
+    step = rig.step_until_matched(d, second)  # it is no fault to load nothing for such a model
     last, observed = len(d.group_sizes) - 1, 0
     blocks = {
         "P hands over": (
             p.calls_of("request_finished", first)[0].arguments["blocks"],
             integers(p.kv_transfer_params(first)),
         ),
-        "D's workers are told to load": (d.blocks(second), step.block_ids_for(second)),
+        "D orders its workers to load": (d.blocks(second), step.block_ids_for(second)),
     }
     for what, (groups, found) in blocks.items():
         *others, own = (set(group) - {0} for group in groups)
@@ -30,18 +32,21 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
         if wrong := sorted(own & found):
             raise rig.violation(
                 "",
-                f"group {last} is not transferred (enable_kv_transfer=False), and its blocks {wrong[:8]} are among what {what}",
-                diagnosis="block ids of every group are exchanged, and not those of select_transfer_block_ids",
+                f"group {last} is not transferred (enable_kv_transfer=False), and its blocks {wrong[:8]} are "
+                f"among what {what}",
+                diagnosis="the connector exchanges block ids of every group, instead of those of "
+                "select_transfer_block_ids",
             )
     if not observed:
         raise NotApplicable(
-            "neither what P hands over nor the orders for D's workers name a block in a form that can be read"
+            "neither P's params nor the metadata for D's workers name a block in a form that the suite can "
+            "read"
         )
     return Evidence(looked_at=observed, unit="blocks", external_tokens=d.first_external_tokens(second))
 
 
 def _without_last_group(rig: Rig, role: str, index: int) -> Side:
-    """A side whose last KV cache group is not transferred; block ids tell the two apart."""
+    """Build a side whose last KV cache group is not transferred. P and D have different block ids."""
     config = rig.host.vllm_config(role)
     kv_config = rig.host.kv_config(role, config, APART * index + BLOCKS + 1)
     kv_config.kv_cache_groups[-1].enable_kv_transfer = False

@@ -1,4 +1,4 @@
-"""How a connector ends: what is left of it, and whether another one can follow."""
+"""The shutdown of a connector: what it leaves behind, and whether another connector can follow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import once
 
 Left = TypeVar("Left", dict[str, Any], list[int])
-MOMENT_S = 4.0  # that what was told to end may take to do so; times --kv-timeout-scale
+MOMENT_S = 4.0  # that threads and processes may take to end after shutdown(); times --kv-timeout-scale
 
 
 @case("KV-SHUTDOWN-001", applies=once, rig="scheduler")
 def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
-    """After a start and shutdown of both halves there is no thread, listening port or process that was not there before."""
+    """After start and shutdown of both halves there is no thread, listening port or process that was not
+    there before.
+    """
     half = WorkerHalf(rig, "P")
     before = set(threads()), set(listening_sockets(os.getpid()))
     _end(half, half.start())
@@ -44,10 +46,10 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
 
 
 def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
-    """What there still is when everything has had its time to end; empty at once when it has ended."""
+    """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
     deadline = time.monotonic() + rig.patience(MOMENT_S)
     while (found := look()) and time.monotonic() < deadline:
-        gc.collect()  # some things end when the halves are collected
+        gc.collect()  # some things end when the halves are garbage-collected
         time.sleep(0.02)
     return found
 
@@ -65,7 +67,7 @@ def _left(known: set[str], ports: set[str]) -> dict[str, list[Any]]:
     "KV-SHUTDOWN-002", applies=once, variants=lambda cell, matrix: ("started", "half_built"), rig="scheduler"
 )
 def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
-    """shutdown() can be called again, and on halves that were built and never registered."""
+    """shutdown() can be called twice, also on halves that were built but never registered."""
     half = WorkerHalf(rig, "P")
     if which == "started":
         side = half.start()
@@ -78,13 +80,15 @@ def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
         side.call_hook("shutdown")
     _end(half, side)
     del connector
-    gc.collect()  # where a connector ends once more
+    gc.collect()  # where a connector may call shutdown() once more
     return Evidence(looked_at=6, unit="calls of shutdown()")
 
 
 @case("KV-SHUTDOWN-003", applies=once, rig="scheduler")
 def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
-    """The same process starts a second engine on the same port, and holds no more files and memory after it than after the first one."""
+    """The same process starts a second engine on the same port, and holds no more files and memory after it
+    than after the first one.
+    """
     held, ports = Counter[str](), []
     for _engine in range(2):
         half = WorkerHalf(rig, "P")
@@ -100,14 +104,14 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
         raise rig.violation(
             "",
             f"the first engine listened on {ports[0]}, and the second one on {ports[1]}",
-            diagnosis="the port is not given back",
+            diagnosis="shutdown() does not release the port",
         )
     if more := _once_nothing(rig, lambda: dict(_held() - held)):
         reported = ", ".join(f"{number} more {what}" for what, number in more.items())
         raise rig.violation(
             "",
             f"after the second engine's end the process has {reported} than after the first one's",
-            diagnosis=f"each engine leaves {reported}",
+            diagnosis=f"each engine leaves {reported} behind",
         )
     return Evidence(
         looked_at=2,
@@ -117,7 +121,7 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
 
 
 def _held() -> Counter[str]:
-    """What this process has open, by kind: sockets, files by name, shared memory."""
+    """Count what this process has open, by kind: sockets, files, files of shared memory."""
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         try:

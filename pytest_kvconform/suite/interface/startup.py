@@ -1,4 +1,4 @@
-"""How an engine starts, call by call, and what its parts tell one another."""
+"""The start of an engine, call by call, and what the two halves pass to one another."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from pytest_kvconform.rigs.vllm_setup.classes import (
 )
 from pytest_kvconform.suite.interface._cells import each_memory, once
 
-FOREVER_S = 2.0  # a hook of the start that has nothing to wait for and takes longer waits for ever; times --kv-timeout-scale
+# Seconds after which a hook that has nothing to wait for counts as hanging; times --kv-timeout-scale.
+FOREVER_S = 2.0
 
 
 def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
-    """Producer and consumer for the control, else the consumer, which registers no less."""
+    """Variants: both roles for the control family, otherwise D alone, which registers no less than P."""
     return ("P", "D") if once(cell) or matrix != "quick" else ("D",)
 
 
@@ -34,7 +35,9 @@ def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
     rig="scheduler",
 )
 def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
-    """The worker half is built, registered and asked what it publishes before there is a scheduler."""
+    """The worker half is built and registered, and returns its handshake metadata, before there is a
+    scheduler half.
+    """
     half = WorkerHalf(rig, role)
     half.construct()
     half.register_kv_caches(half.allocate_kv_caches())
@@ -45,9 +48,13 @@ def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
 
 @case("KV-ROLE-002", variants=roles, rig="scheduler")
 def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
-    """In a process without process groups, KV memory or a worker half, the scheduler half sees a request through to its end."""
+    """The scheduler half runs a request to its end in a process without process groups, KV memory or a worker
+    half.
+    """
     if has_process_groups() or has_worker_half():
-        raise HarnessError("the process of the case has process groups or a worker half before it began")
+        raise HarnessError(
+            "the process of the case had process groups or a worker half before the case began"
+        )
     on_device = uses_accelerator()
     side = rig.side(role)
     id = side.add(rig.prompt(side.block_size + 3))
@@ -56,20 +63,22 @@ def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
         raise rig.violation(
             "",
             "the scheduler half built a worker half in its own process",
-            diagnosis="the scheduler half plays both roles",
+            diagnosis="the scheduler half does the worker half's work, too",
         )
     if uses_accelerator() and not on_device:
         raise rig.violation(
             "",
-            "the scheduler half took the accelerator into use",
-            diagnosis="the scheduler half touches device memory",
+            "the scheduler half initialized the accelerator",
+            diagnosis="the scheduler half uses device memory",
         )
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"finish": side.results[id].finish or ""})
 
 
 @case("KV-LIFE-001", applies=each_memory, variants=roles, rig="scheduler")
 def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
-    """Worker half, memory, scheduler half, count of reports, published metadata; then two steps in which nothing is computed."""
+    """vLLM's start works in its order: worker half, memory, scheduler half, get_finished_count, handshake
+    metadata. Two steps without requests follow.
+    """
     half = WorkerHalf(rig, role)
     side = half.start()
     count = side.connector.get_finished_count()
@@ -77,7 +86,7 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
         raise rig.violation(
             "",
             f"get_finished_count() returned {count!r}",
-            diagnosis="get_finished_count is neither None nor a count",
+            diagnosis="get_finished_count returns neither None nor a count",
         )
     for _ in range(2):
         reported = half.step_without_tokens(side)
@@ -91,7 +100,9 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
 
 @case("KV-LIFE-002", applies=once, variants=roles, rig="scheduler")
 def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
-    """vLLM's engine_id is left as it is, and every engine_id that a half or a part of it keeps is this one."""
+    """The connector does not change vLLM's engine_id, and every engine_id that a half or a part of it keeps
+    is this one.
+    """
     half = WorkerHalf(rig, role)
     given = half.config.kv_transfer_config.engine_id
     side = half.start()
@@ -103,13 +114,13 @@ def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
             raise rig.violation(
                 "",
                 f"vLLM gave the engine the engine_id {given}, and {place} has {found}",
-                diagnosis=f"{place.partition(chr(39))[0]} goes by an engine_id of its own",
+                diagnosis=f"{place.partition(chr(39))[0]} uses an engine_id of its own",
             )
     return Evidence(looked_at=len(kept), unit="engine ids")
 
 
 def _engine_ids(connector: Any) -> dict[str, str]:
-    """Attribute -> engine_id, of a connector and of the objects of its own that it keeps."""
+    """Return attribute -> engine_id, for a connector and for the objects of its own that it keeps."""
     own = {
         name: value
         for name, value in vars(connector).items()
@@ -126,7 +137,9 @@ def _engine_ids(connector: Any) -> dict[str, str]:
     rig="scheduler",
 )
 def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidence:
-    """The scheduler half takes what was published by no rank, by one, and by two pipeline stages, which it may refuse in a sentence."""
+    """set_xfer_handshake_metadata_pp_aware takes the metadata of no rank, of one, and of two pipeline stages,
+    which it may refuse with an exception.
+    """
     half = WorkerHalf(rig, "P")
     half.construct()
     half.register_kv_caches(half.allocate_kv_caches())
@@ -143,7 +156,7 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
     hook = "set_xfer_handshake_metadata_pp_aware"
     try:
         side.recorder.call(hook, side.connector.set_xfer_handshake_metadata_pp_aware, given)
-    except HookRaised as raised:  # the base class refuses stages, too
+    except HookRaised as raised:  # the base class, too, refuses pipeline stages
         if (
             which != "two_stages"
             or not isinstance(raised.error, ValueError | NotImplementedError)
@@ -157,11 +170,13 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
 
 @case("KV-LIFE-004", applies=once, rig="scheduler")
 def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
-    """A second engine with the port of the first one: the start raises or finds another port, and does not wait for ever."""
+    """A second engine is given the port of the first one: its start raises or uses another port, and does not
+    wait for ever.
+    """
     half = WorkerHalf(rig, "P")
     half.start()
     if not (taken := half.listening_ports()):
-        raise NotApplicable(f"{rig.subject.connector} listens on none of the ports that it was given")
+        raise NotApplicable(f"{rig.subject.connector} listens on none of the ports that the suite configured")
     second, published, reported = half.scheduler_side(), half.handshake_metadata(), list[BaseException]()
 
     def introduce() -> None:
@@ -176,9 +191,10 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
     if thread.is_alive():
         raise rig.violation(
             "",
-            f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port still waits in "
+            f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port "
+            "still waits in "
             f"set_xfer_handshake_metadata after {patience:g} s",
-            diagnosis="the start waits for a listener that could not bind its port, and says nothing",
+            diagnosis="the start waits for a listener that could not bind its port, and raises no error",
         )
     return Evidence(
         looked_at=len(taken),
@@ -191,7 +207,9 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
 @case("KV-WIRE-001", applies=once, variants=roles, rig="scheduler")
 def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
-    """What the worker half publishes, and what it says at the end of a step, are of vLLM's classes and survive pickling."""
+    """Handshake metadata, worker metadata and statistics of the worker half are of vLLM's classes and survive
+    pickling.
+    """
     half = WorkerHalf(rig, role)
     side = half.start()
     step = half.step_without_tokens(side)
@@ -206,14 +224,15 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     given = {hook: (value, kind) for hook, (value, kind) in reported.items() if value is not None}
     if not given:
         raise NotApplicable(
-            f"{rig.subject.connector} publishes no handshake metadata, and a step without requests says nothing"
+            f"{rig.subject.connector} publishes no handshake metadata, and a step without requests returns "
+            "no worker metadata or statistics"
         )
     for hook, (value, kind) in given.items():
         if not isinstance(value, class_named(kind)):
             raise rig.violation(
                 "",
                 f"{hook} returned a {type(value).__name__}, which is no {kind}",
-                diagnosis=f"{hook}: another class",
+                diagnosis=f"{hook} returns an object of another class",
             )
         try:
             pickle.loads(pickle.dumps(value))
@@ -222,7 +241,7 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
             raise rig.violation(
                 "",
                 f"a {type(value).__name__} of {hook} does not survive pickle: {type(error).__name__}: {text}",
-                diagnosis=f"{hook}: what it returns cannot leave the worker's process",
+                diagnosis=f"what {hook} returns cannot leave the worker's process",
             ) from None
     return Evidence(looked_at=len(given), unit="answers", notes=dict.fromkeys(given, "survives"))
 
@@ -231,7 +250,9 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     "KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), rig="scheduler"
 )
 def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
-    """Every layer of the model is registered, beside a name in no group whose tensor is another layer's."""
+    """register_kv_caches accepts every layer of the model, and a name in no group whose tensor is another
+    layer's.
+    """
     half = WorkerHalf(rig, "P")
     half.construct()
     caches = half.allocate_kv_caches()
@@ -253,7 +274,9 @@ def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     rig="scheduler",
 )
 def register_kv_caches_takes_resolved_layout(rig: Rig, layout: str) -> Evidence:
-    """Whatever the connector asked for, it registers memory in the layout that vLLM resolved, and works in a step."""
+    """register_kv_caches accepts memory in the layout that vLLM resolved, whatever the connector asked for,
+    and a step works.
+    """
     half = WorkerHalf(rig, "P", layout=layout)
     side = half.start()
     half.step_without_tokens(side)
