@@ -1,8 +1,8 @@
 """The rules of the contract, in one TOML file a theme. `kvconform explain ID` prints one rule.
 
-A file holds tables `[KV-BYTES-001]` with the keys of `Rule`. The name of the table is the id of the rule. An id is
-never used again for another rule. `clauses.toml` holds no rules but the clauses of vLLM's contract, with the rules
-that test each of them: see `clauses.py`.
+A file holds tables `[KV-BYTES-001]` with the keys of `Rule`. The name of the table is the id of the rule. An
+id is never used again for another rule. `clauses.toml` holds no rules but the clauses of vLLM's contract,
+with the rules that test each of them: see `clauses.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class BadRules(ValueError):
-    """A file of rules cannot be read, which is a defect of this project. The message names the file and the key."""
+    """A file of rules cannot be read, which is a defect of this project. The message names the file and the
+    key.
+    """
 
 
 def load(folder: Path | None = None) -> dict[str, Rule]:

@@ -1,7 +1,8 @@
-"""The clauses of the contract between vLLM 0.32 and a connector, each with the rules that test it or why none does.
+"""The clauses of the contract between vLLM 0.32 and a connector, each with the rules that test it or why none
+does.
 
-A clause is what vLLM's source relies on at one place, so it may be smaller or larger than a rule. `clauses.toml`
-holds tables `[C2]` with the keys of `Clause`. docs/clauses.md is made from it.
+A clause is what vLLM's source relies on at one place, so it may be smaller or larger than a rule.
+`clauses.toml` holds tables `[C2]` with the keys of `Clause`. docs/clauses.md is made from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What cases about peers begin with: a story that was told to its end, and words for what outcome_of of its requests."""
+"""Helpers of cases on the peers rig: a completed scenario, and the outcome of each of its requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT, COMPUTED, REFUSED, WRONG, STUCK = (
     "refused",
     "wrong",
     "stuck",
-)  # what outcome_of of a request
+)  # outcomes of a request
 
 
 def one_rank(cell: Cell) -> bool:
@@ -25,27 +25,28 @@ def one_rank(cell: Cell) -> bool:
 
 
 def observe(bench: Bench, name: str) -> StorySeen:
-    """A story, whatever outcome_of of it. Raises NotApplicable for a store."""
+    """Observe a scenario, whatever its outcome. Raises NotApplicable for a store."""
     has_peers(bench)
     return bench.peers.observe(bench.cell, name)
 
 
 def has_peers(bench: Bench) -> None:
-    """Raises NotApplicable for a store."""
+    """Raise NotApplicable for a store."""
     if is_store(bench):
-        raise NotApplicable("a store has no peers: whoever saved a prompt may be gone")
+        raise NotApplicable("a store has no peers: the engine that saved a prompt may be gone")
 
 
 def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
-    """A story that was told to its end.
+    """Observe a scenario that came to its end.
 
-    Raises Violation if one of the engines `owns` failed, or if P did not come as far as a hand-over; NotApplicable where the connector
-    need not have what the story is about; Blocked if an engine failed that is another case's to judge, or nothing can be said.
+    Raises Violation if one of the engines named in `owns` failed. Raises NotApplicable if the connector need
+    not have what the scenario is about. Raises Blocked if another engine failed, which another case reports,
+    or if the scenario shows nothing.
     """
     observed = observe(bench, name)
     if observed.failed:
         if not observed.begun or observed.broken not in owns.split():
-            raise Blocked(f"an engine had failed in another story: {observed.failed.sentence}")
+            raise Blocked(f"an engine failed in another scenario: {observed.failed.sentence}")
         raise Violation(
             Finding(
                 rule=rule,
@@ -65,14 +66,18 @@ def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
 
 
 def engine(observed: StorySeen, name: str) -> EngineSeen:
-    """What an engine did in all stories. Raises Blocked if it is gone: another case says why."""
+    """Return what an engine did in all scenarios. Raises Blocked if the engine failed: another case reports
+    why.
+    """
     if name not in observed.engines:
-        raise Blocked(f"engine {name} failed in another story, and what it had reported is lost")
+        raise Blocked(f"engine {name} failed in another scenario, and its reports are lost")
     return observed.engines[name]
 
 
 def outcome_of(ended: Ended) -> str:
-    """RIGHT: D was given every byte. COMPUTED: D did it itself. REFUSED: the request ended with an error. Otherwise WRONG or STUCK."""
+    """Return RIGHT if D loaded every byte, COMPUTED if D computed the prompt, REFUSED if the request ended
+    with an error, otherwise WRONG or STUCK.
+    """
     if not ended.finish:
         return STUCK
     if ended.finish == "error":
@@ -80,19 +85,21 @@ def outcome_of(ended: Ended) -> str:
     if not ended.trace.external_tokens or ended.trace.first_computed <= ended.trace.local_tokens:
         return COMPUTED
     if not sum(check.rows_due for check in ended.checks):
-        raise HarnessError("D was given something and no rank looked at what")
+        raise HarnessError("D loaded something, and no rank compared it")
     return WRONG if any(wrong_words(check, "attention") for check in ended.checks) else RIGHT
 
 
 def seconds(ended: Ended) -> float:
-    """How long a request took."""
+    """Return how long a request took."""
     return ended.ended - ended.added
 
 
 def violation(
     rule: str, happened: str, observed: StorySeen, ended: Ended | None = None, diagnosis: str = ""
 ) -> Violation:
-    """A broken rule; with the picture of what stands wrong in D's pool, if a request was given wrong bytes."""
+    """Build the violation of a rule. If a request got wrong bytes, the finding shows them in a picture of D's
+    pool.
+    """
     wrong = next((check for check in (ended.checks if ended else ()) if check.pool.wrong), None)
     return Violation(
         Finding(
@@ -107,10 +114,11 @@ def violation(
 
 
 def check_right(rule: str, observed: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
-    """Rows that D was given. `requests`: name in the story -> how it is called in a sentence. Raises Violation if one is not RIGHT.
+    """Return how many rows D loaded. `requests`: name in the scenario -> its name in a sentence. Raises
+    Violation if a request is not RIGHT.
 
-    A request that ended longer after P's than a lease is may find anything, or be refused for that: then it is Blocked, since it is the
-    machine that is slow.
+    A request that ended more than a lease after P's request may find anything in P's blocks, or may be
+    refused. The machine is too slow then, and the case is Blocked.
     """
     for name, words in requests.items():
         ended = observed.requests[name]
@@ -126,20 +134,21 @@ def check_right(rule: str, observed: StorySeen, lease_s: float, requests: dict[s
 
 
 _WORDS = {
-    COMPUTED: "was computed by D, although P had it",
+    COMPUTED: "was computed by D, although P had computed it",
     REFUSED: "ended with an error",
-    WRONG: "was given wrong bytes",
+    WRONG: "loaded wrong bytes",
     STUCK: "did not end",
 }
 
 
 def _last(observed: StorySeen) -> str:
+    """Return the last exception that an engine logged."""
     role, _, reported = (observed.logged or ("",))[-1].partition(": ")
     return f"{role[:1]} logged {reported}" if reported else ""
 
 
 def evidence(looked_at: int, unit: str, observed: StorySeen, **notes: float | int | str) -> Evidence:
-    """Proof of what was looked at, with the seconds of every request."""
+    """Build the evidence of a scenario, with the seconds of every request."""
     times = {f"{name}_s": round(seconds(ended), 3) for name, ended in observed.requests.items()}
     moved = sum(
         check.bytes_due

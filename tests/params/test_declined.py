@@ -55,7 +55,7 @@ CLEAN = [
         "NothingBehindHits",
         "protocol/prefix_cache_hits",
         "load_starts_after_the_local_hit[3b_b]",
-        "behind a hit D is given nothing, and has computed the rest",
+        "after a hit D loads nothing, and has computed the rest",
         HIT,
         "llama3_1_8b",
     ),

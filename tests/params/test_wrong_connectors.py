@@ -35,7 +35,7 @@ WRONG = [
     # Params.
     Wrong(
         "AnswersStrangers",
-        {r"requests_without_own_params_are_ignored\[[pd]-of_a\w+\]": r"answered \(False, \{'served_by'"},
+        {r"requests_without_own_params_are_ignored\[[pd]-of_a\w+\]": r"returned \(False, \{'served_by'"},
         rules="KV-PARAMS-001",
     ),
     Wrong(
@@ -108,13 +108,13 @@ WRONG = [
     Wrong(
         "SilentWithoutALoad",
         {
-            r"p_is_notified_without_a_load\[dropped\]": r"P keeps 3 blocks for it, and no step's metadata tells"
+            r"p_is_notified_without_a_load\[dropped\]": r"P keeps 3 blocks for it, and no step's metadata orders a notification"
         },
         rules="KV-HIT-001",
     ),
     Wrong(
         "SilentWithoutALoad",
-        {r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata tells P$"},
+        {r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata orders a notification to P$"},
         rules="KV-HIT-001",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -122,14 +122,14 @@ WRONG = [
     Wrong(
         "StopsEarly",
         {
-            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]": r"answered \(5, True\), which ends at 21|ends at \d+$"
+            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]": r"returned \(5, True\), which ends at 21|ends at \d+$"
         },
         rules="KV-HIT-002",
     ),
     Wrong(
         "LeavesStatesOut",
         {
-            r"load_includes_every_state\[(hit|diverged|one_token_left)\]": r"behind 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)"
+            r"load_includes_every_state\[(hit|diverged|one_token_left)\]": r"after 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)"
         },
         rules="KV-HIT-003",
         family="qwen3_5_35b_a3b",
@@ -154,7 +154,7 @@ WRONG = [
     ),
     Wrong(
         "ForgetsTheOthers",
-        {r"abort_leaves_other_requests_alone\[\w+\]": r"which was given 0 tokens, computed 53$"},
+        {r"abort_leaves_other_requests_alone\[\w+\]": r"which loaded 0 tokens, computed 53$"},
         rules="KV-ABORT-001",
     ),
     Wrong(
@@ -172,12 +172,12 @@ WRONG = [
     ),
     Wrong(
         "SilentWithoutALoad",
-        {r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata tells P"},
+        {r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata orders a notification to P"},
         rules="KV-MULTI-001",
     ),
     Wrong(
         "ActsWhenAsked",
-        {r"loads_the_same_as_alone\[unsure_last\]": r"with the neighbour unsure_last 0"},
+        {r"loads_the_same_as_alone\[unsure_last\]": r"beside a fake connector \(unsure_last\) 0"},
         rules="KV-MULTI-001",
     ),
     Wrong(
@@ -216,7 +216,7 @@ WRONG_STORES = [
     ),
     Wrong(
         "CountsQuestions",
-        {r"repeated_lookup_returns_the_same": r"asked four times about one request"},
+        {r"repeated_lookup_returns_the_same": r"called four times for one request"},
         rules="KV-STORE-003",
     ),
 ]

@@ -22,8 +22,8 @@ mistake_of_rank = functools.partial(Wrong, topology="P1D2")
 UNREACHABLE = "unreachable_peer_fails_only_its_request[dead] unreachable_peer_fails_only_its_request[mute]"
 OTHERS = "unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_other_request[mute] unreachable_peer_delays_no_new_peer"
 TOO_LATE = "load_after_the_lease_is_detected[late] load_after_the_lease_is_detected[overtaken]"
-STOOD_THERE = "was given what stood there by then, and ended well"
-HELD_UP = "holds up requests that have nothing to do with it"
+STOOD_THERE = "loaded what P had written there since, and ended without an error"
+HELD_UP = "delays requests that have nothing to do with it"
 WRONG = [
     Wrong("NeverGivesUp", on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline"), scale=SHORT),
     Wrong(
@@ -52,13 +52,13 @@ WRONG = [
         "TakesAnybody",
         on(
             "restarted_peer_is_a_new_engine[stranger]",
-            "what the old engine had was given what nobody can have",
+            "KV of the old engine loaded something that no engine has any more",
         )
         | on(TOO_LATE, STOOD_THERE),
     ),
     Wrong(
         "RemembersAddresses",
-        on("restarted_peer_is_a_new_engine[met]", "for what the new engine has ended with an error"),
+        on("restarted_peer_is_a_new_engine[met]", "for KV of the new engine ended with an error"),
     ),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
     Wrong("LooksBefore", on("load_after_the_lease_is_detected[overtaken]", STOOD_THERE)),
@@ -70,7 +70,7 @@ WRONG = [
     ),
     Wrong(
         "ExpiresEarly",
-        on("expired_lease_frees_blocks", r"back 3\.\d\d s after the request had come, and its lease is 4 s"),
+        on("expired_lease_frees_blocks", r"request 3\.\d\d s after the request had come, and their lease is 4 s"),
     ),
     Wrong(
         "HearsLateReaders",
@@ -81,7 +81,7 @@ WRONG = [
         "NoHeartbeats",
         on(
             "blocks_are_kept_while_d_waits[waiting] blocks_are_kept_while_d_waits[loading]",
-            "does not tell P in time",
+            "does not renew the lease in time",
         ),
     ),
     Wrong("SpeaksWhenScheduled", on("blocks_are_kept_while_d_waits[waiting]", "before it was scheduled")),
@@ -89,7 +89,7 @@ WRONG = [
     Wrong(
         "BelievesEveryMessage",
         on(
-            "listener_survives_garbage_messages", r"has not met before ended with an error\nP logged \w+Error"
+            "listener_survives_garbage_messages", r"a request of a new D ended with an error\nP logged \w+Error"
         ),
     ),
     mistake_of_rank(

@@ -79,7 +79,7 @@ WRONG = [
         "LoadsByBlocks",
         on(
             "update_state_after_alloc_with_zero_tokens_starts_no_load[discarded]",
-            r"told of 0 tokens, and the metadata names blocks \[",
+            r"got 0 tokens, and the metadata names blocks \[",
         ),
         rules="KV-MATCH-007",
     ),
@@ -87,7 +87,7 @@ WRONG = [
         "LoadsTwice",
         on(
             "update_state_after_alloc_with_zero_tokens_starts_no_load[second_call]",
-            r"told of 0 tokens|is ordered in steps",
+            r"got 0 tokens|is ordered in steps",
         ),
         rules="KV-MATCH-007 KV-META-003",
     ),

@@ -1,1 +1,1 @@
-"""Cases that compare every byte of every rank's pool, with the geometry of real models and no model."""
+"""Cases on the byte rig: real geometries, real worker halves, and every byte of every pool compared."""

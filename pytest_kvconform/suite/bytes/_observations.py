@@ -1,4 +1,6 @@
-"""What most cases of the byte rig begin with: a transfer that reached its end, and in which D was given something."""
+"""Observations with which most byte cases begin: a transfer that reached its end, and in which D loaded
+KV.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 
 def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """The observation, whatever became of it."""
+    """Observe a transfer, whatever its outcome."""
     return bench.bytes.observe(bench.cell, transfer, longest(bench.cell, bench.settings.matrix))
 
 
 def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """The observation, if every request came to its end; otherwise Blocked, in one line."""
+    """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     observed = observe(bench, transfer)
     if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
@@ -37,7 +39,7 @@ def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
 
 
 def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """A completed observation of the requests that were requests_owed_kv KV, and in which D was given some for each of them.
+    """Observe a completed transfer: the requests for which D is owed KV, and for each of which D loaded some.
 
     What D computed itself proves nothing about the connector.
     """
@@ -51,34 +53,39 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
             and not r.decode.local_tokens
         ):
             raise HarnessError(
-                f"{transfer}: D computed a prefix by itself and found nothing of it in its own prefix cache"
+                f"{transfer}: D computed a prefix itself, and did not find it in its own prefix cache"
             )
         if r.checks and {check.rank for check in r.checks} != set(range(len(observed.audits[1]))):
             raise HarnessError(
-                f"{transfer}: not every rank of D looked at its pool before the first forward of {r.name}"
+                f"{transfer}: not every rank of D compared its pool before the first forward of {r.name}"
             )
         if is_store(bench) and not r.decode.external_tokens:
             nothing_given(bench, observed, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(
-                f"stands on kv::bytes/handover::d_computes_only_missing_tokens: D was given nothing for {r.name} of {transfer}",
+                "stands on kv::bytes/handover::d_computes_only_missing_tokens: D loaded nothing for "
+                f"{r.name} of {transfer}",
                 refused=True,
             )
     return replace(observed, requests=judged)
 
 
 def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Received, ...]:
-    """The requests but for those of which D was given nothing, and no load could have been right. Raises NotApplicable if none is left."""
+    """Return the requests without those for which D loaded nothing because no load could have been right.
+    Raises NotApplicable if none is left.
+    """
     gone = {r.name: _gone(bench, r) for r in observed.requests if not r.decode.external_tokens}
     left = tuple(r for r in observed.requests if not gone.get(r.name))
     if not left:
-        raise NotApplicable(f"{next(iter(gone.values()))}: it is right to let D compute the prompt")
+        raise NotApplicable(f"{next(iter(gone.values()))}: so it is right that D computes the prompt")
     return left
 
 
 @dataclass(frozen=True)
 class _Gone:
-    """What D's prefix cache holds after a load although P has it no more: tokens [first, end) of layers with a window."""
+    """Tokens [first, end) of layers with a window: D's prefix cache holds them after a load, although P does
+    not have them any more.
+    """
 
     window: int
     first: int
@@ -86,22 +93,25 @@ class _Gone:
 
     def __str__(self) -> str:
         return (
-            f"of layers with a window of {self.window} P has the tokens from {self.end} on, and D's block in which the window begins, "
-            f"which vLLM puts into its prefix cache as a whole, those from {self.first} on"
+            f"of layers with a window of {self.window} P has the tokens from {self.end} on, but D's block in "
+            "which the window begins, which vLLM puts into its prefix cache as a whole, has those from "
+            f"{self.first} on"
         )
 
 
 def _gone(bench: Bench, r: Received) -> _Gone | None:
-    """Where D's blocks are larger than P's: the part of the block in which D's window begins that P has given back.
+    """Return the tokens of the block in which D's window begins that P has freed, if D's blocks are larger
+    than P's.
 
-    vLLM takes the blocks before a window from a request that has ended, and then asks P's connector (v1/core/sched/scheduler.py,
-    _connector_finished). It caches D's block as soon as it is full, at the latest with tokens that D generates.
+    vLLM takes the blocks before a window from a request that has ended, and then calls P's connector
+    (v1/core/sched/scheduler.py, _connector_finished). It caches D's block as soon as the block is full, at
+    the latest with tokens that D generates.
     """
     p, d = (block_size(bench.cell, role) for role in "PD")
     for window in (
         windows(bench.cell) if side_of(bench.cell, "D").prefix_caching and not is_store(bench) else ()
     ):
-        begins = max(0, r.length - window)  # the first token that D looks at when it computes the last one
+        begins = max(0, r.length - window)  # the first token that D reads when it computes the last one
         end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
         if end > first:
             return _Gone(window, first, end)
@@ -122,26 +132,26 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
 
 
 def moved(observed: TransferObservation) -> int:
-    """Bytes that stand in D's pools as P computed them."""
+    """Return how many bytes are in D's pools as P computed them."""
     return sum(check.bytes_due for r in observed.requests for check in r.checks if not check.pool.wrong)
 
 
 def wrong_words(check: Check, kind: str) -> int:
-    """Words of regions of a kind ("attention", "state") that were due and are not right."""
+    """Return how many words of regions of a kind ("attention", "state") were due and are not right."""
     runs = check.pool.runs
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
     words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
     if (
         not words and check.pool.truncated
-    ):  # of very many runs some blocks are kept; the cells of the picture know all
+    ):  # if there are very many runs, only some are kept; the cells of the picture count all
         cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
         words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
     return words
 
 
 def finding(bench: Bench, observed: TransferObservation, r: Received, check: Check, rule: str) -> Finding:
-    """What stands wrong in one rank's pool, said for a person."""
+    """Describe for a person what is wrong in one rank's pool."""
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
     audits = observed.audits[1]
     later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
@@ -153,8 +163,9 @@ def finding(bench: Bench, observed: TransferObservation, r: Received, check: Che
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""
     return Finding(
         rule=rule,
-        happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D was to find the KV of tokens {check.local} to "
-        f"{check.computed - 1} in its pool; the connector had announced {r.decode.external_tokens} tokens{late}",
+        happened=f"{r.name} of {r.length} tokens: rank {check.rank} of D should have the KV of tokens "
+        f"{check.local} to {check.computed - 1} in its pool; the connector had announced "
+        f"{r.decode.external_tokens} tokens{late}",
         differs=f"{count_pool(check.pool)}"
         + (f" (of {len(audits)} ranks; see the report for the others)" if len(audits) > 1 else ""),
         picture=draw_pool(check.pool),

@@ -1,4 +1,6 @@
-"""What is handed over on the byte rig: one transfer is one variant of the cases, and its name the last word of their ids."""
+"""Transfers of the byte rig. One transfer is one variant of the cases, and its name is the last word of their
+ids.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
-BOUNDARIES = {"quick": 2, "full": 3}  # how many block boundaries are visited from both sides
+BOUNDARIES = {"quick": 2, "full": 3}  # block boundaries with prompts on both sides
 LAYOUTS = {
     "quick": 1,
     "full": 2,
-}  # how many times a window begins exactly at a block, from both sides
+}  # times that a window begins exactly at a block, with prompts on both sides
 
 
 def lengths(cell: Cell, matrix: str) -> list[Transfer]:
-    """One prompt of each length that matters: around the boundaries of P's and of D's blocks, and around windows."""
+    """One prompt of each length that matters: around block boundaries of P and of D, and around windows."""
     found = {2}
     short = (
         has_state(cell) and matrix == "quick"
-    )  # states are megabytes a layer: half of the time for two of twenty cells
+    )  # states are megabytes a layer: two of twenty cells would take half of the time
     for size in _blocks(cell):
         for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
             found |= {count * size - 1, count * size, count * size + 1} if not short else {count * size}
@@ -30,16 +32,19 @@ def lengths(cell: Cell, matrix: str) -> list[Transfer]:
         for window in windows(cell):
             found |= {window, window + 1}
             for count in range(1, LAYOUTS[matrix] + 1):
-                # The prompts at which the window of the last token begins with the last token of a block: see model_matrix/prompts.py.
+                # The window of the last token begins with the last token of a block: see
+                # model_matrix/prompts.py.
                 first = window - 1 + count * size
                 found |= {first - 1, first, first + 1}
     return [Transfer(f"n{n}", (Prompt(tokens(n)),)) for n in sorted(found) if n > 1]
 
 
 def situations(cell: Cell, matrix: str) -> list[Transfer]:
-    """Everything around a transfer that is not its length; b is the larger of the block sizes."""
+    """Transfers that are about anything but the length of a prompt. b is the larger one of the block
+    sizes.
+    """
     b, n = max(_blocks(cell)), _long(cell)
-    step = max(n // 3, 16)  # tokens P computes at a time
+    step = max(n // 3, 16)  # tokens that P computes at a time
     less = n - (15 if has_state(cell) else b // 2)
     found = [
         Transfer(
@@ -56,7 +61,9 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def hits(cell: Cell, matrix: str) -> list[Transfer]:
-    """Prefixes that stand in D's own prefix cache: one block, all but the last, and in the full matrix every depth in between."""
+    """Transfers with hits in D's own prefix cache: one block, all but the last block, and in the full matrix
+    every depth in between.
+    """
     b, n = block_size(cell, "D"), _long(cell)
     most = (n - 1) // b
     depths = range(1, most + 1) if matrix != "quick" and most <= 8 else sorted({1, most // 2, most} - {0})
@@ -68,12 +75,14 @@ def hits(cell: Cell, matrix: str) -> list[Transfer]:
 
 @functools.cache
 def transfers(cell: Cell, matrix: str) -> list[Transfer]:
-    """All of them."""
+    """All transfers of a cell."""
     return lengths(cell, matrix) + situations(cell, matrix)
 
 
 def longest(cell: Cell, matrix: str) -> int:
-    """Tokens that the requests of one transfer have at most, what D generates included."""
+    """Return the largest number of tokens that the requests of one transfer have, with the tokens that D
+    generates.
+    """
     return (
         max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix))
         + 16
@@ -86,7 +95,7 @@ def has_window(cell: Cell) -> bool:
 
 
 def windows(cell: Cell) -> list[int]:
-    """Tokens of the sliding windows of a cell's layers, each size once."""
+    """Return the sizes of the sliding windows of a cell's layers, each size once."""
     return sorted(
         {
             kind.window
@@ -97,16 +106,16 @@ def windows(cell: Cell) -> list[int]:
 
 
 def has_state(cell: Cell) -> bool:
-    """Whether a layer keeps a state."""
+    """Whether a layer keeps a recurrent state."""
     return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
 def _blocks(cell: Cell) -> list[int]:
-    """Block sizes of P and D."""
+    """Return the block sizes of P and D."""
     return sorted({block_size(cell, role) for role in "PD"})
 
 
 def _long(cell: Cell) -> int:
-    """A length of several blocks, the last one partly filled. Blocks that hold a state are large."""
+    """Return a length of several blocks, the last one partly filled. Blocks that hold a state are large."""
     b = max(_blocks(cell))
     return b + 37 if has_state(cell) else 3 * b + b // 4 + 3

@@ -1,4 +1,4 @@
-"""A transfer comes to its end, and D takes what it is given."""
+"""A transfer comes to its end, and D loads what P has computed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 
 @case("KV-HANDOVER-001", variants=transfers)
 def completes(bench: Bench, transfer: Transfer) -> Evidence:
-    """Every request ends, no engine dies, hangs or raises, and the connector does not give up."""
+    """Every request ends, no engine dies, hangs or raises, and the connector does not give a load up."""
     observed = observe(bench, transfer)
     check_all_ended(observed, bench.settings.timeout_scale)
     if observed.refused:
         first = next(r for r in observed.requests if r.finish == "error")
         finding = Finding(
             rule="KV-HANDOVER-001",
-            happened=f"D ended {first.name} with an error: the connector gave its load up "
-            f"({observed.prefiller.num_blocks} blocks of {observed.prefiller.block_size} tokens on P, {observed.decoder.num_blocks} of "
-            f"{observed.decoder.block_size} on D)",
+            happened=f"D ended {first.name} with an error: the connector gave up its load "
+            f"({observed.prefiller.num_blocks} blocks of {observed.prefiller.block_size} tokens on P, "
+            f"{observed.decoder.num_blocks} of {observed.decoder.block_size} on D)",
             diagnosis=last_logged_exception(observed)
             or "the connector gives up loads of this pair of engines",
             log=observed.logged,
-            declined="the connector gave the load up, and no word is wrong" if observed.declined else "",
+            declined="the connector gave up the load, and no word is wrong" if observed.declined else "",
         )
         raise Violation(finding)
     return Evidence(looked_at=len(observed.requests), unit="requests", bytes_moved=moved(observed))
 
 
 def _counted(cell: Cell, matrix: str) -> list[Transfer]:
-    """All but one: a request that was preempted on D computes again, by then without the connector."""
+    """All transfers but one: a request that was preempted on D computes again, then without the connector."""
     return [transfer for transfer in transfers(cell, matrix) if transfer.preempt != "D"]
 
 
 @case("KV-HANDOVER-002", variants=_counted)
 def d_computes_only_missing_tokens(bench: Bench, transfer: Transfer) -> Evidence:
-    """D computes what it was not given, and no more."""
+    """D computes only the tokens that it did not load."""
     observed = completed(bench, transfer)
     if is_store(bench):
         return check_store_loads(bench, observed, list(observed.requests), moved(observed))

@@ -1,4 +1,4 @@
-"""Every byte of every rank's pool: what was due has arrived, and nothing else has changed."""
+"""Every byte of every rank's pool: all KV that is due has arrived, and nothing else has changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_kvconform.suite.bytes._transfers import has_state, has_window, trans
 
 @case("KV-BYTES-001", variants=transfers)
 def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
-    """Rows of attention layers that D's next forward reads and that have a block are P's, on every rank."""
+    """Rows of attention layers that D's next forward reads and that have a block equal P's, on every rank."""
     if is_store(bench):
         check_nothing_invented(completed(bench, transfer))
     observed = with_loaded_kv(bench, transfer)
@@ -29,9 +29,11 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
                 raise Violation(
                     Finding(
                         rule="KV-BYTES-001",
-                        happened=f"{r.name} of {r.length} tokens: tokens {intervals(gone[0].tokens)} of {gone[0].layers[0]} and "
-                        f"{len(gone[0].layers) - 1} more layers have no block on rank {check.rank} of D, which was to find them loaded",
-                        diagnosis="the block table of a group without a window has null blocks where KV was promised",
+                        happened=f"{r.name} of {r.length} tokens: tokens {intervals(gone[0].tokens)} of "
+                        f"{gone[0].layers[0]} and {len(gone[0].layers) - 1} more layers have no block on "
+                        f"rank {check.rank} of D, which should find them loaded",
+                        diagnosis="the block table of a group without a window has null blocks for tokens "
+                        "that the connector announced",
                     )
                 )
             if wrong_words(check, "attention"):
@@ -41,7 +43,9 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
 def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
-    """The state from which D goes on is P's after exactly the tokens that D does not compute, on every rank."""
+    """The state with which D continues is P's after exactly the tokens that D does not compute, on every
+    rank.
+    """
     observed = with_loaded_kv(bench, transfer)
     for r in observed.requests:
         for check in r.checks:
@@ -49,8 +53,9 @@ def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
                 raise Violation(
                     Finding(
                         rule="KV-STATE-001",
-                        happened=f"{r.name}: D goes on after {gone[0].tokens[0]} tokens, and {len(gone[0].layers)} layers of group "
-                        f"{gone[0].group} have no block with a state on rank {check.rank}",
+                        happened=f"{r.name}: D continues after {gone[0].tokens[0]} tokens, and "
+                        f"{len(gone[0].layers)} layers of group {gone[0].group} have no block with a state "
+                        f"on rank {check.rank}",
                     )
                 )
             if wrong_words(check, "state"):
@@ -81,7 +86,7 @@ def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-BYTES-002", variants=transfers)
 def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
-    """Nothing of D's pool that was not due has changed, up to the end of the transfer."""
+    """Nothing in D's pool changes but what is due, until the end of the transfer."""
     observed = completed(bench, transfer)
     for check in [check for r in observed.requests for check in r.checks] + list(observed.audits[1]):
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong):
@@ -95,7 +100,7 @@ def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-BYTES-003", variants=transfers)
 def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
-    """Nothing of P's pool has changed but what P computed."""
+    """Nothing in P's pool changes but what P computed."""
     observed = completed(bench, transfer)
     for check in observed.audits[0]:
         if check.pool.wrong:
@@ -108,7 +113,7 @@ def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
-    """What changed in a pool although nothing was due there."""
+    """Describe what changed in a pool although nothing was due there."""
     when = (
         f"when tokens {check.local} to {check.computed - 1} of a request were loaded,"
         if check.request
@@ -116,7 +121,8 @@ def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
     )
     return Finding(
         rule=rule,
-        happened=f"{when} rank {check.rank} of {role} holds bytes that neither {role} computed nor a load was to bring",
+        happened=f"{when} rank {check.rank} of {role} holds bytes that {role} did not compute and that no "
+        "load should write",
         differs=count_pool(check.pool),
         picture=draw_pool(check.pool),
         diagnosis=diagnose_pool(check.pool) if role == "D" else diagnose_source(check.pool),

@@ -1,4 +1,4 @@
-"""Engines come up with the connector for the real geometry of every family."""
+"""Engines start with the connector, for the real geometry of every family."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Cases on two real vLLM engines with tiny models. Each judges what `Bench.observe` saw; none touches an engine itself."""
+"""Cases on two real vLLM engines with tiny models. Each case judges an observation of the engine bench; none
+calls an engine itself.
+"""

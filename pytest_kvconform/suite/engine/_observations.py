@@ -1,4 +1,4 @@
-"""What most engine cases begin with: an observation of a hand-over that reached its end."""
+"""Observations with which most engine cases begin: a hand-over that reached its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pytest_kvconform.rigs.scenario import Scenario
 
 
 def moved(observed: Observation) -> int:
-    """Bytes that stand in D's cache, equal P's, and were not computed by D."""
+    """Return how many bytes in D's cache equal P's and were not computed by D."""
     return sum(
         r.rows.compared_bytes
         for r in observed.requests
@@ -18,10 +18,10 @@ def moved(observed: Observation) -> int:
 
 
 def completed(bench: Bench, scenario: Scenario) -> Observation:
-    """The observation, if every request of the scenario came to its end; otherwise Blocked, in one line."""
+    """Observe a scenario in which every request came to its end. Otherwise raises Blocked."""
     observed = bench.engine.observe(bench.cell, scenario)
     if observed.failed or observed.stuck:
         raise Blocked(
             f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]"
-        )  # which died or hung: no clean refusal
+        )  # an engine died or hung, which is no clean refusal
     return observed

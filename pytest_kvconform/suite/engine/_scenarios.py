@@ -1,4 +1,6 @@
-"""What is handed over: one scenario is one variant of the engine cases, and its name the last word of their ids."""
+"""Scenarios of the engine rig. One scenario is one variant of the cases, and its name is the last word of
+their ids.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def lengths(cell: Cell, matrix: str) -> list[Scenario]:
 
 
 def situations(cell: Cell, matrix: str) -> list[Scenario]:
-    """Everything around a hand-over that is not its length; b is the block size."""
+    """Scenarios that are about anything but the length of a prompt. b is the block size."""
     b, s = _block(cell), _short(cell)
     return [
         Scenario(
@@ -40,12 +42,12 @@ def _block(cell: Cell) -> int:
 
 
 def _short(cell: Cell) -> int:
-    """A short prefix in blocks."""
+    """Return the length of a short prefix in blocks."""
     return 1 if has_state(cell) else 2
 
 
 def aborts(cell: Cell, matrix: str) -> list[Scenario]:
-    """A request that ends before its time, on either side."""
+    """Scenarios in which a request is aborted, on either side."""
     b = _block(cell)
     prompt = (Prompt(tokens(2 * _short(cell) * b + b + 3)),)
     return [
@@ -61,7 +63,7 @@ def handovers(cell: Cell, matrix: str) -> list[Scenario]:
 
 
 def transfers(cell: Cell, matrix: str) -> list[Scenario]:
-    """Hand-overs in which KV must move."""
+    """Scenarios in which KV must move."""
     return [scenario for scenario in handovers(cell, matrix) if scenario.due]
 
 

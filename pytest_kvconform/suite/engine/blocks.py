@@ -1,4 +1,4 @@
-"""When a request has ended, nothing of it is left in either engine."""
+"""Blocks after a request has ended: both engines have freed everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_kvconform.suite.engine._scenarios import everything
 
 @case("KV-BLOCKS-001", variants=everything)
 def all_blocks_are_freed(bench: Bench, scenario: Scenario) -> Evidence:
-    """Blocks of every group and requests are free again within seconds, not when a lease runs out."""
+    """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease."""
     observed = completed(bench, scenario)
     assert observed.usage is not None
     return check_all_freed(observed.usage, bench.settings.timeout_scale, moved(observed), observed.released_s)

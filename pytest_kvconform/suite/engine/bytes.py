@@ -1,4 +1,6 @@
-"""Every byte of KV that D's next forward reads is P's. What D's cache holds is read before that forward, in logical coordinates."""
+"""Every byte of KV that D's next forward reads is P's. The rig reads D's cache before that forward, in
+logical coordinates.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from pytest_kvconform.suite.engine._scenarios import has_state, has_window, tran
 
 
 def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
-    """An observation in which D was given KV for every request. Bytes that D computed itself prove nothing about the connector."""
+    """Observe a scenario in which D loaded KV for every request. What D computed itself proves nothing about
+    the connector.
+    """
     observed = completed(bench, scenario)
     for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
-            on = f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D was given nothing for {r.name}"
+            on = (
+                f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
+                f"loaded nothing for {r.name}"
+            )
             raise Blocked(on, refused=True)
     return observed
 
@@ -35,8 +42,8 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
             raise Violation(
                 Finding(
                     rule="KV-BYTES-001",
-                    happened=f"{r.name}: D was to find the KV of {r.decode.first_computed} tokens in its cache; the connector "
-                    f"had announced {r.decode.external_tokens} of them",
+                    happened=f"{r.name}: D should have the KV of {r.decode.first_computed} tokens in its "
+                    f"cache; the connector had announced {r.decode.external_tokens} of them",
                     differs=count_rows(r.rows),
                     picture=draw_rows(r.rows),
                     diagnosis=diagnose_rows(r.rows),
@@ -53,7 +60,9 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
-    """Every token of every window that D's next forward reads has a block on D: none of them lies on the null block."""
+    """Every token of every window that D's next forward reads has a block on D: none of them lies on the null
+    block.
+    """
     observed = _with_loaded_kv(bench, scenario)
     looked_at = 0
     for r in observed.requests:
@@ -80,22 +89,25 @@ def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
 def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
-    """The recurrent state from which D goes on is P's, after exactly the tokens that D does not compute."""
+    """The recurrent state with which D continues is P's, after exactly the tokens that D does not compute."""
     observed = _with_loaded_kv(bench, scenario)
     for r in observed.requests:
         if not r.decode.asynchronous:
             raise Blocked(
-                "a synchronous load puts the state in place inside the step that uses it, where this suite cannot look yet"
+                "a synchronous load writes the state inside the step that uses it, where the suite cannot "
+                "read it yet"
             )
         stands, goes_on = r.state_tokens
         if stands != goes_on:
             raise Violation(
                 Finding(
                     rule="KV-STATE-001",
-                    happened=f"{r.name}: P's state stands after {stands} tokens, and D goes on at token {goes_on}",
-                    diagnosis=f"D runs {stands - goes_on:+d} tokens through a state that has seen them already"
+                    happened=f"{r.name}: P's state is the one after {stands} tokens, and D continues at "
+                    f"token {goes_on}",
+                    diagnosis=f"D runs {stands - goes_on:+d} tokens through a state that includes them "
+                    "already"
                     if stands > goes_on
-                    else "D skips tokens that the state has not seen",
+                    else "D skips tokens that the state does not include",
                 )
             )
         if r.state_wrong:
@@ -104,7 +116,8 @@ def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
             raise Violation(
                 Finding(
                     rule="KV-STATE-001",
-                    happened=f"{r.name}: the state of {len(layers)} layers differs from P's, first in {layers[0]}",
+                    happened=f"{r.name}: the state of {len(layers)} layers differs from P's, first in "
+                    f"{layers[0]}",
                     differs="; ".join(
                         f"{segment}: {wrong} of {total} channels"
                         for layer, segment, _, wrong, total in r.state_wrong
@@ -122,7 +135,7 @@ def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-BYTES-002", variants=transfers)
 def unowned_blocks_are_unchanged(bench: Bench, scenario: Scenario) -> Evidence:
-    """Blocks that belong to nobody stay as they were, the null block among them."""
+    """Blocks that belong to no request do not change, the null block included."""
     observed = _with_loaded_kv(bench, scenario)
     for r in observed.requests:
         if r.changed_blocks:
@@ -136,7 +149,7 @@ def unowned_blocks_are_unchanged(bench: Bench, scenario: Scenario) -> Evidence:
                     rule="KV-BYTES-002",
                     happened=f"while {r.name} was loaded, blocks {intervals(r.changed_blocks)} of D changed, "
                     f"which belong to no request{null}",
-                    diagnosis="the connector wrote outside the blocks it was given",
+                    diagnosis="the connector wrote outside the blocks of the request",
                 )
             )
     return Evidence(looked_at=observed.decoder.num_blocks, unit="blocks", bytes_moved=moved(observed))

@@ -1,4 +1,4 @@
-"""A hand-over comes to its end, and D takes what it is given."""
+"""A hand-over comes to its end, and D loads what P has computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
         if r.got and (r.got.finish != "length" or len(r.got.tokens) != scenario.max_tokens)
     ]
     if wrong:
-        happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were asked for"
+        happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were requested"
         ended = [r for r in observed.requests if r.got and r.got.finish == "error"]
         clean = len(ended) == len(wrong) and not any(r.rows and r.rows.wrong for r in ended)
         finding = Finding(
@@ -40,6 +40,8 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-HANDOVER-002", variants=transfers)
 def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence:
-    """D computes what it was not given, and no more: counted in the scheduler's own output, not in what the connector says."""
+    """D computes only the tokens that it did not load: counted in the scheduler's own output, not in the
+    connector's answers.
+    """
     observed = completed(bench, scenario)
     return check_recomputed_tokens(observed.requests, observed.decoder.block_size, moved(observed))

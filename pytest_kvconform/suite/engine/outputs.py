@@ -1,4 +1,4 @@
-"""What D says is what it would say after a perfect hand-over."""
+"""D's output equals its output after a perfect hand-over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pytest_kvconform.suite.engine._scenarios import handovers
 
 @case("KV-OUTPUT-001", variants=handovers)
 def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
-    """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies the KV."""
+    """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies
+    the KV.
+    """
     observed = completed(bench, scenario)
     worst = 0.0
     for r in observed.requests:

@@ -1,4 +1,4 @@
-"""An engine that is shut down takes everything of the connector with it."""
+"""The shutdown of an engine ends every part of the connector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pytest_kvconform.suite.engine._scenarios import situations
 
 @case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
 def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evidence:
-    """After a hand-over and a shutdown there is no thread, listening port or process that was not there before the connector was."""
+    """After a hand-over and a shutdown there is no thread, listening port or process that was not there
+    before the connector.
+    """
     observed = completed(bench, scenario)
     try:
         ends = bench.engine.leftovers(bench.cell)
@@ -45,7 +47,7 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
                 Finding(
                     rule="KV-SHUTDOWN-001",
                     happened=f"after shutdown {role} still has {' and '.join(reported)}",
-                    diagnosis="shutdown() does not end what the constructor or register_kv_caches began",
+                    diagnosis="shutdown() does not end what the constructor or register_kv_caches started",
                     signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in reported)}",
                 )
             )

@@ -1,4 +1,4 @@
-"""Engines come up with the connector that was asked for."""
+"""Engines start with the connector under test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def engines_start(bench: Bench, _: None) -> Evidence:
 
 @case("KV-START-002", applies=lambda cell: has_window(cell) or has_state(cell))
 def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
-    """The hybrid memory allocator stays on: vLLM turns it off in silence for a class that does not inherit SupportsHMA."""
+    """The hybrid memory allocator stays on: vLLM turns it off without a message for a class that does not
+    inherit SupportsHMA.
+    """
     try:
         facts = bench.engine.facts_of_engines(bench.cell)
     except EngineFailed as failed:
@@ -49,15 +51,17 @@ def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
             raise Violation(
                 Finding(
                     rule="KV-START-002",
-                    happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory allocator is "
-                    f"{'on' if engine.hma else 'off'}; this family has layers of several kinds",
-                    diagnosis=f"{bench.facts.name} {'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA",
+                    happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory "
+                    f"allocator is {'on' if engine.hma else 'off'}; this family has layers of several kinds",
+                    diagnosis=f"{bench.facts.name} "
+                    f"{'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA",
                 )
             )
     return Evidence(looked_at=sum(len(engine.groups) for engine in facts), unit="groups")
 
 
 def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
+    """Build the Blocked of a case whose engines did not start."""
     from pytest_kvconform.result import Blocked
 
     return Blocked(

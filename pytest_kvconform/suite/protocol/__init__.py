@@ -1,1 +1,3 @@
-"""Cases that drive a connector's scheduler half with vLLM's real scheduler and no worker, and its worker half beside pattern engines."""
+"""Cases that run a connector's scheduler half with vLLM's real scheduler and no worker, or its worker half on
+the peers rig.
+"""

@@ -1,4 +1,6 @@
-"""What token_count cases begin with."""
+"""Scenarios with which cases on the scheduler rig begin: prompts, ends of requests, mixed requests and
+notifications of P.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,25 @@ _LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
 
 
 def lengths(cell: Cell, matrix: str) -> list[str]:
-    """One token, and both sides of the boundaries of blocks."""
+    """Lengths of one token, and on both sides of block boundaries. They are in blocks, since the scheduler
+    sets the block size.
+    """
     short = ["1", "2", "b-1", "b", "b+1", "2b"]
     return short if matrix == "quick" else [*short, "2b-1", "2b+1", "3b-1", "3b", "3b+1"]
 
 
 def token_count(length: str, block: int) -> int:
-    """Number of tokens: token_count("2b+1", 16) is 33."""
+    """Return the number of tokens of a length: token_count("2b+1", 16) is 33."""
     match = _LENGTH.fullmatch(length)
     assert match is not None, length
     times = 0 if match["times"] is None else int(match["times"] or 1)
     return times * block + int(match["rest"] or 0)
 
 
-PROMPT = "3b+5"  # token_count blocks, the last one partly filled
+PROMPT = "3b+5"  # several blocks, the last one partly filled
 
-# Who, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and plain ones carry no params.
+# Whose request, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and
+# plain requests carry no params.
 PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-running", "p-error-running")
 DECODES = (
     "d-length",
@@ -49,44 +54,51 @@ STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
 def needs_hand_over(rig: Rig) -> None:
-    """Raise NotApplicable for a store: it hands nothing from one engine to another."""
+    """Raise NotApplicable for a store, which hands nothing from one engine to another."""
     if rig.subject.profile == "store":
         raise NotApplicable(
-            f"{rig.subject.connector} is a store, and hands no request from one engine to another"
+            f"{rig.subject.connector} is a store: it hands no request from one engine to another"
         )
 
 
 def needs_metadata_of_loads_only(rig: Rig) -> None:
-    """Raise NotApplicable if metadata names blocks of requests that load nothing: to save them, say. A load cannot be told from that."""
+    """Raise NotApplicable if the metadata also names blocks of requests that load nothing, for example to
+    save them. A load cannot be recognized then.
+    """
     d = rig.side("D")
     d.add(rig.prompt(token_count(PROMPT, d.block_size)), max_tokens=3)
     if any(
         map(d.owns_block, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))
     ):
         raise NotApplicable(
-            "the metadata names the blocks of a request that loads nothing, too: a load cannot be told from that"
+            "the metadata also names the blocks of a request that loads nothing, so a load cannot be "
+            "recognized"
         )
 
 
 def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
-    """Every variant where there is one KV cache group, and in the full matrix. In quick, models of token_count groups have the first alone."""
+    """Variants for every cell; in the quick matrix, models of several KV cache groups have the first variant
+    alone.
+    """
     return lambda cell, matrix: variants if matrix != "quick" or one_group(cell) else variants[:1]
 
 
 def endings(cell: Cell, matrix: str) -> tuple[str, ...]:
-    """Every ending, where what is checked may be right at one and wrong at another; some in the quick matrix."""
+    """Variants: every way to end a request. The quick matrix has a few of them."""
     return ENDINGS if matrix != "quick" else FEW if one_group(cell) else FEW[:2]
 
 
 def one_group(cell: Cell) -> bool:
-    """Whether every layer has the same KV cache: a model with one KV cache group."""
+    """Whether every layer has the same kind of KV cache, so that the model has one KV cache group."""
     return not any(
         isinstance(kind, (SlidingWindow, State)) for kind in load_geometries()[cell.family].kinds.values()
     )
 
 
 def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
-    """Bring one request to an end. Returns its side, its id, and all sides; what is kept is kept, what loads still loads."""
+    """Bring one request to its end. Returns its side, its id, and all sides. Blocks that are kept stay kept,
+    and loads stay under way.
+    """
     who, how, state = [*ending.split("-"), ""][:3]
     p = rig.side("P")
     sides: tuple[Side, ...]
@@ -125,8 +137,9 @@ def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
 
 
 def run_mixed_requests(rig: Rig, role: str) -> Side:
-    """Requests of every kind at once on a side of this role: one has a prefix in the prefix cache, one is preempted, one is aborted, and
-    prompts are computed in chunks; on D two are handed over. Returns the side, on which all have ended.
+    """Run requests of every kind at once on a side of this role. One has a prefix in the prefix cache, one is
+    preempted, one is aborted, and prompts are computed in chunks; on D two are handed over. Returns the side,
+    on which all requests have ended.
     """
     p = side = rig.side("P")
     if role == "D":
@@ -151,33 +164,41 @@ def run_mixed_requests(rig: Rig, role: str) -> Side:
 
 
 def report_all(*sides: Side) -> None:
-    """Let the workers report everything that is still kept: loads of cancelled requests as received, the others as sent."""
+    """Let the workers report everything that is still kept: loads of aborted requests as received, the others
+    as sent.
+    """
     for side in sides:
         loading = [id for id in side.delayed_free_requests() if side.finished_while_loading(id)]
         side.step(received=loading, sent=[id for id in side.delayed_free_requests() if id not in loading])
 
 
-SHORTEST = 8  # of a word that can stand for one engine or one request
+SHORTEST = 8  # word that can identify one engine or one request
 SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
 
 
 def identifiers(params: dict[str, Any]) -> frozenset[str]:
-    """What of P's params can be found again: ids of its engine and of its request."""
+    """Return the words of P's params that can be recognized in metadata: the ids of its engine and its
+    request.
+    """
     return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
 
 
 def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
-    """Where in the metadata of these steps P's words stand."""
+    """Return where in the metadata of these steps the identifiers are."""
     return frozenset(place for step in steps for name in names for place in mentions(step.metadata, name))
 
 
 def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
-    """Where P's words stand as long as D has no block for the request: renewals of a lease, for one. The engine is of no use afterwards."""
+    """Return where P's identifiers are as long as D has no block for the request, for example in renewals of
+    a lease. The side cannot be used afterwards.
+    """
     d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)
     return places([d.step() for _ in range(2)], identifiers(params))
 
 
 def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
-    """Whether some step of D says of P's request what no step says while it waits."""
+    """Whether some step of D has P's identifiers in a place where they are not while the request waits. How a
+    connector notifies P is its own choice, but then P's request is in the metadata in a new place.
+    """
     return not places(d.steps, identifiers(params)) <= waiting

@@ -1,4 +1,4 @@
-"""Requests of D that end from outside, in every state in which they can be; and what P learns of it."""
+"""Aborts of D's requests, in every state in which they can be, and what P is notified of."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running",
 
 @case("KV-ABORT-001", variants=first_in_quick(*STATES), rig="scheduler")
 def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
-    """One of two requests of D is aborted: the other one loads and ends as ever, the report of the first may come late, nothing is left."""
+    """D aborts one of two requests. The other one loads and ends as without the abort, the report of the
+    first load may come late, and nothing is left.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")
     prompts = [rig.prompt(token_count(PROMPT, d.block_size), seed=seed) for seed in range(2)]
@@ -40,7 +42,7 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     if loading:
         if id not in d.delayed_free_requests():
             raise rig.violation("", f"the load of {id} was not reported, and its blocks are free")
-        d.step(received=[id])  # late: the other request has come and gone
+        d.step(received=[id])  # late: the other request has come and ended
     computed, given = d.locally_computed_tokens(other), d.first_external_tokens(other)
     if (
         d.results[other].finish != "length"
@@ -49,7 +51,7 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     ):
         raise rig.violation(
             "",
-            f"{id} was aborted while {state}, and {other}, which was given {given} tokens, computed {computed}",
+            f"{id} was aborted while {state}, and {other}, which loaded {given} tokens, computed {computed}",
         )
     p.step(sent=p.delayed_free_requests())
     rig.require_no_leaks(p, d)
@@ -57,7 +59,9 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
 
 
 def _bring(d: Side, id: str, state: str) -> None:
-    """Bring a request of D into a state: asked: no block is free; begun: it is parked; loading: some steps later; loaded: reported."""
+    """Bring a request of D into a state. asked: no block is free; begun: it waits for remote KV; loading:
+    some steps later; loaded: its load was reported.
+    """
     if state == "waiting":
         return
     if state == "asked":
@@ -80,7 +84,7 @@ def _bring(d: Side, id: str, state: str) -> None:
 
 @case("KV-ABORT-002", variants=first_in_quick("waiting", "asked"), rig="scheduler")
 def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
-    """D gives a request up before it had a block: P, which keeps blocks for it, is told."""
+    """D aborts a request before it had a block: D notifies P, which keeps blocks for it."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
@@ -97,8 +101,9 @@ def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
-            f"D gave a request up while it was {state}; P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",
-            diagnosis="request_finished of a request that was never scheduled is not taken for the end of the hand-over",
+            f"D aborted a request while it was {state}; P keeps {p.free_blocks_at_start - p.free_blocks()} "
+            "blocks for it, and no step's metadata orders a notification to P",
+            diagnosis="request_finished of a request that was never scheduled does not end the hand-over",
         )
     p.run(sent=True)
     rig.require_no_leaks(p, d)

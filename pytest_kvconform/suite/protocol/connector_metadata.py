@@ -1,4 +1,4 @@
-"""What a connector tells its workers, step by step."""
+"""build_connector_meta: the metadata that a connector sends to its workers in each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
 
 @case("KV-META-001", variants=_situations, rig="scheduler")
 def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
-    """The metadata of every step is a KVConnectorMetadata and survives pickle, of empty steps, too. The recorder judges each."""
+    """In every step build_connector_meta returns a KVConnectorMetadata that survives pickle, also in empty
+    steps. The recorder checks each.
+    """
     if situation == "empty":
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
     else:
@@ -40,7 +42,7 @@ def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
 
 @case("KV-META-002", variants=first_in_quick("P", "D"), rig="scheduler")
 def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) -> Evidence:
-    """What the scheduler has decided is the same before and after the metadata is built. The recorder compares every field."""
+    """build_connector_meta does not change the scheduler's output. The recorder compares every field."""
     side = run_mixed_requests(rig, role)
     reported = [
         name
@@ -49,14 +51,14 @@ def build_connector_meta_leaves_scheduler_output_unchanged(rig: Rig, role: str) 
     ]
     if reported:
         raise HarnessError(
-            f"no step of {side.name} had any request that was {reported[0]}, so nothing could be changed there"
+            f"no step of {side.name} had a request that was {reported[0]}, so nothing could be changed there"
         )
     return Evidence(looked_at=len(side.calls_of(BUILT)), unit="steps")
 
 
 @case("KV-META-003", variants=first_in_quick("hit", "no_hit", "one_token"), rig="scheduler")
 def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
-    """The blocks that a load is to fill stand in the metadata of one step."""
+    """The blocks that a load fills are in the metadata of one step only."""
     needs_hand_over(rig)
     needs_metadata_of_loads_only(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -69,24 +71,27 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     d.run()
     steps = [step.number for step in d.steps if any(map(d.owns_block, step.block_ids_for(second)))]
     if not steps:
-        raise NotApplicable("the metadata names no block in a form that can be read")
+        raise NotApplicable("the metadata names no block in a form that the suite can read")
     if len(steps) > 1:
         raise rig.violation(
-            "", f"the load of {second} is ordered in steps {steps}: what is told once must not be told again"
+            "", f"the load of {second} is ordered in steps {steps}: a load must be ordered once"
         )
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
 @case("KV-META-003", variants=endings, rig="scheduler")
 def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
-    """After its end a request is in the metadata of one step at most: to be sent, to be given up, to be told to P."""
+    """After its end a request is in the metadata of one step at most: to be sent, to be given up, or to
+    notify P.
+    """
     side, id, sides = run_to_end(rig, ending)
     last = len(side.steps)
     told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
     if len(told) > 1:
         raise rig.violation(
             "",
-            f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of a step is not reset",
+            f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of "
+            "a step is not reset",
         )
     report_all(*sides)
     return Evidence(looked_at=4, unit="steps")
@@ -94,7 +99,7 @@ def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-META-003", rig="scheduler")
 def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
-    """Built a second time for a step in which nothing happens, the metadata mentions nobody."""
+    """The metadata of a second step in which nothing happens mentions no request."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     first, second = rig.hand_over_and_load(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
@@ -103,14 +108,17 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
         if (again := side.step()).mentions(id):
             raise rig.violation(
                 "",
-                f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions {id}",
+                f"nothing happened in step {again.number} of {side.name}, and its metadata still mentions "
+                f"{id}",
             )
     return Evidence(looked_at=2, unit="steps")
 
 
 @case("KV-META-004", variants=first_in_quick("prefill", "decode"), rig="scheduler")
 def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
-    """Workers may still read the orders of a step when the next ones are made: what was ordered stays as it was."""
+    """The metadata of a step does not change afterwards: workers may still read it when the next step is
+    made.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompts = [rig.prompt(token_count(PROMPT, d.block_size), seed=seed) for seed in range(2)]
@@ -127,15 +135,18 @@ def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
         if now != then:
             raise rig.violation(
                 "",
-                f"the metadata of step {step.number} named {', '.join(then)} and names {', '.join(now) or 'nothing'} now",
+                f"the metadata of step {step.number} named {', '.join(then)} and names "
+                f"{', '.join(now) or 'nothing'} now",
             )
     if not looked:
-        raise NotApplicable("the metadata names neither blocks nor requests in a form that can be read")
+        raise NotApplicable(
+            "the metadata names neither blocks nor requests in a form that the suite can read"
+        )
     return Evidence(looked_at=looked, unit="names")
 
 
 def _named(side: Side, metadata: object) -> list[str]:
-    """Blocks of a side, and its requests, that stand in metadata."""
+    """Return the blocks and requests of a side that are in the metadata."""
     values = [value for _, value in walk(metadata)]
     blocks = sorted({value for value in values if isinstance(value, int) and side.owns_block(value)})
     return [

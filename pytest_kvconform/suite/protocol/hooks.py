@@ -1,7 +1,7 @@
-"""No hook of a connector ends the engine, whatever happens to requests.
+"""Hooks of the scheduler half never end the engine, whatever happens to requests.
 
-The three rules are judged in every case of the scheduler rig: the recorder names the one that is broken, whatever the case is about. The
-cases here are the situations in which each is most likely to be.
+The recorder checks the three rules in every case of the scheduler rig, and names the rule that is broken. The
+cases here are the situations in which each rule is most likely to be broken.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 
-SOON_S = (
-    1.0  # a hook takes microseconds, and the whole engine stands still for as long; times --kv-timeout-scale
-)
+SOON_S = 1.0  # a hook takes microseconds, and the engine waits for it; times --kv-timeout-scale
 SILENT = 20  # steps in which no worker reports anything
 
 
 @case("KV-HOOK-001", variants=endings, rig="scheduler")
 def no_hook_raises(rig: Rig, ending: str) -> Evidence:
-    """From its arrival to the end of a request no hook raises."""
+    """No hook raises between the arrival of a request and its end."""
     _, _, sides = run_to_end(rig, ending)
     report_all(*sides)
     for side in sides:
@@ -40,7 +38,9 @@ def no_hook_raises(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-HOOK-002", variants=first_in_quick("loading", "kept"), rig="scheduler")
 def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
-    """While a load, or the blocks of an end, wait for workers that report nothing, every hook comes back soon, and others go on."""
+    """While a load, or kept blocks, wait for workers that report nothing, every hook returns soon and other
+    requests go on.
+    """
     p = side = rig.side("P")
     if what == "loading":
         needs_hand_over(rig)
@@ -58,22 +58,25 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     if other not in side.results:
         raise rig.violation(
             "",
-            f"nobody reports what is {what}, and {SILENT} steps later another request is {side.status(other)}",
+            f"nobody reports what is {what}, and {SILENT} steps later another request is "
+            f"{side.status(other)}",
         )
     late = [call for call in side.calls if call.seconds > rig.patience(SOON_S)]
     for first, again in itertools.combinations(late, 2):
-        if first.hook == again.hook:  # a machine may stand still for a second, but hardly twice in one hook
+        if first.hook == again.hook:  # a machine may stop for a second, but hardly twice in one hook
             took, where = (
                 f"{first.seconds:.1f} s and {again.seconds:.1f} s",
                 f"steps {first.step} and {again.step} of {side.name}",
             )
-            raise rig.violation("", f"{first.hook} took {took} in {where}, and the engine with it")
+            raise rig.violation("", f"{first.hook} took {took} in {where}, and the engine waited for it")
     longest = max(call.seconds for call in side.calls)
     return Evidence(looked_at=len(side.calls), unit="calls", notes={"longest_s": round(longest, 4)})
 
 
 @case("KV-HOOK-003", variants=first_in_quick("P", "D"), rig="scheduler")
 def scheduler_assertions_hold(rig: Rig, role: str) -> Evidence:
-    """With requests of every kind at once, what the connector answers and does never makes vLLM's own assertions fail."""
+    """With requests of every kind at once, no answer and no act of the connector makes vLLM's own assertions
+    fail.
+    """
     side = run_mixed_requests(rig, role)
     return Evidence(looked_at=len(side.steps), unit="steps", notes={"calls": len(side.calls)})

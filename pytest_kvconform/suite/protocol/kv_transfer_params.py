@@ -1,4 +1,6 @@
-"""kv_transfer_params: whom they concern, what they need to hold, and what becomes of a request whose params lead nowhere."""
+"""kv_transfer_params: whose requests they concern, what they must hold, and what happens to a request with
+unusable params.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ STRANGE: dict[str, dict[str, Any] | None] = {
         "lmcache.skip_save": True,
     },
 }
-LONG = 80  # tokens: more than the few for which a connector may find a transfer not worth while
+LONG = 80  # tokens: more than the few for which a connector may not start a transfer
 
 
 def _one_rank(cell: Cell) -> bool:
-    """What params say does not depend on the number of ranks."""
+    """Whether P and D have one rank each: params do not depend on the number of ranks."""
     return cell.topology == "P1D1"
 
 
@@ -39,12 +41,12 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
     )
 
 
-# ---- requests that are none of its business ----------------------------------------------------------------------------------
+# ---- requests of others ------------------------------------------------------------------------------------
 
 
 @case("KV-PARAMS-001", variants=_strangers, rig="scheduler")
 def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
-    """Of a request without params, or with keys of somebody else, the connector takes no notice."""
+    """The connector ignores a request without params, or with keys of others only."""
     needs_hand_over(rig)
     role, _, which = who.partition("-")
     side = rig.side(role.upper())
@@ -54,7 +56,7 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
     if wrong:
         raise rig.violation(
-            "", f"for a request with the params {STRANGE[which]} the connector answered {wrong[0]}"
+            "", f"for a request with the params {STRANGE[which]} the connector returned {wrong[0]}"
         )
     if named := [step.number for step in side.steps if step.mentions(id)]:
         raise rig.violation(
@@ -64,12 +66,14 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     return Evidence(looked_at=len(side.steps), unit="steps")
 
 
-# ---- what a hand-over needs --------------------------------------------------------------------------------------------------
+# ---- what a hand-over needs --------------------------------------------------------------------------------
 
 
 @case("KV-PARAMS-003", applies=_one_rank, rig="scheduler")
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
-    """The one key that asks for a hand-over is enough: P answers as if the others, which are null or false, were there."""
+    """The one key that asks for a hand-over is enough: P answers as if the other keys, which are null or
+    false, were there.
+    """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
     whole, few = rig.prefill_params(), {key: value for key, value in rig.prefill_params().items() if value}
@@ -88,14 +92,15 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     if answers[0] != answers[1]:
         raise rig.violation(
             "",
-            f"asked with {few}, P and D come to {answers[1]} (params, tokens loaded), asked with {whole} to {answers[0]}",
+            f"asked with {few}, P and D give {answers[1]} (params, tokens loaded), and asked with {whole} "
+            f"{answers[0]}",
         )
     return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
 
 
 @case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), rig="scheduler")
 def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
-    """On its way through a router a dict may change its order, gain keys and go through JSON again: D loads the same."""
+    """A router may change the order of a dict, add keys and send it through JSON again: D loads the same."""
     needs_hand_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
@@ -112,7 +117,8 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
         if not rig.step_until_matched(d, third).mentions(third) or not d.waits_for_remote_kv(third):
             raise rig.violation(
                 "",
-                f"of two requests with the same params the second one is {d.status(third)}, and no step orders its load",
+                f"of two requests with the same params the second one is {d.status(third)}, and no step "
+                "orders its load",
             )
     begun = _loads(plain, p)
     if (
@@ -121,7 +127,8 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     ):
         raise rig.violation(
             "",
-            f"with the same params, {way}, D announces {d.first_external_tokens(second)} tokens and orders another load",
+            f"with the same params, {way}, D announces {d.first_external_tokens(second)} tokens and orders "
+            "another load",
         )
     d.run()
     plain.run()
@@ -131,11 +138,11 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
 
 
 def _loads(side: Side, p: Side) -> frozenset[int]:
-    """P's blocks in the metadata of all steps of a side."""
+    """Return P's blocks in the metadata of all steps of a side."""
     return frozenset(block for step in side.steps for block in integers(step.metadata) if p.owns_block(block))
 
 
-# ---- params that lead nowhere ------------------------------------------------------------------------------------------------
+# ---- unusable params ---------------------------------------------------------------------------------------
 
 
 def _ways_of_values(cell: Cell, matrix: str) -> list[str]:
@@ -148,13 +155,15 @@ def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def corrupted_params_fail_only_their_request(rig: Rig, how: str) -> Evidence:
-    """Each field of P's answer in turn is not what it should be. D's engine lives; the request is computed, fails, or loads what P has."""
+    """Each field of P's params in turn is corrupted. D's engine lives: the request is computed, fails, or
+    loads what P has.
+    """
     return _each_field(rig, how, lists=False)
 
 
 @case("KV-PARAMS-002", variants=_ways_of_lists, rig="scheduler")
 def corrupted_lists_fail_only_their_request(rig: Rig, how: str) -> Evidence:
-    """The same for fields that hold lists, as block ids do."""
+    """The same for fields that hold lists, such as block ids."""
     return _each_field(rig, how, lists=True)
 
 
@@ -175,7 +184,9 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
 
 @case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
-    """Each field of the params that ask P is not what it should be: the request ends, handed over or not, and its blocks come back."""
+    """Each field of the params that ask P is corrupted: the request ends, with or without a hand-over, and
+    its blocks are freed.
+    """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
     return _run_each(
@@ -185,7 +196,9 @@ def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
 
 @case("KV-PARAMS-005", applies=_one_rank, rig="scheduler")
 def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
-    """P is asked for a hand-over with params that say where KV of an earlier turn lies, as routers with two-way hand-overs send them."""
+    """P is asked for a hand-over with params that say where the KV of an earlier turn is, as routers with
+    two-way hand-overs send them.
+    """
     needs_hand_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(max(LONG, token_count(PROMPT, p.block_size)))
@@ -205,7 +218,7 @@ def _run_each(
     how: str,
     fate: Callable[[Side, dict[str, Any]], str],
 ) -> Evidence:
-    """Let one side after the other receive each of these params; a side that stays whole gets the next ones, too."""
+    """Give each of these params to a side. A side that nothing went wrong on also gets the next ones."""
     if not table:
         raise NotApplicable(f"the params have no field that could be {how}")
     wrong: dict[str, list[str]] = {}
@@ -234,8 +247,8 @@ def _run_each(
 
 
 def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
-    """What goes wrong with a request that has these params; "": nothing. A load that is ordered is reported as failed. `names`: whether
-    the order for a load names blocks of P.
+    """Return what goes wrong with a request that has these params, or "". A load that is ordered is reported
+    as failed. `names`: whether the metadata of a load names blocks of P.
     """
     id = side.add(prompt, params)
     step = side.rig.step_until_matched(side, id)
@@ -257,12 +270,14 @@ MUCH = 1 << 62
 
 
 def _each(value: Any, leaf: Any) -> Any:
-    """The same lists, with another value in place of each that is none."""
+    """Return the same nested lists with `leaf` in place of each value that is no list."""
     return [_each(inner, leaf) for inner in value] if isinstance(value, list) else leaf
 
 
 def _emptied(value: list[Any]) -> list[Any]:
-    """Lists of lists keep the outer ones: block ids by KV cache group, and no block in any group."""
+    """Return the outer lists of nested lists, empty: block ids by KV cache group, and no block in any
+    group.
+    """
     return [_emptied(inner) for inner in value if isinstance(inner, list)]
 
 
@@ -293,7 +308,9 @@ CORRUPT_LISTS = _ANY | {
 
 
 def corrupted(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
-    """Field -> the params with this field corrupted: those whose value is a list, or all others. What has the value already is left out."""
+    """Return field -> the params with this field corrupted: for fields whose value is a list, or for all
+    others. A field whose value does not change is left out.
+    """
     found: dict[str, dict[str, Any]] = {}
     for field, value in params.items():
         if isinstance(value, list) != lists:

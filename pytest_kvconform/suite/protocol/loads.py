@@ -1,4 +1,6 @@
-"""What a connector's scheduler half does while its workers load: late, failed, cancelled, and from one rank after the other."""
+"""Loads as the scheduler half sees them: reported late, failed, aborted, and reported by one rank after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def _several_senders(cell: Cell) -> bool:
 
 
 def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[str]]:
-    """P, D and requests of D, each of which loads asynchronously."""
+    """Return P, D and requests of D, each of which loads asynchronously."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", **more)  # type: ignore[arg-type]
     ids = [
@@ -39,7 +41,7 @@ def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[st
 
 
 def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
-    """Judge loads that have ended well: D computed only what it was not given, and nothing is left."""
+    """Check loads that have succeeded: D computed only what it did not load, and nothing is left."""
     report_all(p)
     rig.require_no_leaks(p, d)
     for id in seconds:
@@ -47,7 +49,8 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
         if computed > max(1, len(d.prompts[id]) - given):
             raise rig.violation(
                 "KV-LOAD-001",
-                f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} itself",
+                f"{given} of {len(d.prompts[id])} tokens of {id} were loaded, and D computed {computed} "
+                "itself",
             )
     return Evidence(
         looked_at=len(d.steps),
@@ -63,14 +66,18 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     rig="scheduler",
 )
 def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
-    """A parked request goes on in the step after its report, not before, and computes only what it was not given."""
+    """A request that waits for remote KV goes on in the step after its report, not before, and D computes
+    only what it did not load.
+    """
     count = 2 if when in ("in_turn", "backwards") else 1
     p, d, seconds = _pair(rig, count)
     if when == "beside_another":
         d.add(rig.prompt(d.block_size, seed=9), max_tokens=4)
     for _ in range(0 if when == "at_once" else 10):
         if early := [id for id in seconds if not d.waits_for_remote_kv(id)]:
-            raise rig.violation("", f"{early[0]} is {d.status(early[0])}, and nobody has reported its load")
+            raise rig.violation(
+                "", f"{early[0]} is {d.status(early[0])}, and no worker has reported its load"
+            )
         d.step()
     for id in reversed(seconds) if when == "backwards" else seconds:
         d.step(received=[id])
@@ -88,7 +95,9 @@ def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     rig="scheduler",
 )
 def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
-    """The load has ended when the last rank has reported it: get_finished_count agrees with the number of reports."""
+    """A load has ended when the last rank has reported it: get_finished_count agrees with the number of
+    reports.
+    """
     p, d, [id] = _pair(rig)
     ranks = list(range(d.ranks))
     for rank in reversed(ranks) if order == "backwards" else ranks:
@@ -111,7 +120,7 @@ def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
     rig="scheduler",
 )
 def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
-    """P's blocks are its own until the last rank has reported that they were read."""
+    """P keeps its blocks until the last rank has reported that they were read."""
     needs_hand_over(rig)
     p = rig.side("P")
     id = p.add(rig.prompt(token_count(PROMPT, p.block_size)), rig.prefill_params())
@@ -123,7 +132,7 @@ def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
         if id not in p.delayed_free_requests():
             raise rig.violation(
                 "",
-                f"P gave the blocks of {id} back although rank {rank} of {p.ranks} has not reported them as sent",
+                f"P freed the blocks of {id} although rank {rank} of {p.ranks} has not reported them as sent",
             )
         p.step(ranks=tuple(WorkerReport(sent=[id] if rank == one else ()) for one in ranks))
     if id in p.delayed_free_requests():
@@ -136,7 +145,7 @@ def send_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
 
 @case("KV-LOAD-002", applies=_several_ranks, variants=lambda cell, matrix: ("first", "last"), rig="scheduler")
 def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
-    """A load that failed on one rank has failed, and is over when every rank has reported it."""
+    """A load that failed on one rank has failed. It is over when every rank has reported it."""
     p, d, [id] = _pair(rig, policy="recompute")
     ranks = range(d.ranks)
     bad = 0 if which == "first" else d.ranks - 1
@@ -155,7 +164,8 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     if (computed := d.locally_computed_tokens(id)) != len(d.prompts[id]):
         raise rig.violation(
             "",
-            f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} tokens",
+            f"the load of {id} failed on rank {bad}, and D computed {computed} of {len(d.prompts[id])} "
+            "tokens",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -166,7 +176,9 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     "KV-LOAD-003", variants=first_in_quick("nothing", "empty", "unknown", "twice", "ended"), rig="scheduler"
 )
 def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
-    """update_connector_output is given sets that are None or empty, requests that have ended, and one report twice: no error."""
+    """update_connector_output accepts sets that are None or empty, requests that have ended, and one report
+    twice.
+    """
     p, d, [id] = _pair(rig)
     if what == "ended":
         d.abort(id)
@@ -189,13 +201,16 @@ def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two"), rig="scheduler")
 def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
-    """Under the policy `fail` the request ends with an error, once, and no other one does."""
+    """With kv_load_failure_policy=fail the request of a failed load ends with an error, once, and no other
+    request does.
+    """
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=seconds[:1])
     if (reported := step.outputs.get(seconds[0])) is None or reported.finish != "error":
         raise rig.violation(
             "",
-            f"the load of {seconds[0]} failed, and its request ends with {reported.finish if reported else 'nothing'!r}",
+            f"the load of {seconds[0]} failed, and its request ends with "
+            f"{reported.finish if reported else 'nothing'!r}",
         )
     d.run()
     if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
@@ -209,7 +224,9 @@ def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two", "preempted_later"), rig="scheduler")
 def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
-    """Under the policy `recompute` D is asked again, is told of nothing, and computes the whole prompt."""
+    """With kv_load_failure_policy=recompute get_num_new_matched_tokens returns (0, False) after a failed
+    load, and D computes the whole prompt.
+    """
     p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
     id, asked = seconds[0], len(d.calls_of(ASKED, seconds[0]))
     d.step(failed=[id])
@@ -222,13 +239,14 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     if bad := [answer for answer in answers if answer != (0, False)]:
         raise rig.violation(
             "KV-MATCH-005",
-            f"the load of {id} failed; asked again, {ASKED} answered {bad[0]} instead of (0, False)",
+            f"the load of {id} failed; then {ASKED} returned {bad[0]} instead of (0, False)",
         )
     d.run()
     if (computed := d.locally_computed_tokens(id)) != len(d.prompts[id]) or d.results[id].finish != "length":
         raise rig.violation(
             "",
-            f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with {d.results[id].finish!r}",
+            f"D computed {computed} of {len(d.prompts[id])} tokens, and the request ends with "
+            f"{d.results[id].finish!r}",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -237,7 +255,9 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", applies=one_group, variants=first_in_quick("fail", "recompute"), rig="scheduler")
 def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
-    """With one KV cache group a worker may name blocks; what stands before the first of them is kept under `recompute`."""
+    """With one KV cache group a worker may report single blocks as failed. With `recompute` the tokens before
+    the first of them are kept.
+    """
     p, d, [id] = _pair(rig, policy=policy)
     second = d.blocks(id)[0][1]
     d.step(received=[id], invalid=[second])
@@ -247,7 +267,8 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     if (computed, finish) != (due, end):
         raise rig.violation(
             "",
-            f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due {due} and {end!r}",
+            f"the second block of {id} failed: D computed {computed} tokens and ended with {finish!r}, due "
+            f"{due} and {end!r}",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -260,7 +281,9 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     rig="scheduler",
 )
 def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
-    """Blocks of a request that is aborted while it loads stay until the load is reported, and come back then."""
+    """Blocks of a request that is aborted while it loads are kept until the load is reported, and are freed
+    then.
+    """
     p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
     id = seconds[0]
     if when == "under_way":
@@ -296,7 +319,7 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
 
 @case("KV-LOAD-006", variants=first_in_quick("loading", "sending", "idle"), rig="scheduler")
 def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
-    """reset_cache is no error while blocks are under way, and what is under way comes to its end."""
+    """reset_cache raises no error while transfers are under way, and they come to their end."""
     p, d, seconds = _pair(rig)
     if when == "idle":
         d.run()

@@ -1,4 +1,4 @@
-"""What a connector answers when it is asked how much of a prompt it can load, and what it does when it is told what was made of it."""
+"""get_num_new_matched_tokens and update_state_after_alloc: what a connector announces, and what it loads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 ASKED = "get_num_new_matched_tokens"
-TIMES = 4  # that a question is repeated
+TIMES = 4  # calls of get_num_new_matched_tokens for one request
 
 
 def _tour(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
-    """Hand a prompt over to a D that has `warm` tokens of it; the recorder judges every answer. Evidence: the answers."""
+    """Hand a prompt over to a D that has `warm` tokens of it; the recorder checks every answer."""
     p, d = rig.side("P"), rig.side("D")
     if warm:
         d.warm_prefix_cache(prompt, warm)
@@ -43,7 +43,7 @@ def _answers(*sides: Side) -> Evidence:
 
 @case("KV-MATCH-001", variants=first_in_quick("plain", "handed_over", "hit", "preempted"), rig="scheduler")
 def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
-    """The answer is (int or None, bool) in every situation."""
+    """get_num_new_matched_tokens returns (int or None, bool) in every situation."""
     length = token_count(PROMPT, rig.side("P").block_size)
     if situation in ("handed_over", "hit"):
         return _tour(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
@@ -58,21 +58,23 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
 
 @case("KV-MATCH-002", variants=lengths, rig="scheduler")
 def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
-    """Of a prompt of any length, one token and whole blocks included, no more is announced than is not computed yet."""
+    """The announced tokens of a prompt of any length are at most those that are not computed yet."""
     p = rig.side("P")
     return _tour(rig, rig.prompt(token_count(length, p.block_size)))
 
 
 @case("KV-MATCH-002", variants=first_in_quick("b", "2b", "3b"), rig="scheduler")
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
-    """Behind a local prefix hit there is less to announce."""
+    """After a hit in D's own prefix cache, fewer tokens are left to announce."""
     b = rig.side("P").block_size
     return _tour(rig, rig.prompt(3 * b + 1), warm=token_count(warm, b))
 
 
 @case("KV-MATCH-003", variants=first_in_quick("b+1", "2b+1", "3b+1"), rig="scheduler")
 def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
-    """Where D has every block but the last token, and where nobody has anything, 0 is never asynchronous."""
+    """0 tokens are never asynchronous: when D has every block but the last token, and when nobody has
+    anything.
+    """
     b = rig.side("P").block_size
     size = token_count(length, b)
     return _tour(rig, rig.prompt(size), warm=size)
@@ -80,7 +82,9 @@ def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
 
 @case("KV-MATCH-004", rig="scheduler")
 def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
-    """Asked token_count times before it is told of any allocation, it gives one answer, and the load goes on as if it had been asked once."""
+    """get_num_new_matched_tokens returns the same when it is called several times before
+    update_state_after_alloc, and the load goes on as after one call.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
@@ -90,14 +94,15 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     ]
     if len(set(answers)) > 1:
         raise rig.violation(
-            "", f"asked {TIMES} times about one request, {ASKED} answered {', '.join(map(repr, answers))}"
+            "", f"called {TIMES} times for one request, {ASKED} returned {', '.join(map(repr, answers))}"
         )
     d.run()
     told = d.calls_of("update_state_after_alloc", second)[0].arguments["num_external_tokens"]
     if told != answers[0][0]:
         raise rig.violation(
             "",
-            f"{ASKED} answered {answers[0]} when it was asked by itself, and {told} tokens when the scheduler asked",
+            f"{ASKED} returned {answers[0]} when the case called it, and {told} tokens when the scheduler "
+            "did",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -106,7 +111,9 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
 
 @case("KV-MATCH-004", rig="scheduler")
 def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence:
-    """While D has no block to give, it is asked in every step, and no step orders anything; then there is one load, and nothing is left."""
+    """While D has no free block, get_num_new_matched_tokens is called in every step and no step orders a
+    load. Then there is one load, and nothing is left.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
@@ -115,22 +122,24 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
     if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(second)))]:
         raise rig.violation(
             "",
-            f"step {ordered[0]} orders a load for {second}, which has no block yet: it was only asked about",
+            f"step {ordered[0]} orders a load for {second}, which has no block yet",
         )
     answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
     if len(answers) > 1:
         raise rig.violation(
             "",
-            f"asked in {TIMES} steps while no block was free, {ASKED} answered {', '.join(map(repr, sorted(answers)))}",
+            f"called in {TIMES} steps while no block was free, {ASKED} returned "
+            f"{', '.join(map(repr, sorted(answers)))}",
         )
     if not answers:
-        raise NotApplicable(f"{rig.subject.connector} did not know yet, as often as it was asked")
+        raise NotApplicable(f"{rig.subject.connector} returned None in every step")
     d.return_taken_blocks()
     d.run()
     if (told := d.first_external_tokens(second)) != (reported := answers.pop())[0]:
         raise rig.violation(
             "",
-            f"without a free block {ASKED} answered {reported}; when there were blocks, {told} tokens were loaded",
+            f"without a free block {ASKED} returned {reported}; when there were blocks, {told} tokens were "
+            "loaded",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -139,7 +148,9 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
 
 @case("KV-MATCH-004", rig="scheduler")
 def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
-    """Two loads where there is room for one: the second begins when the first request has ended, and loads what it was to load before."""
+    """Two loads compete for blocks that are enough for one: the second one starts later, as it was
+    announced.
+    """
     needs_hand_over(rig)
     p, probe = rig.side("P"), rig.side("D")
     length = token_count(PROMPT, p.block_size)
@@ -157,7 +168,9 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     d.run()
     if (told := d.first_external_tokens(ids[1])) != reported[0]:
         raise rig.violation(
-            "", f"without room {ASKED} answered {reported}; when there was room, {told} tokens were loaded"
+            "",
+            f"without enough free blocks {ASKED} returned {reported}; when there were enough, {told} "
+            "tokens were loaded",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -166,7 +179,7 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
 
 @case("KV-MATCH-005", variants=first_in_quick("preempted", "preempted_twice", "one_token"), rig="scheduler")
 def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
-    """What P kept is gone when D has read it: asked again, the connector has nothing."""
+    """After a load get_num_new_matched_tokens returns (0, False): P has freed its blocks by then."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     length = 1 if why == "one_token" else token_count(PROMPT, d.block_size)
@@ -186,17 +199,18 @@ def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
     if bad := set(answers()) - {(0, False)}:
         raise rig.violation(
             "",
-            f"{ASKED} answered {bad.pop()} for a request whose KV D had loaded, and P given back, instead of (0, False)",
+            f"{ASKED} returned {bad.pop()} for a request whose KV D had loaded and P had freed, instead of "
+            "(0, False)",
         )
     if not answers():
-        raise NotApplicable("vLLM's scheduler did not ask again")
+        raise NotApplicable(f"vLLM's scheduler did not call {ASKED} again")
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(answers()), unit="answers")
 
 
 @case("KV-MATCH-006", variants=first_in_quick("handed_over", "plain"), rig="scheduler")
 def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
-    """None keeps a request waiting; in the end there is another answer."""
+    """A request waits while get_num_new_matched_tokens returns None. Another answer follows at some time."""
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if who == "handed_over":
@@ -211,13 +225,13 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
             return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
     raise rig.violation(
         "",
-        f"in 50 steps {ASKED} answered {d.calls_of(ASKED, id)[-1].result} every time, and the request waits",
+        f"in 50 steps {ASKED} returned {d.calls_of(ASKED, id)[-1].result} every time, and the request waits",
     )
 
 
 @case("KV-MATCH-007", variants=first_in_quick("discarded", "second_call"), rig="scheduler")
 def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str) -> Evidence:
-    """update_state_after_alloc with 0 tokens and all blocks of the request is no order to load."""
+    """update_state_after_alloc with 0 tokens and all blocks of the request orders no load."""
     needs_hand_over(rig)
     needs_metadata_of_loads_only(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -225,7 +239,7 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     if why == "discarded":
         _, second = rig.hand_over(
             p, d, prompt, read_cache=False
-        )  # the scheduler asks, and does not take the answer
+        )  # the scheduler calls the hook, and drops the answer
     else:
         _, second = rig.hand_over_and_load(p, d, prompt)
         d.step(received=[second])
@@ -233,12 +247,12 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     d.run()
     told = [call.arguments["num_external_tokens"] for call in d.calls_of("update_state_after_alloc", second)]
     if told[-1:] != [0]:
-        raise NotApplicable(f"vLLM told of {told} tokens")
+        raise NotApplicable(f"vLLM called update_state_after_alloc with {told} tokens")
     for step in d.steps[start:]:
         if blocks := sorted(filter(d.owns_block, step.block_ids_for(second))):
             raise rig.violation(
                 "",
-                f"update_state_after_alloc was told of 0 tokens, and the metadata names blocks {blocks} for {second}",
+                f"update_state_after_alloc got 0 tokens, and the metadata names blocks {blocks} for {second}",
             )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -247,7 +261,7 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
 
 @case("KV-MATCH-008", variants=first_in_quick("no_hit", "hit", "starved"), rig="scheduler")
 def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
-    """A load is ordered for every block that announced tokens lie in, and for no block of another request."""
+    """A load is ordered for every block with announced tokens, and for no block of another request."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     length = token_count(PROMPT, d.block_size)
@@ -263,12 +277,13 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     [told] = d.calls_of("update_state_after_alloc", second)
     named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(second)))
     if not named:
-        raise NotApplicable("the metadata names no block in a form that can be read")
+        raise NotApplicable("the metadata names no block in a form that the suite can read")
     all_of_them = {block for group in told.arguments["blocks"] for block in group}
     if wrong := sorted(named - all_of_them):
         raise rig.violation(
             "",
-            f"the metadata orders a load into blocks {wrong}, which are none of the request's {sorted(all_of_them)}",
+            f"the metadata orders a load into blocks {wrong}, which are none of the request's "
+            f"{sorted(all_of_them)}",
         )
     due = {
         block
@@ -278,7 +293,8 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     if missing := sorted(due - named):
         raise rig.violation(
             "",
-            f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into blocks {missing}",
+            f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into "
+            f"blocks {missing}",
         )
     d.run()
     report_all(p)
@@ -293,7 +309,9 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     rig="scheduler",
 )
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
-    """on_new_request changes nothing of a request; of a prefill for another engine it may cut the last tokens off, once."""
+    """on_new_request changes no request. It may cut the last tokens off a prefill for another engine,
+    once.
+    """
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     side = d if who == "decode" else p
@@ -308,12 +326,14 @@ def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
     if who in ("plain", "decode") and (*found, request.max_tokens) != (*whole, 3):
         raise rig.violation(
             "",
-            f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} after on_new_request",
+            f"a request of {len(prompt)} tokens and max_tokens 3 has {found[1]} and {request.max_tokens} "
+            "after on_new_request",
         )
     if found[0] != prompt[: len(found[0])] or not len(found[0]) == found[1] == found[2] > 0:
         raise rig.violation(
             "",
-            f"after on_new_request a prompt of {len(prompt)} tokens is none of its own beginnings: {found[1]} tokens",
+            f"after on_new_request a prompt of {len(prompt)} tokens is no prefix of itself: {found[1]} "
+            "tokens",
         )
     if who == "prefill_preempted":
         side.set_token_budget(side.block_size)

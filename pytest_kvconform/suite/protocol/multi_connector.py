@@ -1,4 +1,4 @@
-"""The connector as one of two inside vLLM's MultiConnector, beside one that does what a case wants."""
+"""The connector inside vLLM's MultiConnector, beside a fake connector that does what a case needs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 PLACED, ENDED = "update_state_after_alloc", "request_finished"
-PLACES = ("first", "last")  # of the neighbour
+PLACES = ("first", "last")  # of the fake connector
 KEEPERS = [f"{who}-{where}" for who in ("both", "neighbour", "subject") for where in PLACES]
-LATER = 3  # times that it does not know yet
+LATER = 3  # steps in which the fake connector does not know yet
 
 
 def _dense(cell: Cell) -> bool:
-    """One cell, where what is asked does not depend on the model."""
+    """Whether this is the one cell for questions that do not depend on the model."""
     return (
         load_geometries()[cell.family].family == "llama" and cell.setup == "b16" and cell.topology == "P1D1"
     )
@@ -40,7 +40,7 @@ def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
 
 
 def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
-    """Tokens that D loads of a prompt if the connector is alone."""
+    """Return how many tokens of a prompt D loads if the connector is alone."""
     p, d = rig.side("P"), rig.side("D")
     _, second = rig.hand_over_and_load(p, d, prompt)
     return d.first_external_tokens(second)
@@ -48,7 +48,9 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
-    """The neighbour is chosen: the connector, told of 0 tokens and all blocks, orders nothing, and lets P go."""
+    """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks, orders no load,
+    and notifies P.
+    """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
     p, d = _pair(rig, where)
@@ -61,15 +63,17 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     neighbour.connector.loads = True
     id = d.add(
         prompt, params if where == "first" else None, id=SAME
-    )  # the last is asked, too, but chosen only if the first has nothing
+    )  # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
     rig.step_until_matched(d, id)
     if not d.waits_for_remote_kv(id):
-        raise NotApplicable(f"vLLM's scheduler did not take the neighbour's load: {d.matched_tokens(id)}")
+        raise NotApplicable(
+            f"vLLM's scheduler did not take the fake connector's load: {d.matched_tokens(id)}"
+        )
     d.run()
     d.step()
     told = [call.arguments["num_external_tokens"] for call in subject.calls_of(PLACED, id)]
     if any(told):
-        raise rig.violation("", f"the neighbour loads, and {rig.subject.connector} was told of {told} tokens")
+        raise rig.violation("", f"the fake connector loads, and {rig.subject.connector} got {told} tokens")
     for step in d.steps:
         if ordered := sorted(filter(d.owns_block, integers(step.metadata.metadata[subject.index]))):
             raise rig.violation(
@@ -79,7 +83,8 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     if where == "first" and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
-            f"another connector has loaded {SAME}, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks, and no step's metadata tells P",
+            f"another connector has loaded {SAME}, P keeps {p.free_blocks_at_start - p.free_blocks()} "
+            "blocks, and no step's metadata orders a notification to P",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -92,7 +97,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     rig="scheduler",
 )
 def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
-    """The neighbour has nothing, or does not know yet: the connector's load is the one that it has alone."""
+    """The fake connector announces nothing, or does not know yet: the connector loads what it loads alone."""
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     how, _, place = where.rpartition("_")
@@ -106,7 +111,8 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
         if d.status(id) != "WAITING" or any(map(d.owns_block, integers(step.metadata))):
             raise rig.violation(
                 "",
-                f"a neighbour does not know yet, and {id} is {d.status(id)}: an answer that was dropped had an effect",
+                f"the fake connector does not know yet, and {id} is {d.status(id)}: an answer that was "
+                "dropped had an effect",
             )
     step = rig.step_until_matched(d, id)
     told, due = d.first_external_tokens(id), _alone(rig, prompt)
@@ -117,7 +123,8 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     ):
         raise rig.violation(
             "",
-            f"alone the connector loads {due} tokens, with the neighbour {where} {told}, and {id} is {d.status(id)}",
+            f"alone the connector loads {due} tokens, beside a fake connector ({where}) {told}, and {id} is "
+            f"{d.status(id)}",
         )
     d.run()
     p.step(sent=[first])
@@ -139,7 +146,9 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, rig="scheduler")
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
-    """The connector keeps the blocks of what it hands over and of nothing else; it is told of the neighbour's reports, too."""
+    """The connector keeps only the blocks that it hands over itself. It also gets the reports of the fake
+    connector.
+    """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     who, _, where = who.partition("-")
@@ -152,14 +161,15 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
     if ended.result[0] != due:
         raise rig.violation(
-            "", f"beside a neighbour {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
+            "", f"beside a fake connector {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
         )
     steps = [*p.steps, p.step()]
     waits_for = max(((step.metadata.extra_async_saves or {}).get(id, 0) for step in steps), default=0)
     if waits_for != (due and who == "both"):
         raise rig.violation(
             "",
-            f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the last one",
+            f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the "
+            "last one",
         )
     report_all(p)
     rig.require_no_leaks(p)
@@ -168,11 +178,13 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
 
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
-    """Params of two connectors are one dict: D's finds its own keys in it, and those of one request do not show in the next."""
+    """The params of two connectors are one dict: D finds its own keys in it, and the keys of one request are
+    not in the next dict.
+    """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     p, d = _pair(rig, where)
-    _alone(rig, rig.prompt(token_count(PROMPT, p.block_size)))  # if this loads, all of these do
+    _alone(rig, rig.prompt(token_count(PROMPT, p.block_size)))  # if this prompt is loaded, all of them are
     _, neighbour = multi_connector_children(p)
     prompts = [rig.prompt(token_count(PROMPT, p.block_size), seed=seed) for seed in range(2)]
     ids = []
@@ -185,12 +197,14 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
         ]:
             raise rig.violation(
                 "",
-                f"params of request {number} have {keys} of the neighbour: the connector keeps a dict that it returned",
+                f"params of request {number} have {keys} of the fake connector: the connector returns one "
+                "dict again",
             )
     rig.step_until_matched(d, *ids)
     if late := [id for id in ids if not d.waits_for_remote_kv(id)]:
         raise rig.violation(
-            "", f"with keys of a neighbour in its params {late[0]} is {d.status(late[0])}, and not loading"
+            "",
+            f"with keys of a fake connector in its params {late[0]} is {d.status(late[0])}, and not loading",
         )
     d.run()
     report_all(p)
@@ -202,7 +216,9 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
-    """What the connector's workers publish reaches its scheduler half beside a neighbour that publishes nothing."""
+    """Beside a fake connector that publishes nothing, the handshake metadata of the connector's workers
+    reaches its scheduler half.
+    """
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
@@ -222,6 +238,7 @@ def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     if alone != together:
         raise rig.violation(
             "",
-            f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector {together or 'nothing'}",
+            f"alone the connector publishes {alone or 'nothing'}, and through MultiConnector "
+            f"{together or 'nothing'}",
         )
     return Evidence(looked_at=len(published), unit="starts", notes={"publishes": len(alone)})

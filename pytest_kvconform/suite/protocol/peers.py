@@ -1,4 +1,6 @@
-"""Peers that cannot be reached, that are slow, and that were started anew: only what has to do with them suffers."""
+"""Peers that cannot be reached, that are slow, that were started again, or that get garbage: only their own
+requests suffer.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,16 @@ from pytest_kvconform.suite._peer_observations import (
 
 PLACES = {
     "dead": "nobody listens on the port that its params name",
-    "mute": "whoever listens on the port that its params name never answers",
+    "mute": "the listener on the port that its params name never answers",
 }
 OWNS = {"dead": "D", "mute": "D4"}
-NOTICEABLE_S = 1.0  # a request that another one holds up for less is not held up
-HELD_UP = 0.8  # of the time that one takes: what takes as long has waited for it
+NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
+HELD_UP = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
 @case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
-    """The request for which P cannot be reached ends, and the next one of D is right."""
+    """The request whose P cannot be reached ends, and the next request of D is right."""
     observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
     bad, limit = observed.requests["bad"], REQUEST_S * bench.settings.timeout_scale
     what = outcome_of(bad)
@@ -41,11 +43,12 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
             "KV-PEER-001",
             f"a request of D did not end within {limit:.0f} s: {PLACES[variant]}",
             observed,
-            diagnosis=f"the connector waits for an answer without a deadline; the request is {bad.trace.status or 'not scheduled'}",
+            diagnosis="the connector waits for an answer without a deadline; the request is "
+            f"{bad.trace.status or 'not scheduled'}",
         )
     if what in (WRONG, RIGHT):
         raise violation(
-            "KV-PEER-001", f"a request of D was given something, and {PLACES[variant]}", observed, bad
+            "KV-PEER-001", f"a request of D loaded something, and {PLACES[variant]}", observed, bad
         )
     check_right(
         "KV-PEER-001",
@@ -58,16 +61,21 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
 
 @case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
-    """Requests that come from a peer that D has met, or from nobody, do not wait until the other one has failed."""
-    met = {"good": "a request whose P D has met before"} if variant == "dead" else {}
+    """Requests from a peer with which D has shaken hands, and requests that need no peer, do not wait until
+    the other request has failed.
+    """
+    met = {"good": "a request whose P has shaken hands with D before"} if variant == "dead" else {}
     return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
 
 
 @case("KV-PEER-004", rig="peers", applies=one_rank)
 def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence:
-    """Nor does a request that comes from a peer that D has not met yet."""
+    """A request from a peer with which D has not shaken hands yet does not wait, either."""
     return _not_held_up(
-        "KV-PEER-004", bench, "mute", {"good": "a request whose P answers, and which D has not met before,"}
+        "KV-PEER-004",
+        bench,
+        "mute",
+        {"good": "a request whose P answers, and has not shaken hands with D before,"},
     )
 
 
@@ -78,10 +86,10 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
         if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.requests[name]) > HELD_UP * bad:
             raise violation(
                 rule,
-                f"{words} took {seconds(observed.requests[name]):.1f} s: it came together with one for which {PLACES[story]}, and that took "
-                f"{bad:.1f} s",
+                f"{words} took {seconds(observed.requests[name]):.1f} s: it came together with one for which "
+                f"{PLACES[story]}, and that took {bad:.1f} s",
                 observed,
-                diagnosis="one peer that cannot be reached holds up requests that have nothing to do with it",
+                diagnosis="one peer that cannot be reached delays requests that have nothing to do with it",
             )
     if "good" in others:
         check_right(rule, observed, bench.peers.lease_s, {"good": others["good"]})
@@ -90,32 +98,32 @@ def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) ->
 
 @case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
-    """What the old engine has handed over is refused, or computed by D, and what the new one hands over arrives."""
+    """What the old engine has handed over is refused, or computed by D. What the new engine hands over
+    arrives.
+    """
     observed = completed(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
-    who = {"met": "a D that has met the engine before", "stranger": "a D that has met neither engine"}[
-        variant
-    ]
+    who = {"met": "a D that knows the old engine", "stranger": "a D that knows neither engine"}[variant]
     what = outcome_of(observed.requests[old])
     if what in (STUCK, WRONG, RIGHT):
-        words = "did not end" if what == STUCK else "was given what nobody can have"
+        words = "did not end" if what == STUCK else "loaded something that no engine has any more"
         raise violation(
             "KV-PEER-002",
-            f"P was started anew on the same port: a request of {who} for what the old engine had {words}",
+            f"P was started again on the same port: a request of {who} for KV of the old engine {words}",
             observed,
         )
     check_right(
         "KV-PEER-002",
         observed,
         bench.peers.lease_s,
-        {new: f"P was started anew on the same port: a request of {who} for what the new engine has"},
+        {new: f"P was started again on the same port: a request of {who} for KV of the new engine"},
     )
     return evidence(2, "requests", observed)
 
 
 @case("KV-PEER-005", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
-    """start_load_kv returns at once while P stands still, and the load ends well when P goes on."""
+    """start_load_kv returns at once while P is stopped, and the load succeeds when P goes on."""
     observed = completed(bench, "stalled", "KV-PEER-005", "D2 P2")
     (watched,) = engine(observed, "D2").watched
     first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
@@ -123,17 +131,18 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         watched.longest_load(first, end),
         watched.longest_load(observed.numbers["calm_from"], observed.numbers["calm_to"]),
     )
-    what = {"meeting": "D met it", "reading": "D read from it"}[variant]
+    what = {"meeting": "D shook hands with it", "reading": "D read from it"}[variant]
     stall = bench.peers.patience(STALL_S)
     if longest >= stall / 2:
         if noise >= stall / 4:
             raise Blocked(
-                f"start_load_kv takes {noise:.2f} s on this machine even if P does not stand still, so nothing can be said"
+                f"start_load_kv takes {noise:.2f} s on this machine even if P is not stopped, so the "
+                "measurement shows nothing"
             )
         raise violation(
             "KV-PEER-005",
-            f"P stood still for {end - first:.1f} s while {what}, and start_load_kv of D took {longest:.2f} s; otherwise it "
-            f"takes at most {noise:.3f} s",
+            f"P was stopped for {end - first:.1f} s while {what}, and start_load_kv of D took {longest:.2f} "
+            f"s; otherwise it takes at most {noise:.3f} s",
             observed,
             diagnosis="the worker half waits for the network on the thread that runs the model",
         )
@@ -141,7 +150,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         "KV-PEER-005",
         observed,
         bench.peers.lease_s,
-        {variant: f"P stood still for {end - first:.1f} s while {what}: the request"},
+        {variant: f"P was stopped for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(
         len(watched.loads), "calls", observed, longest_s=round(longest, 4), noise_s=round(noise, 4)
@@ -150,11 +159,11 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
 
 @case("KV-SIDE-001", rig="peers", applies=one_rank)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
-    """After a thousand messages that make no sense a D that P has never met gets what P has computed, and P lives."""
+    """After a thousand garbage messages P lives, and a new D loads what P has computed."""
     observed = completed(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")
     sent = int(observed.numbers["sent"])
     if sent < QUESTIONS // 2:
         raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
-    words = f"after {sent} messages that make no sense to the port on which P listens, a request of a D that P has not met before"
+    words = f"after {sent} garbage messages to the port on which P listens, a request of a new D"
     rows = check_right("KV-SIDE-001", observed, bench.context.deadlines.request, {"stranger": words})
     return evidence(rows, "rows", observed, messages=sent, ports=int(observed.numbers["ports"]))

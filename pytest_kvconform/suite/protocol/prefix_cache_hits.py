@@ -1,4 +1,4 @@
-"""D has a part of the prompt in its own prefix cache, or all of it: what is loaded then, and what P is told."""
+"""Hits in D's own prefix cache: what D loads then, and what D notifies P of."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ HITS = (
     "2b+1_b",
     "2b+1_2b",
     "b+1_b",
-)  # length of the prompt, and what of it D has computed before
+)  # length of the prompt, and how much of it D has computed before
 
 
 def has_states(cell: Cell) -> bool:
-    """Whether layers keep a state, in KV cache groups of their own."""
+    """Whether some layers keep a recurrent state, in KV cache groups of their own."""
     return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
 def _end_of(p: Side, first: str) -> int:
-    """Number of tokens that P has computed of a request."""
+    """Return how many tokens of a request P has computed."""
     return max(step.scheduled[first][1] for step in p.steps if first in step.scheduled)
 
 
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
 def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
-    """D loads nothing, since its own cache has the prompt or since vLLM drops the answer: P is told all the same."""
+    """D loads nothing, because its own cache has the prompt or because vLLM drops the answer: D notifies P
+    all the same.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(2 * d.block_size + 1)
@@ -54,14 +56,16 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     d.run()
     if external := d.first_external_tokens(SAME):
         raise NotApplicable(
-            f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads {external} tokens"
+            f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads "
+            f"{external} tokens"
         )
     d.step()
     if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
-            f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} blocks for it, and no step's metadata tells P",
-            diagnosis="update_state_after_alloc with 0 tokens is not taken for the end of the hand-over",
+            f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} "
+            "blocks for it, and no step's metadata orders a notification to P",
+            diagnosis="update_state_after_alloc with 0 tokens does not end the hand-over",
         )
     p.run(sent=True)
     rig.require_no_leaks(p, d)
@@ -70,7 +74,7 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
-    """D loads up to the same token whatever it has, and what it has it does not load."""
+    """D's load ends at the same token whatever D's prefix cache holds, and D does not load what it holds."""
     needs_hand_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
     length, warm = (token_count(words, d.block_size) for words in hit.split("_"))
@@ -88,9 +92,9 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
             d.run()
         raise rig.violation(
             "",
-            f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} answered {asked.result}, "
-            f"which ends at {local + external}",
-            declined="" if external else "behind a hit D is given nothing, and has computed the rest",
+            f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} "
+            f"returned {asked.result}, which ends at {local + external}",
+            declined="" if external else "after a hit D loads nothing, and has computed the rest",
         )
     for side in (cold, d):
         side.run()
@@ -106,14 +110,16 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     rig="scheduler",
 )
 def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
-    """Whenever tokens are announced, the load has a slot for the state of every group, however few blocks of attention it copies."""
+    """Whenever tokens are announced, the load has a slot for the state of every group, however few attention
+    blocks it copies.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     b = d.block_size
     prompt = rig.prompt(2 * b + (2 if situation == "one_token_left" else 5), shared=2 * b)
     if (
         situation == "diverged"
-    ):  # the other prompt's state is of a later token, and of no use; its blocks of attention are
+    ):  # the state of the other prompt is of a later token and useless; its attention blocks are not
         d.warm_prefix_cache(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
         d.warm_prefix_cache(prompt, 2 * b)
@@ -129,9 +135,9 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
         if not named & set(placed.arguments["writable"][group]):
             raise rig.violation(
                 "",
-                f"{asked.result[0]} tokens behind {asked.arguments['num_computed_tokens']} were announced, and the metadata names no slot "
-                f"of group {group} ({names[group]}): its state is not loaded",
-                diagnosis="the state of a group is left out of a load",
+                f"{asked.result[0]} tokens after {asked.arguments['num_computed_tokens']} were announced, "
+                f"and the metadata names no slot of group {group} ({names[group]}): its state is not loaded",
+                diagnosis="the load leaves out the state of a KV cache group",
             )
     d.run()
     p.run(sent=True)
@@ -146,7 +152,9 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-HIT-004", variants=_stops, rig="scheduler")
 def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
-    """D loads no more tokens than P has computed; of a model with states just as many, which cannot be taken back, and not the last."""
+    """D loads no more tokens than P has computed. For a model with states D loads exactly as many, and not
+    the last token of the prompt.
+    """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(length, d.block_size))
@@ -160,7 +168,8 @@ def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     if states and loaded >= len(prompt) > 1:
         raise rig.violation(
             "",
-            f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that has seen it",
+            f"P computed all {end} tokens, and D loads them and computes the last one again, on a state that "
+            "includes it",
         )
     d.run()
     p.run(sent=True)

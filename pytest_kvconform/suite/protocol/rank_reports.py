@@ -1,4 +1,4 @@
-"""What each rank reports, counted before vLLM adds the reports of all ranks up."""
+"""What each rank reports, counted before vLLM combines the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWNS = " ".join(RANKS)
 
 @case("KV-RANK-001", rig="peers")
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
-    """Every rank names every request once, whichever rank was slow."""
+    """Every rank reports every request once, whichever rank was slow."""
     _look_at_reports(bench, "handed_over", "KV-RANK-001")
     observed = completed(bench, "handed_over", "KV-RANK-001", OWNS)
     looked_at = 0
@@ -54,7 +54,9 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
 
 
 def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
-    """Raise Violation if a rank has named a request twice, in any story; also if that, or something else, has ended the engine."""
+    """Raise Violation if a rank has reported a request twice in any scenario, also if that, or something
+    else, has ended the engine.
+    """
     try:
         observed = completed(bench, story, rule, OWNS)
         failed: Violation | None = None
@@ -67,10 +69,11 @@ def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
                     if times > 1:
                         raise violation(
                             rule,
-                            f"rank {watched.rank} of {role} named request {request} {times} times in finished_{where}"
-                            + (f"; {failed.finding.happened}" if failed else ""),
+                            f"rank {watched.rank} of {role} named request {request} {times} times in "
+                            f"finished_{where}" + (f"; {failed.finding.happened}" if failed else ""),
                             observed,
-                            diagnosis="vLLM counts reports by request and not by rank, so the second one of a rank stands for another's",
+                            diagnosis="vLLM counts reports by request and not by rank, so it takes the "
+                            "second report for another rank's",
                         )
     if failed and any(_not_waiting(observed, role) for role in "PD"):
         raise Blocked("stands on kv::protocol/rank_reports::only_waiting_requests_are_reported")
@@ -84,7 +87,7 @@ def _counts(watched: Watched, where: str) -> Counter[str]:
 
 @case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"))
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
-    """A rank names requests that wait for a load, or whose blocks P keeps, and no other ones."""
+    """A rank reports only requests that wait for a load, or whose blocks P keeps."""
     story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
     observed = observe(bench, story)
     for rank, request in _not_waiting(observed, role):
@@ -103,7 +106,9 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
 
 
 def _not_waiting(observed: StorySeen, role: str) -> list[tuple[int, str]]:
-    """(rank, request): what ranks have named in any story, and nobody waited for."""
+    """Return (rank, request) for requests that a rank has reported in any scenario although they did not
+    wait.
+    """
     if ENGINES[role] not in observed.engines:
         return []
     found, where = observed.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
@@ -140,7 +145,8 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
                 "KV-RANK-003",
                 f"one load failed on the last rank of D, and rank {watched.rank} reported {what}",
                 observed,
-                diagnosis="what was reported is not forgotten: by the next step the blocks may be another request's",
+                diagnosis="the rank does not forget what it has reported, and by the next step the blocks "
+                "may be another request's",
             )
     told = [
         report
@@ -168,9 +174,11 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
         then = f"it {'ended' if ended.finish else 'did not end either'} when D had something to compute"
         raise violation(
             "KV-RANK-004",
-            f"D had nothing to compute, and a load did not end within {RELEASE_S * bench.settings.timeout_scale:.0f} s; {then}",
+            "D had nothing to compute, and a load did not end within "
+            f"{RELEASE_S * bench.settings.timeout_scale:.0f} s; {then}",
             observed,
-            diagnosis="loads are begun or asked for in hooks that a step without tokens does not call: wait_for_layer_load, save_kv_layer",
+            diagnosis="loads start or are polled in hooks that vLLM does not call in steps without tokens: "
+            "wait_for_layer_load, save_kv_layer",
         )
     check_right(
         "KV-RANK-004",
@@ -185,16 +193,19 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
 
 @case("KV-RANK-005", rig="peers")
 def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
-    """A load whose request was aborted is reported when its last transfer has ended, and then its blocks are free."""
+    """The load of an aborted request is reported when its last transfer has ended, and then its blocks are
+    free.
+    """
     observed = completed(bench, "aborted", "KV-RANK-005", OWNS)
     request = observed.ids["aborted"]
     early = [watched.rank for watched in observed.early if watched.said(RECVING, request)]
     if early or request not in observed.usage["before"].requests:
         raise violation(
             "KV-RANK-005",
-            f"a request was aborted while it was loaded, and {_ranks(early)} reported it before its transfers had ended",
+            f"a request was aborted while it loaded, and {_ranks(early)} reported it before its transfers "
+            "had ended",
             observed,
-            diagnosis="the blocks are free, and the transfer writes into them",
+            diagnosis="the blocks are free, and the transfer still writes into them",
         )
     if request in observed.usage["after"].requests:
         silent = [
@@ -204,8 +215,8 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
         ]
         raise violation(
             "KV-RANK-005",
-            f"a request was aborted while it was loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s after its transfers "
-            f"D still holds its blocks: {_ranks(silent)} did not report it",
+            f"a request was aborted while it loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s "
+            f"after its transfers D still holds its blocks: {_ranks(silent)} did not report it",
             observed,
             diagnosis="loads of aborted requests are forgotten instead of reported in finished_recving",
         )
@@ -215,12 +226,12 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
 
 
 def _audited(observed: StorySeen) -> None:
-    """Raise Violation if an aborted load has changed what is not its own any more."""
+    """Raise Violation if an aborted load has changed blocks that are not its own any more."""
     for check in observed.audits:
         if check.pool.wrong:
             raise violation(
                 "KV-RANK-005",
-                f"rank {check.rank} of D: {check.pool.wrong} words changed that were nobody's to change",
+                f"rank {check.rank} of D: {check.pool.wrong} words changed that no request may change",
                 observed,
             )
 

@@ -1,4 +1,4 @@
-"""What a connector does when a request ends, in whatever way and state."""
+"""request_finished: what a connector does when a request ends, in whatever way and state."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _ends(*sides: Side) -> Evidence:
 
 @case("KV-FINISH-001", variants=endings, rig="scheduler")
 def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
-    """At every end the answer is (bool, dict or None)."""
+    """At every end request_finished returns (bool, dict or None)."""
     _, _, sides = run_to_end(rig, ending)
     return _ends(*sides)
 
 
 @case("KV-FINISH-002", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
 def params_survive_json(rig: Rig, ending: str) -> Evidence:
-    """What P hands over comes out of JSON as it went in, and D accepts it in that form."""
+    """JSON does not change the params that P returns, and D accepts them after JSON."""
     needs_hand_over(rig)
     p, first, _ = run_to_end(rig, ending)
     params, d = p.kv_transfer_params(first), rig.side("D")
@@ -42,7 +42,7 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
     d.run()
     if d.results[second].finish != "length":
         raise rig.violation(
-            "", f"with the params of P, through JSON, D's request ends with {d.results[second].finish!r}"
+            "", f"with P's params, after JSON, D's request ends with {d.results[second].finish!r}"
         )
     report_all(p)
     return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(second)[0])
@@ -50,7 +50,9 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
-    """However and wherever a request ends: when the workers have reported what they owe, no block, request or memory of it is left."""
+    """However and wherever a request ends: when the workers have reported everything, no block, request or
+    memory of it is left.
+    """
     _, _, sides = run_to_end(rig, ending)
     report_all(*sides)
     rig.require_no_leaks(*sides)
@@ -59,7 +61,9 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick("length+abort", "abort+stop", "stop+length"), rig="scheduler")
 def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
-    """Several requests that end in one step, or between two, leave nothing; the workers hear of it in a step without a token."""
+    """Several requests that end in one step, or between two steps, leave nothing. The workers learn of it in
+    a step without a token.
+    """
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):
         prompt = rig.prompt(token_count(PROMPT, p.block_size), seed=seed)
@@ -87,24 +91,27 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
     rig="scheduler",
 )
 def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
-    """Nobody comes to read what P did not finish: its blocks are free at once, and no params say otherwise."""
+    """Nobody reads a prefill that P did not finish: its blocks are free at once, and no params name them."""
     needs_hand_over(rig)
     p, id, _ = run_to_end(rig, ending)
     [call] = p.calls_of(ENDED, id)
     if call.result[0]:
         raise rig.violation(
             "",
-            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps blocks that nobody reads",
+            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps "
+            "blocks that nobody reads",
         )
     if call.result[1] and any(map(p.owns_block, integers(call.result[1]))):
         raise rig.violation(
             "",
-            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name its blocks",
+            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned params that name "
+            "its blocks",
         )
     if p.free_blocks() != p.free_blocks_at_start:
         raise rig.violation(
             "",
-            f"{p.free_blocks_at_start - p.free_blocks()} blocks are not free although the prefill ended as {call.arguments['status']}",
+            f"{p.free_blocks_at_start - p.free_blocks()} blocks are not free although the prefill ended as "
+            f"{call.arguments['status']}",
         )
     return Evidence(looked_at=1, unit="ends")
 
@@ -115,7 +122,7 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     rig="scheduler",
 )
 def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
-    """Params name the blocks that P has at the end, whatever blocks it had before."""
+    """The params name the blocks that P has at the end, whatever blocks it had before."""
     needs_hand_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
@@ -138,14 +145,14 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
         p.run(lambda: p.status(id) == "PREEMPTED")
         p.set_token_budget(1 << 12)
         p.evict_prefix_cache()
-        p.add(rig.prompt(2 * p.block_size, seed=1), max_tokens=40)  # takes blocks that the request had
+        p.add(rig.prompt(2 * p.block_size, seed=1), max_tokens=40)  # takes blocks that the request had before
         p.step()
     p.run(lambda: id in p.results)
     [call] = p.calls_of(ENDED, id)
     named = frozenset(filter(p.owns_block, integers(p.kv_transfer_params(id))))
     owned = {block for group in call.arguments["blocks"] for block in group} - {0}
     if not named:
-        raise NotApplicable("the params name no block in a form that can be read")
+        raise NotApplicable("the params name no block in a form that the suite can read")
     if wrong := sorted(named - owned):
         older = " (it had them before it was preempted)" if set(wrong) & before else ""
         raise rig.violation(
@@ -162,19 +169,20 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
 
 @case("KV-FINISH-006", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
 def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
-    """Blocks that params name are P's until the workers report them as sent, and free then."""
+    """P keeps blocks that params name until the workers report them as sent, and frees them then."""
     needs_hand_over(rig)
     p, id, _ = run_to_end(rig, ending)
     named = frozenset(filter(p.owns_block, integers(p.kv_transfer_params(id))))
     if not named:
-        raise NotApplicable("the params name no block in a form that can be read")
+        raise NotApplicable("the params name no block in a form that the suite can read")
     other = p.add(rig.prompt(p.block_size * 2, seed=1), max_tokens=3)
     p.run(lambda: p.status(other) == "RUNNING")
     theirs = {block for group in p.blocks(other) for block in group}
     if (lost := sorted(named & theirs)) or id not in p.delayed_free_requests():
         raise rig.violation(
             "",
-            f"the params name blocks {sorted(named)}, and P gave {lost or 'them'} away before anybody has read them",
+            f"the params name blocks {sorted(named)}, and P freed {lost or 'them'} before anybody has read "
+            "them",
         )
     p.abort(other)
     report_all(p)

@@ -1,4 +1,6 @@
-"""What a store announces of prompts that its workers have really saved, and of prompts that grow turn by turn."""
+"""What a store announces for prompts that its workers have really saved, and for prompts that grow turn by
+turn.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prom
 
 
 def is_store(rig: Rig) -> None:
-    """Raise NotApplicable for a P/D pair: it has what P keeps, and nothing that was saved."""
+    """Raise NotApplicable for a P/D pair: it loads what P keeps, and nothing that was saved."""
     if rig.subject.profile != "store":
         raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")
 
@@ -26,7 +28,9 @@ def _store(rig: Rig) -> Side:
 
 
 def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:
-    """Let the engine compute a prompt of which `known` tokens were computed before. Returns local and external tokens of its admission."""
+    """Let the engine compute a prompt of which `known` tokens were computed before. Returns the local and the
+    external tokens with which it was admitted.
+    """
     id = side.add(prompt)
     side.run()
     asked = side.calls_of(ASKED, id)[-1].arguments["num_computed_tokens"]
@@ -34,19 +38,23 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
     if external and local + external > known:
         raise rig.violation(
             "",
-            f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were announced behind {local}",
+            f"of a prompt of {len(prompt)} tokens, {known} of which were ever computed, {external} were "
+            f"announced after {local} local ones",
         )
     if (reported := side.results.get(id)) is None or reported.finish != "length":
         raise rig.violation(
             "",
-            f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended with {reported}",
+            f"a request of {len(prompt)} tokens, {local} of them local and {external} from the store, ended "
+            f"with {reported}",
         )
     return local, external
 
 
 @case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), rig="scheduler")
 def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
-    """Each prompt is the one before and more; D's own prefix cache is kept, or forgotten before each. Every answer can be loaded."""
+    """Each prompt of a conversation extends the one before. D's own prefix cache is kept, or dropped before
+    each prompt. All announced tokens can be loaded.
+    """
     side = _store(rig)
     known, turns = 0, []
     for length in TURNS:
@@ -59,7 +67,7 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     external = sum(external for _, external in turns)
     if cache == "forgotten" and not external:
         raise NotApplicable(
-            f"of {len(turns)} prompts that {rig.subject.connector} was given to save it announced nothing"
+            f"{rig.subject.connector} announced no token of {len(turns)} prompts that it could save"
         )
     return Evidence(looked_at=len(turns), unit="turns", external_tokens=external)
 
@@ -71,7 +79,9 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     rig="scheduler",
 )
 def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
-    """Of a prompt that shares less than a block with what was saved, nothing is announced, as often as it is asked."""
+    """A store announces nothing for a prompt that shares less than a block with what was saved, however often
+    it is asked.
+    """
     side = _store(rig)
     b = side.block_size
     prompt = rig.prompt(3 * b + 5, shared=b // 2)
@@ -86,13 +96,13 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     side.run()
     answers += [call.result for call in side.calls_of(ASKED, id)]
     if wrong := [answer for answer in answers if (answer[0] or 0) > known]:
-        raise rig.violation("", f"nobody has saved a block of this prompt, and {ASKED} answered {wrong[0]}")
+        raise rig.violation("", f"nobody has saved a block of this prompt, and {ASKED} returned {wrong[0]}")
     return Evidence(looked_at=len(answers), unit="answers")
 
 
 @case("KV-STORE-003", applies=_dense, rig="scheduler")
 def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
-    """Asked token_count times about a prompt that was saved, a store says the same, unless it does not know yet."""
+    """Asked several times about a saved prompt, a store returns the same, unless it returns None."""
     side = _store(rig)
     prompt = rig.prompt(token_count("3b+5", side.block_size))
     _turn(rig, side, prompt, 0)
@@ -102,12 +112,11 @@ def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     side.run()
     told = side.first_external_tokens(id)
     if not told and {answer[0] for answer in answers} <= {0, None}:
-        raise NotApplicable(
-            f"{rig.subject.connector} announced nothing of a prompt that it was given to save"
-        )
+        raise NotApplicable(f"{rig.subject.connector} announced no token of a prompt that it could save")
     if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
         raise rig.violation(
             "",
-            f"asked four times about one request {ASKED} answered {answers}, and {told} tokens were loaded, not {wrong[0][0]}",
+            f"called four times for one request {ASKED} returned {answers}, and {told} tokens were loaded, "
+            f"not {wrong[0][0]}",
         )
     return Evidence(looked_at=len(answers), unit="answers", external_tokens=told)
