@@ -114,7 +114,9 @@ WRONG = [
     ),
     Wrong(
         "SilentWithoutALoad",
-        {r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata orders a notification to P$"},
+        {
+            r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata orders a notification to P$"
+        },
         rules="KV-HIT-001",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -172,7 +174,9 @@ WRONG = [
     ),
     Wrong(
         "SilentWithoutALoad",
-        {r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata orders a notification to P"},
+        {
+            r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata orders a notification to P"
+        },
         rules="KV-MULTI-001",
     ),
     Wrong(

@@ -70,7 +70,10 @@ WRONG = [
     ),
     Wrong(
         "ExpiresEarly",
-        on("expired_lease_frees_blocks", r"request 3\.\d\d s after the request had come, and their lease is 4 s"),
+        on(
+            "expired_lease_frees_blocks",
+            r"request 3\.\d\d s after the request had come, and their lease is 4 s",
+        ),
     ),
     Wrong(
         "HearsLateReaders",
@@ -89,7 +92,8 @@ WRONG = [
     Wrong(
         "BelievesEveryMessage",
         on(
-            "listener_survives_garbage_messages", r"a request of a new D ended with an error\nP logged \w+Error"
+            "listener_survives_garbage_messages",
+            r"a request of a new D ended with an error\nP logged \w+Error",
         ),
     ),
     mistake_of_rank(

@@ -79,15 +79,15 @@ def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence
     )
 
 
-def _not_held_up(rule: str, bench: Bench, story: str, others: dict[str, str]) -> Evidence:
-    observed = completed(bench, story, rule, "")
+def _not_held_up(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
+    observed = completed(bench, scenario, rule, "")
     bad = seconds(observed.requests["bad"])
     for name, words in others.items():
         if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.requests[name]) > HELD_UP * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(observed.requests[name]):.1f} s: it came together with one for which "
-                f"{PLACES[story]}, and that took {bad:.1f} s",
+                f"{PLACES[scenario]}, and that took {bad:.1f} s",
                 observed,
                 diagnosis="one peer that cannot be reached delays requests that have nothing to do with it",
             )
