@@ -6,7 +6,12 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, Ended, EngineSeen, StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    NO_TRANSFER,
+    DecodeResult,
+    EngineObservation,
+    ScenarioObservation,
+)
 from pytest_kvconform.suite.bytes._observations import wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 
@@ -24,7 +29,7 @@ def one_rank(cell: Cell) -> bool:
     return cell.topology == "P1D1"
 
 
-def observe(bench: Bench, name: str) -> StorySeen:
+def observe(bench: Bench, name: str) -> ScenarioObservation:
     """Observe a scenario, whatever its outcome. Raises NotApplicable for a store."""
     has_peers(bench)
     return bench.peers.observe(bench.cell, name)
@@ -36,7 +41,7 @@ def has_peers(bench: Bench) -> None:
         raise NotApplicable("a store has no peers: the engine that saved a prompt may be gone")
 
 
-def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
+def completed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
     """Observe a scenario that came to its end.
 
     Raises Violation if one of the engines named in `owns` failed. Raises NotApplicable if the connector need
@@ -45,7 +50,7 @@ def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     """
     observed = observe(bench, name)
     if observed.failed:
-        if not observed.begun or observed.broken not in owns.split():
+        if not observed.started or observed.failed_engine not in owns.split():
             raise Blocked(f"an engine failed in another scenario: {observed.failed.sentence}")
         raise Violation(
             Finding(
@@ -58,14 +63,14 @@ def completed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
         )
     if observed.stuck:
         raise Blocked(observed.stuck)
-    if observed.missing == NO_TRANSFER:
-        raise Blocked(observed.missing)
-    if observed.missing:
-        raise NotApplicable(observed.missing)
+    if observed.unsupported == NO_TRANSFER:
+        raise Blocked(observed.unsupported)
+    if observed.unsupported:
+        raise NotApplicable(observed.unsupported)
     return observed
 
 
-def engine(observed: StorySeen, name: str) -> EngineSeen:
+def engine(observed: ScenarioObservation, name: str) -> EngineObservation:
     """Return what an engine did in all scenarios. Raises Blocked if the engine failed: another case reports
     why.
     """
@@ -74,7 +79,7 @@ def engine(observed: StorySeen, name: str) -> EngineSeen:
     return observed.engines[name]
 
 
-def outcome_of(ended: Ended) -> str:
+def outcome_of(ended: DecodeResult) -> str:
     """Return RIGHT if D loaded every byte, COMPUTED if D computed the prompt, REFUSED if the request ended
     with an error, otherwise WRONG or STUCK.
     """
@@ -89,13 +94,17 @@ def outcome_of(ended: Ended) -> str:
     return WRONG if any(wrong_words(check, "attention") for check in ended.checks) else RIGHT
 
 
-def seconds(ended: Ended) -> float:
+def seconds(ended: DecodeResult) -> float:
     """Return how long a request took."""
     return ended.ended - ended.added
 
 
 def violation(
-    rule: str, happened: str, observed: StorySeen, ended: Ended | None = None, diagnosis: str = ""
+    rule: str,
+    happened: str,
+    observed: ScenarioObservation,
+    ended: DecodeResult | None = None,
+    diagnosis: str = "",
 ) -> Violation:
     """Build the violation of a rule. If a request got wrong bytes, the finding shows them in a picture of D's
     pool.
@@ -108,12 +117,12 @@ def violation(
             differs=count_pool(wrong.pool) if wrong else "",
             picture=draw_pool(wrong.pool) if wrong else (),
             diagnosis=diagnosis or (diagnose_pool(wrong.pool) if wrong else ""),
-            log=observed.logged[-4:],
+            log=observed.log[-4:],
         )
     )
 
 
-def check_right(rule: str, observed: StorySeen, lease_s: float, requests: dict[str, str]) -> int:
+def check_right(rule: str, observed: ScenarioObservation, lease_s: float, requests: dict[str, str]) -> int:
     """Return how many rows D loaded. `requests`: name in the scenario -> its name in a sentence. Raises
     Violation if a request is not RIGHT.
 
@@ -121,16 +130,16 @@ def check_right(rule: str, observed: StorySeen, lease_s: float, requests: dict[s
     refused. The machine is too slow then, and the case is Blocked.
     """
     for name, words in requests.items():
-        ended = observed.requests[name]
+        ended = observed.decodes[name]
         if (what := outcome_of(ended)) == RIGHT:
             continue
-        if what != STUCK and (age := ended.ended - ended.handed) > lease_s:
+        if what != STUCK and (age := ended.ended - ended.prefill_added) > lease_s:
             slow = f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s"
             raise Blocked(f"{words} {slow}: --kv-timeout-scale makes it longer")
         raise violation(
             rule, f"{words} {_WORDS[what]}", observed, ended, "" if what == WRONG else _last(observed)
         )
-    return sum(check.rows_due for name in requests for check in observed.requests[name].checks)
+    return sum(check.rows_due for name in requests for check in observed.decodes[name].checks)
 
 
 _WORDS = {
@@ -141,18 +150,20 @@ _WORDS = {
 }
 
 
-def _last(observed: StorySeen) -> str:
+def _last(observed: ScenarioObservation) -> str:
     """Return the last exception that an engine logged."""
-    role, _, reported = (observed.logged or ("",))[-1].partition(": ")
+    role, _, reported = (observed.log or ("",))[-1].partition(": ")
     return f"{role[:1]} logged {reported}" if reported else ""
 
 
-def evidence(looked_at: int, unit: str, observed: StorySeen, **notes: float | int | str) -> Evidence:
+def evidence(
+    looked_at: int, unit: str, observed: ScenarioObservation, **notes: float | int | str
+) -> Evidence:
     """Build the evidence of a scenario, with the seconds of every request."""
-    times = {f"{name}_s": round(seconds(ended), 3) for name, ended in observed.requests.items()}
+    times = {f"{name}_s": round(seconds(ended), 3) for name, ended in observed.decodes.items()}
     moved = sum(
         check.bytes_due
-        for ended in observed.requests.values()
+        for ended in observed.decodes.values()
         for check in ended.checks
         if not check.pool.wrong
     )

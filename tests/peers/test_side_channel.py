@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
-    Deaf,
-    Stranger,
-    elsewhere,
-    named_in,
-    ports_of,
-    questions,
+    HostileClient,
+    SilentListener,
+    listening_ports,
+    malformed_messages,
+    ports_named_in,
     speaks_zeromq,
+    with_port_replaced,
 )
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -26,41 +26,41 @@ GOOD = [[b"", msgspec.msgpack.encode(("where", 3, "rank", 0))]]
 def test_ports_of_this_process_are_found_and_replaced_in_params() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert port in (ports := ports_of(os.getpid()))
+        assert port in (ports := listening_ports(os.getpid()))
         params = {"host": "127.0.0.1", "port": port, "more": {"port": port}, "tokens": 3, "yes": True}
-        assert named_in(params, ports) == {port}
-        assert elsewhere(params, ports, 1) == params | {"port": 1, "more": {"port": 1}}
-    assert named_in(params, {1, 3}) == {3}  # not True
+        assert ports_named_in(params, ports) == {port}
+        assert with_port_replaced(params, ports, 1) == params | {"port": 1, "more": {"port": 1}}
+    assert ports_named_in(params, {1, 3}) == {3}  # not True
 
 
 def test_a_thousand_questions_are_nonsense_and_always_the_same() -> None:
-    asked = list(questions(GOOD, 1000, seed=0))
+    asked = list(malformed_messages(GOOD, 1000, seed=0))
     assert len(asked) == 1000
-    assert asked == list(questions(GOOD, 1000, seed=0))
-    assert asked != list(questions(GOOD, 1000, seed=1))
+    assert asked == list(malformed_messages(GOOD, 1000, seed=0))
+    assert asked != list(malformed_messages(GOOD, 1000, seed=1))
     assert not any(frames in GOOD for frames in asked)
     assert {len(frames) for frames in asked} >= {1, 2, 3, 9}
     assert max(len(frame) for frames in asked for frame in frames) >= 5000
     assert any(
         frames[-1] == msgspec.msgpack.encode(["where", 2**31, "rank", 1])
-        for frames in questions(GOOD, 5000, seed=0)
+        for frames in malformed_messages(GOOD, 5000, seed=0)
     )
 
 
 @pytest.mark.parametrize("zeromq", [True, False])  # ZeroMQ is installed with vLLM
-def test_a_deaf_listener_hears_and_never_answers(zeromq: bool) -> None:
+def test_a_listener_listener_hears_and_never_answers(zeromq: bool) -> None:
     port = free_port()
-    deaf = Deaf(port, zeromq)
+    listener = SilentListener(port, zeromq)
     try:
         assert speaks_zeromq(port) == zeromq
-        stranger = Stranger(port)
-        assert stranger.say([b"", b"hello"])
+        client = HostileClient(port)
+        assert client.send([b"", b"hello"])
         deadline = time.monotonic() + 10.0
-        while not any(frames[-1] == b"hello" for frames in deaf.heard):
-            deaf.listen()
+        while not any(frames[-1] == b"hello" for frames in listener.received):
+            listener.receive()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        stranger.close()
+        client.close()
     finally:
-        deaf.close()
-    assert not Stranger(port).say([b"anybody?"])
+        listener.close()
+    assert not HostileClient(port).send([b"anybody?"])

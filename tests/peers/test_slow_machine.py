@@ -6,16 +6,16 @@ import pytest
 
 from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.suite._peer_observations import check_right
 
 LEASE_S = 4.0
 
 
-def story(finish: str, after_s: float) -> StorySeen:
+def scenario(finish: str, after_s: float) -> ScenarioObservation:
     """A request of D that ends `after_s` after P's has come; P's took a second."""
     trace = Trace(id="d", prompt_tokens=55)
-    return StorySeen({"good": Ended("d", 0.0, 1.0, after_s, finish, trace, ())})
+    return ScenarioObservation({"good": DecodeResult("d", 0.0, 1.0, after_s, finish, trace, ())})
 
 
 @pytest.mark.parametrize("finish", ["error", "length"])
@@ -23,7 +23,7 @@ def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
     with pytest.raises(
         Blocked, match=r"ended 4\.1 s after P's request had come, and the lease is 4 s: --kv-timeout-scale"
     ):
-        check_right("KV-PEER-001", story(finish, 4.1), LEASE_S, {"good": "the request"})
+        check_right("KV-PEER-001", scenario(finish, 4.1), LEASE_S, {"good": "the request"})
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
 )
 def test_what_ends_within_it_or_never_is(finish: str, after_s: float, said: str) -> None:
     with pytest.raises(Violation) as raised:
-        check_right("KV-PEER-001", story(finish, after_s), LEASE_S, {"good": "the request"})
+        check_right("KV-PEER-001", scenario(finish, after_s), LEASE_S, {"good": "the request"})
     assert said in raised.value.finding.happened

@@ -11,9 +11,9 @@ import pytest
 from pytest_kvconform.result import Cell, Evidence, Violation
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers import scenarios as peer_stories
+from pytest_kvconform.rigs.peers import scenarios
 from pytest_kvconform.rigs.peers.bench import PeerBench
-from pytest_kvconform.rigs.peers.scenario_engines import Ended, StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.suite.protocol import peers
 
@@ -32,16 +32,16 @@ def bench(scale: float) -> Any:
 @pytest.mark.parametrize(("scale", "stall"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
 def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: float, stall: float) -> None:
     paused: list[float] = []
-    monkeypatch.setattr(peer_stories, "pause", lambda seconds: iter(paused.append(seconds) or ()))
+    monkeypatch.setattr(scenarios, "pause", lambda seconds: iter(paused.append(seconds) or ()))
 
     def nothing(*_: Any) -> Iterator[None]:
         yield
 
-    desk = SimpleNamespace(
-        bench=bench(scale).peers, compute=nothing, begin=nothing, end=nothing, receive=nothing
+    engines = SimpleNamespace(
+        bench=bench(scale).peers, prefill=nothing, add_decode=nothing, finish_decode=nothing, decode=nothing
     )
-    p: Any = SimpleNamespace(stop=nothing, resume=lambda: None)
-    for _ in peer_stories.stalled(desk, p, p):
+    p: Any = SimpleNamespace(stop_process=nothing, resume=lambda: None)
+    for _ in scenarios.stopped_peer(engines, p, p):
         pass
     assert paused == [stall, stall]  # while they meet, and while one reads
 
@@ -52,9 +52,9 @@ def test_what_counts_as_held_up_is_longer(
 ) -> None:
     def judge(took_s: float) -> Evidence:
         """What is said of a request that took as long as the one that came with it, whose peer does not answer."""
-        ended = Ended("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
-        monkeypatch.setattr(peers, "look", lambda *_: StorySeen({"bad": ended, "own": ended}))
-        return peers.unreachable_peer_delays_no_other_request(bench(scale), "mute")
+        ended = DecodeResult("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
+        monkeypatch.setattr(peers, "look", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
+        return peers.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")
 
     assert judge(limit - 0.1).looked_at == 1
     with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):

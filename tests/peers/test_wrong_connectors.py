@@ -19,9 +19,9 @@ SHORT = 0.4  # of deadlines, where one of them has to be waited for
 
 mistake_of_rank = functools.partial(Wrong, topology="P1D2")
 
-UNREACHABLE = "unreachable_peer_fails_only_its_request[dead] unreachable_peer_fails_only_its_request[mute]"
-OTHERS = "unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_other_request[mute] unreachable_peer_delays_no_new_peer"
-TOO_LATE = "load_after_the_lease_is_detected[late] load_after_the_lease_is_detected[overtaken]"
+UNREACHABLE = "unreachable_peer_fails_only_its_request[unreachable_peer] unreachable_peer_fails_only_its_request[silent_peer]"
+OTHERS = "unreachable_peer_delays_no_other_request[unreachable_peer] unreachable_peer_delays_no_other_request[silent_peer] unreachable_peer_delays_no_new_peer"
+TOO_LATE = "load_after_the_lease_is_detected[lease_ends_before_load] load_after_the_lease_is_detected[lease_ends_during_load]"
 STOOD_THERE = "loaded what P had written there since, and ended without an error"
 HELD_UP = "delays requests that have nothing to do with it"
 WRONG = [
@@ -36,7 +36,10 @@ WRONG = [
     ),
     Wrong(
         "HoldsAllBack",
-        on("unreachable_peer_delays_no_other_request[dead] unreachable_peer_delays_no_new_peer", HELD_UP),
+        on(
+            "unreachable_peer_delays_no_other_request[unreachable_peer] unreachable_peer_delays_no_new_peer",
+            HELD_UP,
+        ),
     ),
     Wrong("OneAtATime", on("unreachable_peer_delays_no_new_peer", HELD_UP)),
     Wrong(
@@ -61,7 +64,7 @@ WRONG = [
         on("restarted_peer_is_a_new_engine[met]", "for KV of the new engine ended with an error"),
     ),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
-    Wrong("LooksBefore", on("load_after_the_lease_is_detected[overtaken]", STOOD_THERE)),
+    Wrong("LooksBefore", on("load_after_the_lease_is_detected[lease_ends_during_load]", STOOD_THERE)),
     Wrong(
         "NeverExpires",
         on("expired_lease_frees_blocks", "without a deadline"),
@@ -83,12 +86,17 @@ WRONG = [
     Wrong(
         "NoHeartbeats",
         on(
-            "blocks_are_kept_while_d_waits[waiting] blocks_are_kept_while_d_waits[loading]",
+            "blocks_are_kept_while_d_waits[queued_past_lease] blocks_are_kept_while_d_waits[loading_past_lease]",
             "does not renew the lease in time",
         ),
     ),
-    Wrong("SpeaksWhenScheduled", on("blocks_are_kept_while_d_waits[waiting]", "before it was scheduled")),
-    Wrong("SpeaksUntilScheduled", on("blocks_are_kept_while_d_waits[loading]", "for its load to end")),
+    Wrong(
+        "SpeaksWhenScheduled",
+        on("blocks_are_kept_while_d_waits[queued_past_lease]", "before it was scheduled"),
+    ),
+    Wrong(
+        "SpeaksUntilScheduled", on("blocks_are_kept_while_d_waits[loading_past_lease]", "for its load to end")
+    ),
     Wrong(
         "BelievesEveryMessage",
         on(
@@ -192,6 +200,6 @@ def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Said]) -> None:
         *TOO_LATE.split(),
         "expired_lease_frees_blocks",
         "late_notification_is_ignored",
-        "blocks_are_kept_while_d_waits[waiting]",
-        "blocks_are_kept_while_d_waits[loading]",
+        "blocks_are_kept_while_d_waits[queued_past_lease]",
+        "blocks_are_kept_while_d_waits[loading_past_lease]",
     }

@@ -1,4 +1,4 @@
-"""What cases about peers run on: every story of a cell is told once, side by side with the others, and its cases judge what it showed."""
+"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others, and cases judge it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.peers.scenario_engines import LONGEST, Desk, StorySeen
-from pytest_kvconform.rigs.peers.scenarios import STORIES
-from pytest_kvconform.rigs.peers.stepping import Telling, tell
+from pytest_kvconform.rigs.peers.scenario_engines import LONGEST, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.scenarios import SCENARIOS
+from pytest_kvconform.rigs.peers.stepping import RunningScenario, run_scenarios
 
 LEASE_S = 3  # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 
 
 class PeerBench:
-    """Stories of one cell at a time, each with its engines."""
+    """Scenarios of one cell at a time, each with its engines."""
 
     def __init__(self, context: RunContext):
         self.context = context
-        self._seen: dict[Cell, dict[str, StorySeen] | Blocked | HarnessError] = {}
+        self._seen: dict[Cell, dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
 
-    def observe(self, cell: Cell, name: str) -> StorySeen:
-        """What a story shows in a cell. The first question tells all of them. Raises Blocked where engines do not start."""
+    def observe(self, cell: Cell, name: str) -> ScenarioObservation:
+        """What a scenario shows in a cell. The first call runs all of them. Raises Blocked where engines do not start."""
         if cell not in self._seen:
             try:
-                self._seen[cell] = self._tell(cell)
+                self._seen[cell] = self._run(cell)
             except (Blocked, HarnessError) as error:
                 self._seen[cell] = error
         found = self._seen[cell]
@@ -40,11 +40,11 @@ class PeerBench:
         return self.context.lease_s(self._asked_lease_s)
 
     def require_short_lease(self) -> None:
-        """Raise Blocked where the lease takes longer than a run should: stories that wait for one are not told."""
+        """Raise Blocked where the lease is longer than a run should wait: scenarios that wait for it do not run."""
         self.context.require_short_lease(self._asked_lease_s)
 
     def patience(self, seconds: float) -> float:
-        """A wait inside a story: longer with --kv-timeout-scale, never shorter."""
+        """A wait inside a scenario: longer with --kv-timeout-scale, never shorter."""
         return self.context.patience(seconds)
 
     def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
@@ -56,54 +56,53 @@ class PeerBench:
         """Seconds of the lease that the suite asks for."""
         return self.context.patience(LEASE_S)
 
-    def _tell(self, cell: Cell) -> dict[str, StorySeen]:
-        """Tell every story of a cell, all at once."""
+    def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
+        """Run every scenario of a cell, all at once."""
         long_lease = self.context.has_long_lease(self._asked_lease_s)
-        stories = {
-            name: story
-            for name, story in STORIES[cell.topology].items()
-            if not story.leases or not long_lease
+        scenarios = {
+            name: scenario
+            for name, scenario in SCENARIOS[cell.topology].items()
+            if not scenario.waits_for_lease or not long_lease
         }
         self.context.running.end_all()  # the engines of other cells and rigs
-        self.context.progress(f"telling {len(stories)} stories about peers, all at once")
-        desk = Desk(self, cell, self.context.deadlines, self.lease_s)
+        self.context.progress(f"running {len(scenarios)} scenarios between peers, all at once")
+        engines = ScenarioEngines(self, cell, self.context.deadlines, self.lease_s)
         try:
             first = [
-                desk.open(name)
+                engines.start(name)
                 for name in dict.fromkeys(
-                    engine for story in stories.values() for engine in (*story.engines, *story.borrows)
+                    name for one in scenarios.values() for name in (*one.engines, *one.other_engines)
                 )
             ]
-            for name, story in stories.items():
-                actors = tuple(desk.actors[engine] for engine in story.engines)
-                borrowed = tuple(desk.actors[engine] for engine in story.borrows)
-                waits = borrowed if story.early else tuple(first)
-                desk.tellings[name] = Telling(
-                    story.tell(desk, *actors, *borrowed), actors, waits, desk.tellings.get(story.after)
+            for name, scenario in scenarios.items():
+                own = tuple(engines.by_name[engine] for engine in scenario.engines)
+                others = tuple(engines.by_name[engine] for engine in scenario.other_engines)
+                engines.running[name] = RunningScenario(
+                    scenario.steps(engines, *own, *others),
+                    own,
+                    others if scenario.starts_early else tuple(first),
+                    engines.running.get(scenario.after),
                 )
-            tell(list(desk.tellings.values()), desk.everybody)
-            engines = desk.seen()
-            logs = {name: actor.handle.process.exceptions(0) for name, actor in desk.actors.items()}
+            run_scenarios(list(engines.running.values()), engines.all)
+            observations = engines.observations()
+            logs = {name: engine.handle.process.exceptions(0) for name, engine in engines.by_name.items()}
         finally:
-            desk.close()
-        if refused := next(
-            (actor.failed for actor in first if actor.failed and actor.failed.how == "refused"), None
-        ):
+            engines.close()
+        refusals = (engine.failed for engine in first if engine.failed and engine.failed.how == "refused")
+        if refused := next(refusals, None):
             raise Blocked(
                 f"stands on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
                 refused=refused.declined,
             )
         return {
             name: replace(
-                telling.result or StorySeen(),
-                engines=engines,
-                failed=telling.broken.failed if telling.broken else None,
-                broken=telling.broken.name if telling.broken else "",
-                begun=telling.begun,
-                stuck=telling.stuck,
-                logged=tuple(
-                    f"{engine}: {line}" for engine in stories[name].engines for line in logs[engine]
-                ),
+                running.result or ScenarioObservation(),
+                engines=observations,
+                failed=running.failed_engine.failed if running.failed_engine else None,
+                failed_engine=running.failed_engine.name if running.failed_engine else "",
+                started=running.started,
+                stuck=running.stuck,
+                log=tuple(f"{engine}: {line}" for engine in scenarios[name].engines for line in logs[engine]),
             )
-            for name, telling in desk.tellings.items()
+            for name, running in engines.running.items()
         }

@@ -170,7 +170,7 @@ class FaultyAgent:
             self._flights.pop(handle, None)
         return self.real.release_xfer_handle(self, handle)
 
-    def _let_go(self) -> None:
+    def _start_held(self) -> None:
         with self._lock:
             for flight in self._flights.values():
                 flight.faults = msgspec.structs.replace(flight.faults, hold=0)
@@ -281,10 +281,10 @@ def arm(orders: tuple[Faults, ...], rank: int) -> None:
         agent._forget()
 
 
-def let_go() -> None:
+def start_held_transfers() -> None:
     """Begin every transfer that is held, whatever its rounds."""
     for agent in _orders.agents:
-        agent._let_go()
+        agent._start_held()
 
 
 def progress() -> None:

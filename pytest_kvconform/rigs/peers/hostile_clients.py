@@ -1,4 +1,4 @@
-"""The ports on which engines find each other: who listens, a listener that never answers, and questions that make no sense."""
+"""The ports on which engines find each other: which are open, a listener that never answers, and malformed messages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import msgspec
 
 from pytest_kvconform.rigs.processes.linux import descendants_of, listening_sockets
 
-SIGNATURE = b"\xff"  # what a peer that speaks ZeroMQ's protocol says first (ZMTP 3.1, rfc.zeromq.org/spec/37)
+# First byte that a peer which speaks ZeroMQ's protocol sends (ZMTP 3.1, rfc.zeromq.org/spec/37).
+SIGNATURE = b"\xff"
 GREETING_S = 0.2
-KNOWN = [
-    b"",
-    msgspec.msgpack.encode((b"get_meta_msg", 0, 0)),
-]  # what vLLM's NIXL connector asks (nixl/base_scheduler.py)
+# What vLLM's NIXL connector asks a peer (nixl/base_scheduler.py).
+KNOWN = [b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))]
 NUMBERS = (-1, 1, 7, 255, 2**31, 2**63 - 1)
 
 
-def ports_of(pid: int) -> set[int]:
+def listening_ports(pid: int) -> set[int]:
     """TCP ports on which a process and its descendants listen."""
     return {
         int(address.rpartition(":")[2])
@@ -31,25 +30,25 @@ def ports_of(pid: int) -> set[int]:
     }
 
 
-def named_in(params: Any, ports: set[int]) -> set[int]:
+def ports_named_in(params: Any, ports: set[int]) -> set[int]:
     """Those of the ports that kv_transfer_params name, at whatever depth."""
     if isinstance(params, dict):
-        return {port for value in params.values() for port in named_in(value, ports)}
+        return {port for value in params.values() for port in ports_named_in(value, ports)}
     return {params} & ports if isinstance(params, int) and not isinstance(params, bool) else set()
 
 
-def elsewhere(params: Any, ports: set[int], other: int) -> Any:
-    """The same params with another port in the place of these."""
+def with_port_replaced(params: Any, ports: set[int], other: int) -> Any:
+    """The same params with another port in place of each of these."""
     if isinstance(params, dict):
-        return {key: elsewhere(value, ports, other) for key, value in params.items()}
-    return other if named_in(params, ports) else params
+        return {key: with_port_replaced(value, ports, other) for key, value in params.items()}
+    return other if ports_named_in(params, ports) else params
 
 
-class Deaf:
-    """A listener that takes what peers say and never answers; as a ZeroMQ socket, so that they come to speak at all, if P is one."""
+class SilentListener:
+    """A listener that receives messages and never answers. It is a ZeroMQ socket where P's is one, so that peers send at all."""
 
     def __init__(self, port: int, zeromq: bool):
-        self.heard: list[list[bytes]] = []  # messages, each a list of frames
+        self.received: list[list[bytes]] = []  # messages, each a list of frames
         self.zeromq = zeromq
         if zeromq:
             import zmq
@@ -62,16 +61,16 @@ class Deaf:
             self.listener.setblocking(False)
             self.peers: list[socket.socket] = []
 
-    def listen(self) -> None:
-        """Note what has come since the last call."""
+    def receive(self) -> None:
+        """Keep what has arrived since the last call."""
         if self.zeromq:
             import zmq
 
             with contextlib.suppress(zmq.Again):
                 while True:
-                    self.heard.append(
+                    self.received.append(
                         self.router.recv_multipart(zmq.NOBLOCK)[1:]
-                    )  # the first frame is who said it
+                    )  # the first is the sender
             return
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -81,7 +80,7 @@ class Deaf:
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 if data := peer.recv(1 << 16):
-                    self.heard.append([data])
+                    self.received.append([data])
 
     def close(self) -> None:
         if self.zeromq:
@@ -92,7 +91,7 @@ class Deaf:
 
 
 def speaks_zeromq(port: int) -> bool:
-    """Whether whoever listens greets as ZeroMQ does."""
+    """Whether the process that listens on a port greets as ZeroMQ does."""
     try:
         with socket.create_connection(("127.0.0.1", port), GREETING_S) as peer:
             return peer.recv(1) == SIGNATURE
@@ -100,10 +99,10 @@ def speaks_zeromq(port: int) -> bool:
         return False
 
 
-def questions(good: list[list[bytes]], count: int, seed: int) -> Iterator[list[bytes]]:
-    """Messages that make no sense, or hardly: random bytes, good ones that are cut or changed, too few and too many frames."""
+def malformed_messages(valid: list[list[bytes]], count: int, seed: int) -> Iterator[list[bytes]]:
+    """Random bytes, valid messages that are cut or changed, too few and too many frames."""
     choose = random.Random(seed)
-    seeds = [*good, KNOWN]
+    seeds = [*valid, KNOWN]
     while count:
         frames = list(choose.choice(seeds))
         at, kind = choose.randrange(len(frames)), count % 6
@@ -118,11 +117,8 @@ def questions(good: list[list[bytes]], count: int, seed: int) -> Iterator[list[b
         elif kind == 3:
             frames[-1] = _renumbered(frames[-1], choose)
         elif kind == 4:
-            frames = (
-                frames[:at]
-                + [choose.randbytes(choose.randrange(40)) for _ in range(choose.randrange(4))]
-                + frames[at:]
-            )
+            more = [choose.randbytes(choose.randrange(40)) for _ in range(choose.randrange(4))]
+            frames = frames[:at] + more + frames[at:]
         else:
             frames = [frames[-1]] * choose.choice((1, 3, 9))
         if frames not in seeds:
@@ -131,13 +127,11 @@ def questions(good: list[list[bytes]], count: int, seed: int) -> Iterator[list[b
 
 
 def _renumbered(message: bytes, choose: random.Random) -> bytes:
-    """A good message that asks for a rank, or whatever its numbers mean, that there is not; with a huge length if it has no numbers."""
+    """A valid message with other numbers, such as a rank that does not exist. A message without numbers gets a huge length."""
     try:
         words = msgspec.msgpack.decode(message)
     except msgspec.DecodeError:
-        words = (
-            None  # peers may speak in any format, and what is no msgpack has no numbers that could be changed
-        )
+        words = None  # peers may use any format; what is no msgpack has no numbers that could be changed
     if isinstance(words, list) and any(isinstance(word, int) for word in words):
         return msgspec.msgpack.encode(
             [choose.choice(NUMBERS) if isinstance(word, int) else word for word in words]
@@ -145,8 +139,8 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
     return b"\xdd" + struct.pack(">I", 2**32 - 1) + message  # msgpack: a list of four thousand million
 
 
-class Stranger:
-    """Somebody who says things to a listener and waits for no answer: ZeroMQ messages where it speaks that, and bytes on a connection."""
+class HostileClient:
+    """A client that sends messages to a listener and waits for no answer: ZeroMQ messages where the listener speaks ZeroMQ, and raw bytes."""
 
     def __init__(self, port: int):
         self.port, self.dealer = port, None
@@ -155,18 +149,18 @@ class Stranger:
 
             self.context = zmq.Context()
             self.dealer = self.context.socket(zmq.DEALER)
-            self.dealer.setsockopt(zmq.SNDHWM, 0)  # what nobody takes is kept here
+            self.dealer.setsockopt(zmq.SNDHWM, 0)  # messages that the listener does not take are kept here
             self.dealer.connect(f"tcp://127.0.0.1:{port}")
 
-    def say(self, frames: list[bytes]) -> bool:
-        """Send one message. Returns whether anybody listens."""
+    def send(self, frames: list[bytes]) -> bool:
+        """Send one message. Returns whether a process listens."""
         if self.dealer is not None:
             self.dealer.send_multipart(frames)
             return True
-        return self.blurt(b"".join(frames))
+        return self.send_raw(b"".join(frames))
 
-    def blurt(self, data: bytes) -> bool:
-        """Send bytes on a connection of their own. Returns whether anybody listens."""
+    def send_raw(self, data: bytes) -> bool:
+        """Send bytes on a connection of their own. Returns whether a process listens."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), GREETING_S) as peer:
                 peer.sendall(data)

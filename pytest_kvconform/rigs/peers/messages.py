@@ -1,4 +1,4 @@
-"""What travels between the harness, an engine whose worker halves are watched, and its ranks. Frozen records, pickled."""
+"""Records of what each rank of a peer engine was asked and reported. They are frozen, and travel pickled to the controller."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What one rank's worker half said in one step: get_transfer_results and get_block_ids_with_load_errors."""
+class RankReport(msgspec.Struct, frozen=True):
+    """What the worker half of one rank reported in one step: get_transfer_results and get_block_ids_with_load_errors."""
 
     step: int
     sending: tuple[str, ...]  # finished_sending
@@ -20,23 +20,22 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Watched:
+class RankObservation:
     """One rank since its engine was built."""
 
     rank: int
-    reports: tuple[Report, ...]  # steps in which something was said
+    reports: tuple[RankReport, ...]  # of the steps in which the worker half reported anything
     steps: int
-    idle: int  # of these, without a token to compute
-    asked: int  # calls of get_block_ids_with_load_errors
-    loads: (
-        np.ndarray
-    )  # float64 [call, (start, seconds)] of start_load_kv; start in seconds of the machine's monotonic clock
+    idle_steps: int  # of these, without a token to compute
+    load_error_polls: int  # calls of get_block_ids_with_load_errors
+    start_load_kv_calls: np.ndarray  # float64 [call, (start, seconds)]; start: seconds of the monotonic clock
 
-    def said(self, field: str, request: str) -> list[Report]:
+    def reports_of(self, field: str, request: str) -> list[RankReport]:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""
         return [report for report in self.reports if request in getattr(report, field)]
 
-    def longest_load(self, first: float, end: float) -> float:
+    def longest_start_load_kv(self, first: float, end: float) -> float:
         """Seconds of the longest call of start_load_kv that began in [first, end); 0 if there was none."""
-        within = self.loads[(self.loads[:, 0] >= first) & (self.loads[:, 0] < end)]
+        calls = self.start_load_kv_calls
+        within = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)]
         return float(within[:, 1].max()) if len(within) else 0.0

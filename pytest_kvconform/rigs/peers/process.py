@@ -1,4 +1,4 @@
-"""The inside of a pattern engine whose worker halves are watched and whose requests can be kept waiting."""
+"""The engine process of the peer rig: each rank records its worker half, and requests can be kept in the queue."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ from typing import Any
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Trace
-from pytest_kvconform.rigs.peers import worker_recorder as peer_watch
+from pytest_kvconform.rigs.peers import worker_recorder
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
-from pytest_kvconform.rigs.peers.messages import Watched
+from pytest_kvconform.rigs.peers.messages import RankObservation
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """What the zygote calls in a child: see `engine_process.serve`."""
-    engine_process.serve(connection, spec, PeerEngine)
+    """Run the engine in a child of the zygote, see `engine.process.serve`."""
+    engine_process.serve(connection, spec, PeerEngineProcess)
 
 
-class PeerEngine(FaultyEngineProcess):
-    """One pattern engine; blocks are overwritten the moment they are free, so that nobody reads them unnoticed."""
+class PeerEngineProcess(FaultyEngineProcess):
+    """One byte engine. It overwrites blocks the moment they are freed, so that a late read of them is noticed."""
 
     def __init__(self, spec: ByteEngineSpec):
-        self.kept_waiting: set[str] = set()
+        self.kept_in_queue: set[str] = set()
         super().__init__(spec)
-        self._workers(peer_watch.install)
+        self._workers(worker_recorder.install)
         self.reuse(True)
 
-    def reports(self) -> tuple[Watched, ...]:
-        """What each rank's worker half was asked and has said, one record a rank."""
-        return tuple(self._workers(peer_watch.watched))
+    def rank_observations(self) -> tuple[RankObservation, ...]:
+        """What each rank's worker half was asked and reported, one record a rank."""
+        return tuple(self._workers(worker_recorder.observation))
 
     def all_traces(self) -> dict[str, Trace]:
-        """What was done with every request."""
+        """The trace of every request."""
         return {request_id: self.trace(request_id) for request_id in self.traces}
 
-    def keep_waiting(self, request_id: str) -> None:
-        """Do not schedule a request that is going to be added: as if another connector (MultiConnector) had to think about it."""
-        self.kept_waiting.add(request_id)
+    def keep_in_queue(self, request_id: str) -> None:
+        """Keep a request, which is added later, from being scheduled: get_num_new_matched_tokens answers None for it,
+        as MultiConnector does while another connector does not know yet.
+        """
+        self.kept_in_queue.add(request_id)
 
-    def go_on(self, request_id: str) -> None:
-        """Schedule it."""
-        self.kept_waiting.discard(request_id)
+    def let_schedule(self, request_id: str) -> None:
+        """Let the request be scheduled from now on."""
+        self.kept_in_queue.discard(request_id)
 
     def add_and_abort(self, request: Request) -> None:
         """Add a request and abort it before a step: what vLLM does with a request that its API server refuses."""
         self.add(request)
         self.abort(request.id)
 
-    def let_go(self) -> None:
-        """Begin the transfers that were held (`set_faults`)."""
-        self._workers(peer_watch.let_go)
+    def start_held_transfers(self) -> None:
+        """Start the transfers that were held (`set_faults`)."""
+        self._workers(worker_recorder.start_held_transfers)
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
@@ -57,10 +59,8 @@ class PeerEngine(FaultyEngineProcess):
         matched = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
-            return (
-                (None, False)
-                if request.request_id in self.kept_waiting
-                else matched(request, num_computed_tokens)
-            )
+            if request.request_id in self.kept_in_queue:
+                return None, False
+            return matched(request, num_computed_tokens)
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens

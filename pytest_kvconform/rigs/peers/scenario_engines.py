@@ -1,4 +1,4 @@
-"""The engines of one cell while stories are told on them, and what stories are made of: prompts that P computes and requests of D."""
+"""The engines of one cell while its scenarios run, and the parts of a scenario: P computes a prompt, D loads it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.handover import PREFILL
 from pytest_kvconform.rigs.engine.messages import Trace, Usage
-from pytest_kvconform.rigs.peers.hostile_clients import Deaf
-from pytest_kvconform.rigs.peers.messages import Watched
-from pytest_kvconform.rigs.peers.stepping import Actor, Handle, Steps, Stuck, Telling, until
+from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
+from pytest_kvconform.rigs.peers.hostile_clients import SilentListener
+from pytest_kvconform.rigs.peers.messages import RankObservation
+from pytest_kvconform.rigs.peers.stepping import (
+    DeadlinePassed,
+    RunningScenario,
+    SteppedEngine,
+    Steps,
+    until,
+)
 from pytest_kvconform.rigs.scenario import Faults, tokens
 
 if TYPE_CHECKING:
@@ -27,14 +34,14 @@ if TYPE_CHECKING:
 
 LENGTH = 36  # tokens of a prompt: two whole blocks of 16 and a part
 LONGEST = 12 * LENGTH  # tokens: of all requests that an engine holds at once
-KEPT = 0.6  # of a lease: for so long at least a heartbeat keeps it alive
-HELD = Faults(hold=1 << 30)  # until it is let go
+KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
+HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
 NO_AGENT = "needs a connector that moves bytes with NIXL: no agent was made"
 NO_TRANSFER = "the connector began no transfer that could be held"
 
 
 @dataclass(frozen=True)
-class Handed:
+class PrefillResult:
     """One prompt that P has computed."""
 
     id: str  # of P's request
@@ -45,109 +52,108 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class DecodeResult:
     """One request of D and its end."""
 
     id: str
-    handed: float  # seconds of the monotonic clock: when P's request was added, from when its lease is counted at the earliest
-    added: float
+    prefill_added: float  # when P's request was added: its lease is counted from then at the earliest
+    added: float  # these three: seconds of the monotonic clock
     ended: float
-    finish: str  # vLLM's finish reason; "": it has not ended
+    finish: str  # vLLM's finish reason; "": the request has not ended
     trace: Trace
     checks: tuple[Check, ...]  # of every rank, before the first forward that read what was loaded
 
 
 @dataclass(frozen=True)
-class EngineSeen:
-    """What an engine did in all its stories together."""
+class EngineObservation:
+    """What an engine did in all its scenarios together."""
 
-    watched: tuple[Watched, ...]  # one record a rank
-    traces: dict[str, Trace]  # request -> what was done with it
+    ranks: tuple[RankObservation, ...]
+    traces: dict[str, Trace]  # request -> its trace
 
 
 @dataclass(frozen=True)
-class StorySeen:
-    """All that one story showed. Cases judge it; nothing is judged here."""
+class ScenarioObservation:
+    """All that one scenario showed. The cases judge it; the rig judges nothing."""
 
-    requests: dict[str, Ended] = field(default_factory=dict)
-    handed: dict[str, Handed] = field(default_factory=dict)
+    decodes: dict[str, DecodeResult] = field(default_factory=dict)
+    prefills: dict[str, PrefillResult] = field(default_factory=dict)
     audits: tuple[Check, ...] = ()  # the whole pool of every rank of D, after the end
     usage: dict[str, Usage] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
-    ids: dict[str, str] = field(default_factory=dict)  # of requests that are not handed over
-    early: tuple[Watched, ...] = ()  # D's ranks while transfers were held
-    engines: dict[str, EngineSeen] = field(
-        default_factory=dict
-    )  # name -> all that it did; those that are gone are not among them
-    missing: str = ""  # what the connector has not and need not have, so that there was nothing to see
-    slow: str = ""  # the machine did not keep up, so that nothing can be said
+    request_ids: dict[str, str] = field(default_factory=dict)  # of requests that are not handed over
+    ranks_while_held: tuple[RankObservation, ...] = ()  # D's ranks while transfers were held
+    engines: dict[str, EngineObservation] = field(default_factory=dict)  # of the engines that still answered
+    unsupported: str = ""  # what the connector lacks and may lack, so that the scenario could not run
+    too_slow: str = ""  # why the machine was too slow to judge
     failed: EngineFailed | None = None
-    broken: str = ""  # name of the engine that failed
-    begun: bool = True  # whether it had begun by then
+    failed_engine: str = ""  # name of the engine that failed
+    started: bool = True  # whether the scenario had started by then
     stuck: str = ""
-    logged: tuple[str, ...] = ()  # exceptions that its engines wrote to their logs
+    log: tuple[str, ...] = ()  # exceptions that its engines wrote to their logs
 
 
-class Desk:
-    """The engines of one cell while its stories are told."""
+class ScenarioEngines:
+    """The engines of one cell while its scenarios run."""
 
     def __init__(self, bench: PeerBench, cell: Cell, limits: Deadlines, lease_s: float):
         self.bench, self.cell, self.limits, self.lease_s = bench, cell, limits, lease_s
-        self.actors: dict[str, Actor] = {}
-        self.tellings: dict[str, Telling] = {}
-        self.deaf: list[Deaf] = []
-        self.borrowed = 0  # times that a story has let an engine of another one compute something
+        self.by_name: dict[str, SteppedEngine] = {}
+        self.running: dict[str, RunningScenario] = {}
+        self.silent_listeners: list[SilentListener] = []
+        self.prefills_elsewhere = 0  # times that a scenario has let another one's engine compute a prompt
         self._specs: dict[str, ByteEngineSpec] = {}
         self._numbers = itertools.count()
-        self._handed: dict[int, float] = {}  # number of a prompt -> when P's request was added
+        self._added: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
-    def open(self, name: str, after: str = "") -> Actor:
-        """Start an engine; `after`: one that has ended, on its ports."""
+    def start(self, name: str, after: str = "") -> SteppedEngine:
+        """Start an engine. `after`: an engine that has ended, whose ports the new one gets."""
         context = self.bench.context
         spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name[0], self.cell)
-        handle = Handle(
+        handle = PeerEngineHandle(
             context.address,
             f"{self.cell}-{name}-{context.next_name()}",
             spec,
             call_deadline(context),
             self.limits.start,
         )
-        actor = self.actors[name] = Actor(name, handle)
-        return actor
+        engine = self.by_name[name] = SteppedEngine(name, handle)
+        return engine
 
-    def everybody(self) -> list[Actor]:
-        """Every engine there is by now; listeners note what they are told."""
-        for deaf in self.deaf:
-            deaf.listen()
-        return list(self.actors.values())
+    def all(self) -> list[SteppedEngine]:
+        """Every engine that was started so far. Listeners read what they have received."""
+        for listener in self.silent_listeners:
+            listener.receive()
+        return list(self.by_name.values())
 
-    def seen(self) -> dict[str, EngineSeen]:
+    def observations(self) -> dict[str, EngineObservation]:
         """What every engine did that can still answer."""
         found = {}
-        for name, actor in self.actors.items():
-            if actor.handle.dead or actor.stopped:
+        for name, engine in self.by_name.items():
+            if engine.handle.dead or engine.stopped:
                 continue
             with contextlib.suppress(EngineFailed):
-                if actor.call is not None:
-                    actor.handle.take(actor.call.name)
-                found[name] = EngineSeen(actor.handle.call("reports"), actor.handle.call("all_traces"))
+                if engine.pending is not None:
+                    engine.handle.take_answer(engine.pending.name)
+                ranks = engine.handle.call("rank_observations")
+                found[name] = EngineObservation(ranks, engine.handle.call("all_traces"))
         return found
 
     def close(self) -> None:
         """End engines and listeners."""
-        for actor in self.actors.values():
-            actor.handle.end()
-        for deaf in self.deaf:
-            deaf.close()
+        for engine in self.by_name.values():
+            engine.handle.end()
+        for listener in self.silent_listeners:
+            listener.close()
 
-    # ---- requests -------------------------------------------------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------------------------------
 
-    def next(self) -> int:
-        """The number of a prompt that nobody has computed."""
+    def new_prompt(self) -> int:
+        """The number of a prompt that no engine has computed."""
         return next(self._numbers)
 
-    def request(self, number: int, side: str, params: dict[str, Any] | None) -> ByteRequest:
-        """A request with the prompt of this number."""
+    def make_request(self, number: int, side: str, params: dict[str, Any] | None) -> ByteRequest:
+        """A request with the prompt of this number. `side`: "p" or "d"."""
         return ByteRequest(
             id=f"{self.bench.context.next_name()}-{side}",
             tokens=tokens(LENGTH, seed=number),
@@ -159,87 +165,100 @@ class Desk:
             number=number,
         )
 
-    def compute(self, p: Actor) -> Steps:
-        """Let P compute a new prompt for somebody. Returns Handed."""
-        request = self.request(self.next(), "p", PREFILL)
-        added = self._handed[request.number] = time.monotonic()
-        yield from p.ask("add", request)
-        if not (yield from until(lambda: request.id in p.ends, self.limits.request)):
-            raise Stuck(f"P did not compute a prompt of {LENGTH} tokens within {self.limits.request:.0f} s")
-        trace = yield from p.ask("trace", request.id)
-        return Handed(request.id, request.number, p.ends[request.id][0].kv_transfer_params, trace, added)
+    def prefill(self, p: SteppedEngine) -> Steps:
+        """Let P compute a new prompt to hand over. Returns PrefillResult."""
+        request = self.make_request(self.new_prompt(), "p", PREFILL)
+        added = self._added[request.number] = time.monotonic()
+        yield from p.call("add", request)
+        if not (yield from until(lambda: request.id in p.outputs, self.limits.request)):
+            sentence = f"P did not compute a prompt of {LENGTH} tokens within {self.limits.request:.0f} s"
+            raise DeadlinePassed(sentence)
+        trace = yield from p.call("trace", request.id)
+        params = p.outputs[request.id][0].kv_transfer_params
+        return PrefillResult(request.id, request.number, params, trace, added)
 
-    def begin(self, d: Actor, handed: Handed | None, params: dict[str, Any] | None = None) -> Steps:
-        """Add D's request for what P has handed over, or for a new prompt that nobody has. Returns it."""
-        number = handed.number if handed else self.next()
-        request = self.request(number, "d", params or (handed.params if handed else None))
-        yield from d.ask("add", request)
+    def add_decode(
+        self, d: SteppedEngine, prefill: PrefillResult | None, params: dict[str, Any] | None = None
+    ) -> Steps:
+        """Add D's request for a prompt that P has computed, or for a new prompt. Returns ByteRequest."""
+        number = prefill.number if prefill else self.new_prompt()
+        request = self.make_request(number, "d", params or (prefill.params if prefill else None))
+        yield from d.call("add", request)
         return request
 
-    def end(self, d: Actor, request: ByteRequest, added: float) -> Steps:
-        """Wait for the end of a request of D. Returns Ended."""
-        yield from until(lambda: request.id in d.ends, self.limits.request - (time.monotonic() - added))
-        output, ended = d.ends.get(request.id, (None, time.monotonic()))
-        trace = yield from d.ask("trace", request.id)
-        checks = yield from d.ask("taken", request.id)
-        handed = self._handed.get(request.number, added)
-        return Ended(request.id, handed, added, ended, (output.finish or "") if output else "", trace, checks)
+    def finish_decode(self, d: SteppedEngine, request: ByteRequest, added: float) -> Steps:
+        """Wait for the end of a request of D. Returns DecodeResult."""
+        yield from until(lambda: request.id in d.outputs, self.limits.request - (time.monotonic() - added))
+        output, ended = d.outputs.get(request.id, (None, time.monotonic()))
+        trace = yield from d.call("trace", request.id)
+        checks = yield from d.call("pop_checks", request.id)
+        prefill_added = self._added.get(request.number, added)
+        finish = (output.finish or "") if output else ""
+        return DecodeResult(request.id, prefill_added, added, ended, finish, trace, checks)
 
-    def receive(self, d: Actor, handed: Handed | None, params: dict[str, Any] | None = None) -> Steps:
-        """Let D get what P has handed over, to the end. Returns Ended."""
+    def decode(
+        self, d: SteppedEngine, prefill: PrefillResult | None, params: dict[str, Any] | None = None
+    ) -> Steps:
+        """Add D's request for a prompt and wait for its end. Returns DecodeResult."""
         added = time.monotonic()
-        request = yield from self.begin(d, handed, params)
-        return (yield from self.end(d, request, added))
+        request = yield from self.add_decode(d, prefill, params)
+        return (yield from self.finish_decode(d, request, added))
 
-    def receive_all(self, d: Actor, wanted: dict[str, tuple[Handed | None, dict[str, Any] | None]]) -> Steps:
-        """The same for several requests that are added one right after the other. Returns name -> Ended."""
+    def decode_all(
+        self, d: SteppedEngine, wanted: dict[str, tuple[PrefillResult | None, dict[str, Any] | None]]
+    ) -> Steps:
+        """`decode` of several requests, added one right after the other. Returns name -> DecodeResult."""
         added, requests = time.monotonic(), {}
-        for name, (handed, params) in wanted.items():
-            requests[name] = yield from self.begin(d, handed, params)
-        ends = {}
+        for name, (prefill, params) in wanted.items():
+            requests[name] = yield from self.add_decode(d, prefill, params)
+        decodes = {}
         for name, request in requests.items():
-            ends[name] = yield from self.end(d, request, added)
-        return ends
+            decodes[name] = yield from self.finish_decode(d, request, added)
+        return decodes
 
-    # ---- transfers that are held ----------------------------------------------------------------------------------------------
+    # ---- transfers that are held --------------------------------------------------------------------------------------
 
-    def hold(self, d: Actor, handed: Handed, faults: Faults) -> Steps:
-        """Begin a request of D whose transfers the faults are for. Returns (request, when it was added), or why there was nothing."""
-        if not sum(struck.agents for struck in (yield from d.ask("fault_reports"))):
+    def add_decode_with_faults(self, d: SteppedEngine, prefill: PrefillResult, faults: Faults) -> Steps:
+        """Add a request of D whose transfers these faults change. Returns (request, when it was added), or why no transfer
+        was changed.
+        """
+        if not sum(report.agents for report in (yield from d.call("fault_reports"))):
             return NO_AGENT
-        yield from d.ask("set_faults", (faults,))
+        yield from d.call("set_faults", (faults,))
         added = time.monotonic()
-        request = yield from self.begin(d, handed)
+        request = yield from self.add_decode(d, prefill)
         ranks, deadline, begun = faults.ranks or range(d.handle.ranks), added + self.limits.release, False
         while not begun and time.monotonic() < deadline:
-            struck = yield from d.ask("fault_reports")
-            begun = all(struck[rank].changed for rank in ranks)
-        yield from d.ask("set_faults", ())  # what is held stays held
+            reports = yield from d.call("fault_reports")
+            begun = all(reports[rank].changed for rank in ranks)
+        yield from d.call("set_faults", ())  # what is held stays held
         return (request, added) if begun else NO_TRANSFER
 
-    def free(self, engine: Actor) -> Steps:
-        """Wait until an engine holds nothing. Returns Usage, at the latest when blocks have to be back."""
+    def wait_until_empty(self, engine: SteppedEngine) -> Steps:
+        """Wait until an engine holds no block and no request, or until its deadline to free blocks. Returns Usage."""
         deadline = time.monotonic() + self.limits.release
         while True:
-            usage: Usage = yield from engine.ask("usage")
-            if (
-                usage.free_blocks == usage.total_blocks and not usage.requests
-            ) or time.monotonic() > deadline:
+            usage: Usage = yield from engine.call("usage")
+            empty = usage.free_blocks == usage.total_blocks and not usage.requests
+            if empty or time.monotonic() > deadline:
                 return usage
             yield
 
-    def freed(self, p: Actor, handed: Handed, seconds: float) -> Steps:
-        """Wait until P does not have a request any more. Returns when that was seen, 0.0: not by then."""
+    def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
+        """Wait until P no longer holds a request. Returns when that was observed; 0.0: not within `seconds`."""
         deadline = time.monotonic() + seconds
-        while handed.id in (yield from p.ask("usage")).requests:
+        while prefill.id in (yield from p.call("usage")).requests:
             if time.monotonic() > deadline:
                 return 0.0
             yield
         return time.monotonic()
 
-    def too_slow(self, p: Actor, d: Actor) -> str:
-        """Why nothing can be said about a lease, if engines stood still for a good part of it: heartbeats were not sent, or not heard."""
-        longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped) for engine in (p, d))
+    def too_slow(self, p: SteppedEngine, d: SteppedEngine) -> str:
+        """Why a lease cannot be judged: engines took no step for a good part of it, and so no heartbeat was sent or read."""
+        longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
         if longest < self.lease_s * KEPT:
             return ""
-        return f"engines were not stepped for {longest:.1f} s, and the lease is {self.lease_s:.0f} s: --kv-timeout-scale makes it longer"
+        return (
+            f"engines were not stepped for {longest:.1f} s, and the lease is {self.lease_s:.0f} s: "
+            "--kv-timeout-scale makes it longer"
+        )

@@ -1,4 +1,4 @@
-"""What happens between peers, as stories: somebody cannot be reached, is slow, is started anew, comes too late, or is asked nonsense."""
+"""Scenarios between peers: P is unreachable, silent, stopped or restarted, leases end, and strangers send malformed messages."""
 
 from __future__ import annotations
 
@@ -8,237 +8,260 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
-    Deaf,
-    Stranger,
-    elsewhere,
-    named_in,
-    ports_of,
-    questions,
+    HostileClient,
+    SilentListener,
+    listening_ports,
+    malformed_messages,
+    ports_named_in,
     speaks_zeromq,
+    with_port_replaced,
 )
-from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, aborted, failed, given_up, handed_over, quiet
-from pytest_kvconform.rigs.peers.scenario_engines import HELD, Desk, StorySeen
-from pytest_kvconform.rigs.peers.stepping import Actor, Steps, pause, until
+from pytest_kvconform.rigs.peers.rank_scenarios import (
+    RANKS,
+    aborted_before_load,
+    aborted_during_load,
+    failed_load,
+    hand_overs,
+    load_on_idle_engine,
+)
+from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.ports import free_port
 
-STALL_S = 1.0  # that a peer stands still; a hook that waits for it takes as long
-QUESTIONS = 1000
-CHUNK = 50  # questions at a time; the first of them once more as bytes that are no message
-ASKED_S = 5.0  # in which D is to have asked the one who does not answer
-HEARD_S = 0.2  # in which questions arrive
-LATER = 1.3  # leases that a request waits
+STALL_S = 1.0  # for which P's process is stopped; a hook that waits for P takes as long
+MESSAGES = 1000
+CHUNK = 50  # messages at a time; the first of them is sent once more as raw bytes
+CONTACT_S = 5.0  # in which D has sent its first message to the silent peer
+DELIVERY_S = 0.2  # in which messages arrive
+LEASES_WAITED = 1.3  # leases that a request waits
 NO_PORT = "its kv_transfer_params name no port on which P listens"
 
 
 @dataclass(frozen=True)
-class Story:
-    """A story and the engines it stands on, by name. The first letter of a name is the role."""
+class PeerScenario:
+    """A scenario and its engines, by name. The first letter of a name is the role."""
 
-    tell: Callable[..., Steps]  # tell(desk, *actors) -> StorySeen
+    steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
     engines: tuple[str, ...]
-    borrows: tuple[
+    other_engines: tuple[
         str, ...
-    ] = ()  # further ones, which hand something over in its beginning; what becomes of them is not its own
-    after: str = ""  # a story that ends before this one begins
-    leases: bool = False  # whether it waits for one to end
-    early: bool = False  # begins while engines of other stories are being started: it has the longest to wait
+    ] = ()  # each computes one prompt at the start; the scenario does not judge them
+    after: str = ""  # a scenario that ends before this one starts
+    waits_for_lease: bool = False  # whether it waits for a lease to end
+    starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
 
 
-# ---- somebody cannot be reached -----------------------------------------------------------------------------------------------
+# ---- P cannot be reached ----------------------------------------------------------------------------------------------
 
 
-def borrow(desk: Desk, other: Actor) -> Steps:
-    """Let somebody compute a prompt whose params are going to lead elsewhere. Returns Handed and the ports on which it listens."""
-    bad = yield from desk.compute(other)
-    desk.borrowed += 1
-    return bad, ports_of(other.handle.process.pid)
+def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
+    """Let another engine compute a prompt, whose params are then changed. Returns PrefillResult and the engine's ports."""
+    bad = yield from engines.prefill(other)
+    engines.prefills_elsewhere += 1
+    return bad, listening_ports(other.handle.process.pid)
 
 
-def dead(desk: Desk, p: Actor, d: Actor, other: Actor) -> Steps:
-    """Nobody listens where D is sent for one of three requests; another one comes from a peer that D has met."""
-    met = yield from desk.receive(d, (yield from desk.compute(p)))
-    bad, ports = yield from borrow(desk, other)
-    good = yield from desk.compute(p)
-    if not named_in(bad.params, ports):
-        return StorySeen(missing=NO_PORT)
-    params = elsewhere(bad.params, ports, free_port())
-    ends = yield from desk.receive_all(d, {"bad": (bad, params), "good": (good, None), "own": (None, None)})
-    after = yield from desk.receive(d, (yield from desk.compute(p)))
-    return StorySeen({"met": met, **ends, "after": after})
-
-
-def mute(desk: Desk, p: Actor, d: Actor, other: Actor) -> Steps:
-    """Whoever listens where D is sent for one of three requests never answers; another one comes from a peer that D has not met either."""
-    bad, ports = yield from borrow(desk, other)
-    good = yield from desk.compute(p)
-    if not (named := named_in(bad.params, ports)):
-        return StorySeen(missing=NO_PORT)
-    deaf = Deaf(port := free_port(), speaks_zeromq(min(named)))
-    desk.deaf.append(deaf)
-    ends = yield from desk.receive_all(
-        d, {"bad": (bad, elsewhere(bad.params, ports, port)), "good": (good, None), "own": (None, None)}
+def unreachable_peer(
+    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
+) -> Steps:
+    """For one of three requests no process listens on the port that its params name; another one is from a peer that D has
+    met.
+    """
+    met = yield from engines.decode(d, (yield from engines.prefill(p)))
+    bad, ports = yield from prefill_elsewhere(engines, other)
+    good = yield from engines.prefill(p)
+    if not ports_named_in(bad.params, ports):
+        return ScenarioObservation(unsupported=NO_PORT)
+    params = with_port_replaced(bad.params, ports, free_port())
+    decodes = yield from engines.decode_all(
+        d, {"bad": (bad, params), "good": (good, None), "own": (None, None)}
     )
-    after = yield from desk.receive(d, (yield from desk.compute(p)))
-    return StorySeen({**ends, "after": after}, numbers={"heard": len(deaf.heard)})
+    after = yield from engines.decode(d, (yield from engines.prefill(p)))
+    return ScenarioObservation({"met": met, **decodes, "after": after})
 
 
-def stalled(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """P stands still while D meets it, and again while D reads from it, and not the third time."""
-    requests, numbers = {}, {}
+def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
+    """For one of three requests the port that its params name accepts connections and never answers; another one is from a
+    peer that D has not met.
+    """
+    bad, ports = yield from prefill_elsewhere(engines, other)
+    good = yield from engines.prefill(p)
+    if not (named := ports_named_in(bad.params, ports)):
+        return ScenarioObservation(unsupported=NO_PORT)
+    listener = SilentListener(port := free_port(), speaks_zeromq(min(named)))
+    engines.silent_listeners.append(listener)
+    params = with_port_replaced(bad.params, ports, port)
+    decodes = yield from engines.decode_all(
+        d, {"bad": (bad, params), "good": (good, None), "own": (None, None)}
+    )
+    after = yield from engines.decode(d, (yield from engines.prefill(p)))
+    return ScenarioObservation({**decodes, "after": after}, numbers={"heard": len(listener.received)})
+
+
+def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """P's process is stopped while D meets it, and again while D reads from it; the third load is undisturbed."""
+    decodes, numbers = {}, {}
     for what in ("meeting", "reading"):
-        handed = yield from desk.compute(p)
-        yield from p.stop()
+        prefill = yield from engines.prefill(p)
+        yield from p.stop_process()
         numbers[f"{what}_from"] = added = time.monotonic()
-        request = yield from desk.begin(d, handed)
-        own = yield from desk.begin(d, None)
-        yield from pause(desk.bench.patience(STALL_S))
+        request = yield from engines.add_decode(d, prefill)
+        own = yield from engines.add_decode(d, None)
+        yield from pause(engines.bench.patience(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
-        requests[what] = yield from desk.end(d, request, added)
-        yield from desk.end(d, own, added)
+        decodes[what] = yield from engines.finish_decode(d, request, added)
+        yield from engines.finish_decode(d, own, added)
     numbers["calm_from"] = time.monotonic()
-    requests["calm"] = yield from desk.receive(d, (yield from desk.compute(p)))
+    decodes["calm"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     numbers["calm_to"] = time.monotonic()
-    return StorySeen(requests, numbers=numbers)
+    return ScenarioObservation(decodes, numbers=numbers)
 
 
-def restarted(desk: Desk, p: Actor, d: Actor, stranger: Actor) -> Steps:
+def restarted_peer(
+    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
+) -> Steps:
     """P ends, and another engine is started on its ports. D has met the old one, and the stranger has met neither."""
-    met = yield from desk.receive(d, (yield from desk.compute(p)))
-    old, older = (yield from desk.compute(p)), (yield from desk.compute(p))
+    met = yield from engines.decode(d, (yield from engines.prefill(p)))
+    old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
     p.end()
-    new = desk.open("P2b", after="P2")
-    yield from new.ask("usage")
+    new = engines.start("P2b", after="P2")
+    yield from new.call("usage")
     added = time.monotonic()
-    one = yield from desk.begin(d, old)
-    other = yield from desk.begin(stranger, older)
-    ends = {
+    one = yield from engines.add_decode(d, old)
+    other = yield from engines.add_decode(stranger, older)
+    decodes = {
         "met": met,
-        "old": (yield from desk.end(d, one, added)),
-        "stranger": (yield from desk.end(stranger, other, added)),
+        "old": (yield from engines.finish_decode(d, one, added)),
+        "stranger": (yield from engines.finish_decode(stranger, other, added)),
     }
-    ends["new"] = yield from desk.receive(d, (yield from desk.compute(new)))
-    ends["new_stranger"] = yield from desk.receive(stranger, (yield from desk.compute(new)))
-    return StorySeen(ends)
+    decodes["new"] = yield from engines.decode(d, (yield from engines.prefill(new)))
+    decodes["new_stranger"] = yield from engines.decode(stranger, (yield from engines.prefill(new)))
+    return ScenarioObservation(decodes)
 
 
-# ---- leases -------------------------------------------------------------------------------------------------------------------
+# ---- leases -----------------------------------------------------------------------------------------------------------
 
 
-def late(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """D comes for a request when its lease is over and P has overwritten its blocks; after that everything is as before."""
-    handed = yield from desk.compute(p)
-    freed = yield from desk.freed(p, handed, desk.lease_s + desk.limits.release)
+def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D's request is added when its lease is over and P has overwritten its blocks; a normal hand-over follows."""
+    prefill = yield from engines.prefill(p)
+    freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
     if not freed:
-        return StorySeen(handed={"late": handed}, numbers={"freed": 0.0})
-    ends = {"late": (yield from desk.receive(d, handed))}
-    ends["after"] = yield from desk.receive(d, (yield from desk.compute(p)))
-    yield from desk.free(p)
-    return StorySeen(ends, {"late": handed}, numbers={"freed": freed})
+        return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
+    decodes = {"late": (yield from engines.decode(d, prefill))}
+    decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
+    yield from engines.wait_until_empty(p)
+    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
 
 
-def overtaken(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """D stands still while it loads, until the lease is over and P has overwritten its blocks; then it goes on."""
-    yield from desk.receive(d, (yield from desk.compute(p)))
-    handed = yield from desk.compute(p)
-    held = yield from desk.hold(d, handed, HELD)
+def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D takes no step during a load, until the lease is over and P has overwritten its blocks; then D goes on."""
+    yield from engines.decode(d, (yield from engines.prefill(p)))
+    prefill = yield from engines.prefill(p)
+    held = yield from engines.add_decode_with_faults(d, prefill, HELD)
     if isinstance(held, str):
-        return StorySeen(missing=held)
-    yield from d.rest()
-    freed = yield from desk.freed(p, handed, 2 * desk.lease_s + desk.limits.release)
+        return ScenarioObservation(unsupported=held)
+    yield from d.pause_stepping()
+    freed = yield from engines.wait_until_freed(p, prefill, 2 * engines.lease_s + engines.limits.release)
     if not freed:
-        return StorySeen(handed={"late": handed}, numbers={"freed": 0.0})
+        return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
     d.resume()
-    yield from d.ask("let_go")
-    ends = {"late": (yield from desk.end(d, *held))}
-    ends["after"] = yield from desk.receive(d, (yield from desk.compute(p)))
-    return StorySeen(ends, {"late": handed}, numbers={"freed": freed})
+    yield from d.call("start_held_transfers")
+    decodes = {"late": (yield from engines.finish_decode(d, *held))}
+    decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
+    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
 
 
-def waiting(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """D's request waits for longer than a lease before it is scheduled."""
-    yield from until(lambda: d.ends, desk.limits.request)  # D has met P by then; see `loading`
-    handed = yield from desk.compute(p)
-    p.longest_gap = d.longest_gap = 0.0
-    added, request = time.monotonic(), desk.request(handed.number, "d", handed.params)
-    yield from d.ask("keep_waiting", request.id)
-    yield from d.ask("add", request)
-    yield from pause(desk.lease_s * LATER)
-    slow = desk.too_slow(p, d)
-    yield from d.ask("go_on", request.id)
-    ended = yield from desk.end(d, request, added)
-    return StorySeen({"waiting": ended}, {"waiting": handed}, slow=slow)
-
-
-def loading(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """D's load takes longer than a lease."""
-    yield from desk.receive(d, (yield from desk.compute(p)))
-    handed = yield from desk.compute(p)
-    p.longest_gap = d.longest_gap = 0.0
-    held = yield from desk.hold(d, handed, HELD)
-    if isinstance(held, str):
-        return StorySeen(missing=held)
-    yield from pause(desk.lease_s * LATER)
-    slow = desk.too_slow(p, d)
-    yield from d.ask("let_go")
-    ended = yield from desk.end(d, *held)
-    return StorySeen({"loading": ended}, {"loading": handed}, slow=slow)
-
-
-# ---- nonsense -----------------------------------------------------------------------------------------------------------------
-
-
-def asked_nonsense(desk: Desk, p: Actor, d: Actor) -> Steps:
-    """Whoever is not a peer says a thousand things to the port on which P listens; then somebody who has not met P comes."""
-    borrowers = [desk.tellings[name] for name in ("dead", "mute")]
+def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D's request waits in the queue for longer than a lease before it is scheduled."""
     yield from until(
-        lambda: desk.borrowed == len(borrowers) or all(telling.done for telling in borrowers),
-        desk.limits.request,
+        lambda: d.outputs, engines.limits.request
+    )  # D has met P by then: see `loading_past_lease`
+    prefill = yield from engines.prefill(p)
+    p.longest_gap = d.longest_gap = 0.0
+    added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
+    yield from d.call("keep_in_queue", request.id)
+    yield from d.call("add", request)
+    yield from pause(engines.lease_s * LEASES_WAITED)
+    too_slow = engines.too_slow(p, d)
+    yield from d.call("let_schedule", request.id)
+    decode = yield from engines.finish_decode(d, request, added)
+    return ScenarioObservation({"waiting": decode}, {"waiting": prefill}, too_slow=too_slow)
+
+
+def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D's load takes longer than a lease."""
+    yield from engines.decode(d, (yield from engines.prefill(p)))
+    prefill = yield from engines.prefill(p)
+    p.longest_gap = d.longest_gap = 0.0
+    held = yield from engines.add_decode_with_faults(d, prefill, HELD)
+    if isinstance(held, str):
+        return ScenarioObservation(unsupported=held)
+    yield from pause(engines.lease_s * LEASES_WAITED)
+    too_slow = engines.too_slow(p, d)
+    yield from d.call("start_held_transfers")
+    decode = yield from engines.finish_decode(d, *held)
+    return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
+
+
+# ---- malformed messages -----------------------------------------------------------------------------------------------
+
+
+def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """A client that is no peer sends a thousand malformed messages to P's ports; then a D that has not met P loads from P."""
+    senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
+    yield from until(
+        lambda: engines.prefills_elsewhere == len(senders) or all(sender.done for sender in senders),
+        engines.limits.request,
     )
-    yield from until(lambda: any(deaf.heard for deaf in desk.deaf), desk.bench.patience(ASKED_S))
-    good = [frames for deaf in desk.deaf for frames in deaf.heard[:2]]
-    before = yield from desk.compute(p)
-    listening = ports_of(p.handle.process.pid)
-    sent, ports = 0, sorted(named_in(before.params, listening) or listening)
+    listeners = engines.silent_listeners
+    yield from until(lambda: any(one.received for one in listeners), engines.bench.patience(CONTACT_S))
+    valid = [frames for one in listeners for frames in one.received[:2]]
+    before = yield from engines.prefill(p)
+    listening = listening_ports(p.handle.process.pid)
+    sent, ports = 0, sorted(ports_named_in(before.params, listening) or listening)
     for port in ports:
-        stranger = Stranger(port)
-        stream = questions(good, QUESTIONS // len(ports), seed=len(ports))
+        client = HostileClient(port)
+        stream = malformed_messages(valid, MESSAGES // len(ports), seed=len(ports))
         while chunk := list(itertools.islice(stream, CHUNK)):
-            sent += sum(stranger.say(frames) for frames in chunk)
-            stranger.blurt(b"".join(chunk[0]))
+            sent += sum(client.send(frames) for frames in chunk)
+            client.send_raw(b"".join(chunk[0]))
             yield
-        yield from pause(desk.bench.patience(HEARD_S))
-        stranger.close()
-    handed = yield from desk.compute(p)  # now: the lease of what was computed before may be over
-    ended = yield from desk.receive(d, handed)
-    return StorySeen(
-        {"stranger": ended},
-        {"stranger": handed},
-        numbers={"sent": sent, "ports": len(ports), "learned": len(good)},
+        yield from pause(engines.bench.patience(DELIVERY_S))
+        client.close()
+    prefill = yield from engines.prefill(p)  # a new one: the lease of the prompt computed before may be over
+    decode = yield from engines.decode(d, prefill)
+    return ScenarioObservation(
+        {"stranger": decode},
+        {"stranger": prefill},
+        numbers={"sent": sent, "ports": len(ports), "learned": len(valid)},
     )
 
 
-# On engines of their own, one after the other: what is held or fails is held or fails for all.
-RANK_STORIES = {
-    "handed_over": Story(handed_over, RANKS),
-    "quiet": Story(quiet, RANKS, after="handed_over"),
-    "given_up": Story(given_up, RANKS, after="quiet"),
-    "aborted": Story(aborted, RANKS, after="given_up"),
-    "failed": Story(failed, RANKS, after="aborted"),
+# They have engines of their own and run one after the other: a fault holds for all requests of an engine.
+RANK_SCENARIOS = {
+    "hand_overs": PeerScenario(hand_overs, RANKS),
+    "load_on_idle_engine": PeerScenario(load_on_idle_engine, RANKS, after="hand_overs"),
+    "aborted_before_load": PeerScenario(aborted_before_load, RANKS, after="load_on_idle_engine"),
+    "aborted_during_load": PeerScenario(aborted_during_load, RANKS, after="aborted_before_load"),
+    "failed_load": PeerScenario(failed_load, RANKS, after="aborted_during_load"),
 }
-# Engines are started in this order. Those that a connector may kill in one story are not those of another one, where that can be helped.
-STORIES: dict[str, dict[str, Story]] = {
+# Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is not used in another.
+SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P1D1": {
-        "mute": Story(mute, ("P", "D4"), borrows=("P3",), early=True),
-        "dead": Story(dead, ("P", "D"), borrows=("P3",), early=True),
-        "asked_nonsense": Story(asked_nonsense, ("P3", "D3")),
-        "loading": Story(loading, ("P", "D6"), leases=True),
-        "waiting": Story(waiting, ("P", "D6"), leases=True),
-        "overtaken": Story(overtaken, ("P6", "D5"), leases=True),
-        "late": Story(late, ("P6", "D8"), leases=True),
-        "stalled": Story(stalled, ("P2", "D2")),
-        "restarted": Story(restarted, ("P2", "D2", "D7"), after="stalled"),
-        **RANK_STORIES,
+        "silent_peer": PeerScenario(silent_peer, ("P", "D4"), other_engines=("P3",), starts_early=True),
+        "unreachable_peer": PeerScenario(
+            unreachable_peer, ("P", "D"), other_engines=("P3",), starts_early=True
+        ),
+        "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
+        "loading_past_lease": PeerScenario(loading_past_lease, ("P", "D6"), waits_for_lease=True),
+        "queued_past_lease": PeerScenario(queued_past_lease, ("P", "D6"), waits_for_lease=True),
+        "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
+        "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
+        "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
+        "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
+        **RANK_SCENARIOS,
     },
-    "P1D2": RANK_STORIES,
+    "P1D2": RANK_SCENARIOS,
 }

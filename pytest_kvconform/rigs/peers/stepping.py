@@ -1,7 +1,7 @@
-"""Several engines at once, and stories told on them side by side: what waits for a deadline of the connector's costs its time only once.
+"""Several engines at once, and scenarios that run on them side by side: a deadline of the connector costs its time only once.
 
-A story is a generator. It yields where it waits, and then every other story and every engine goes on. No call blocks: an engine that
-stands in a hook for seconds keeps nobody else from stepping.
+A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on. No call blocks: an
+engine that stands in a hook for seconds keeps no other engine from stepping.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from typing import Any
 
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
-from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
+from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 
 IDLE_S = 0.002  # pause after a round in which no engine computed anything
-EMPTY_S = (
-    0.01,
-    0.12,
-)  # pauses of an engine after steps in which nothing happened, the first and the longest: a dozen share the cores
+# Pauses of an engine after empty steps, the first and the longest: a dozen engines share the cores.
+EMPTY_STEP_S = (0.01, 0.12)
 Steps = Generator[None, None, Any]
 
 
-class Stuck(Exception):
-    """What a story waits for did not come by its deadline. The message says what."""
+class DeadlinePassed(Exception):
+    """What a scenario waits for did not happen by its deadline. The message says what."""
 
 
-class Broken(Exception):
-    """An engine that a story asks something has failed."""
+class ScenarioEngineFailed(Exception):
+    """An engine that a scenario calls has failed."""
 
-    def __init__(self, actor: Actor):
-        super().__init__(actor.name)
-        self.actor = actor
+    def __init__(self, engine: SteppedEngine):
+        super().__init__(engine.name)
+        self.engine = engine
 
 
 @dataclass
 class Call:
-    """One call of an engine, on its way or answered."""
+    """One call of an engine, pending or answered."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -48,127 +46,109 @@ class Call:
     done: bool = False
 
 
-class Handle(FaultyEngineHandle):
-    """A handle on `peer_engine.PeerEngine`."""
-
-    target = "pytest_kvconform.rigs.peers.process:serve"
-
-    def answered(self) -> bool:
-        """Whether an answer, or the end of the process, can be read without waiting."""
-        return self.process.connection.poll(0)
-
-    def take(self, name: str) -> Any:
-        """The answer that is there. Raises EngineFailed."""
-        return self.wait_ready() if name == "start" else self.answer(name)
-
-    def hung(self, name: str, seconds: float) -> None:
-        """Note that a call has not been answered for so long. Raises EngineFailed."""
-        self._hung(name, seconds)
-
-
 @dataclass
-class Actor:
-    """One engine. It steps by itself whenever it is asked for nothing else, unless it is paused."""
+class SteppedEngine:
+    """One engine. It steps whenever no other call is queued, unless it is paused."""
 
     name: str
-    handle: Handle
-    ends: dict[str, tuple[Output, float]] = field(
+    handle: PeerEngineHandle
+    outputs: dict[str, tuple[Output, float]] = field(
         default_factory=dict
-    )  # request -> its last output, and when it came
+    )  # request -> its last output, and when
     paused: bool = False
     failed: EngineFailed | None = None
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
 
     def __post_init__(self) -> None:
-        self.todo: deque[Call] = deque()
-        self.call: Call | None = Call("start")
-        self.since = self.stepped = time.monotonic()
-        self.next = 0.0  # when it takes the next step
-        self.pause = EMPTY_S[0]  # before it, if nothing happened; twice as long each time
-        self.up = self.stopped = False
+        self.queued: deque[Call] = deque()
+        self.pending: Call | None = Call("start")
+        self.sent_at = self.stepped_at = time.monotonic()
+        self.next_step_at = 0.0
+        self.pause = EMPTY_STEP_S[0]  # before the next step, if nothing happened; twice as long each time
+        self.started = self.stopped = False
 
-    def turn(self) -> bool:
-        """Take what the engine says and ask it for the next thing. Returns whether it said anything."""
+    def advance(self) -> bool:
+        """Take the answer of the pending call and send the next call. Returns whether a step did something."""
         if self.failed or self.stopped:
             return False
         try:
-            return self._turn()
+            return self._advance()
         except EngineFailed as failed:
             self.failed = failed
             return True
 
-    def _turn(self) -> bool:
-        said = False
-        if self.call is not None:
+    def _advance(self) -> bool:
+        busy = False
+        if self.pending is not None:
             if not self.handle.answered():
-                limit = self.handle.start_s if self.call.name == "start" else self.handle.deadline_s
-                if time.monotonic() - self.since > limit:
-                    self.handle.hung(self.call.name, limit)
+                limit = self.handle.start_s if self.pending.name == "start" else self.handle.deadline_s
+                if time.monotonic() - self.sent_at > limit:
+                    self.handle.fail_as_hung(self.pending.name, limit)
                 return False
-            call, self.call = self.call, None
-            call.answer = self.handle.take(call.name)
-            said, call.done = self._note(call), True
-        if self.todo:
-            self.call = self.todo.popleft()
-        elif not self.paused and time.monotonic() >= self.next:
-            self.call = Call("step", (0.0,))
-        if self.call:
-            self.since = time.monotonic()
-            self.handle.send(self.call.name, *self.call.arguments)
-        return said
-
-    def _note(self, call: Call) -> bool:
-        """Note what a step said. Returns whether it was anything but an empty one."""
-        self.up = True
-        if call.name != "step":
-            self.next, self.pause = 0.0, EMPTY_S[0]
-            return False
-        now = time.monotonic()
-        self.longest_gap, self.stepped = max(self.longest_gap, now - self.stepped), now
-        for output in call.answer.outputs:
-            if output.finish or output.kv_transfer_params:
-                self.ends[output.id] = output, now
-        busy = bool(call.answer.outputs or call.answer.computed)
-        self.next = now if busy else now + self.pause
-        self.pause = EMPTY_S[0] if busy else min(2 * self.pause, EMPTY_S[1])
+            call, self.pending = self.pending, None
+            call.answer = self.handle.take_answer(call.name)
+            busy, call.done = self._record(call), True
+        if self.queued:
+            self.pending = self.queued.popleft()
+        elif not self.paused and time.monotonic() >= self.next_step_at:
+            self.pending = Call("step", (0.0,))
+        if self.pending:
+            self.sent_at = time.monotonic()
+            self.handle.send(self.pending.name, *self.pending.arguments)
         return busy
 
-    def ask(self, name: str, *arguments: Any) -> Steps:
+    def _record(self, call: Call) -> bool:
+        """Keep the outputs of a step. Returns whether the step was anything but an empty one."""
+        self.started = True
+        if call.name != "step":
+            self.next_step_at, self.pause = 0.0, EMPTY_STEP_S[0]
+            return False
+        now = time.monotonic()
+        self.longest_gap, self.stepped_at = max(self.longest_gap, now - self.stepped_at), now
+        for output in call.answer.outputs:
+            if output.finish or output.kv_transfer_params:
+                self.outputs[output.id] = output, now
+        busy = bool(call.answer.outputs or call.answer.computed)
+        self.next_step_at = now if busy else now + self.pause
+        self.pause = EMPTY_STEP_S[0] if busy else min(2 * self.pause, EMPTY_STEP_S[1])
+        return busy
+
+    def call(self, name: str, *arguments: Any) -> Steps:
         """Call a method of the engine, and wait for its answer."""
-        self.todo.append(call := Call(name, arguments))
+        self.queued.append(call := Call(name, arguments))
         while not call.done:
             if self.failed:
-                raise Broken(self)
+                raise ScenarioEngineFailed(self)
             yield
         return call.answer
 
-    def rest(self) -> Steps:
-        """Let it step no more, and wait until it stands still."""
+    def pause_stepping(self) -> Steps:
+        """Let the engine take no further step, and wait until no call is pending."""
         self.paused = True
-        while self.call or self.todo:
+        while self.pending or self.queued:
             yield
 
-    def stop(self) -> Steps:
-        """Stop its process and all its threads, as a machine that hangs does."""
-        yield from self.rest()
+    def stop_process(self) -> Steps:
+        """Stop the engine's process and all its threads, as a machine that hangs does."""
+        yield from self.pause_stepping()
         self.stopped = True
         os.kill(self.handle.process.pid, signal.SIGSTOP)
 
     def end(self) -> None:
-        """End it, as a person or a crash does."""
+        """End the engine, as an operator or a crash does."""
         self.handle.end()
         self.stopped = True
 
     def resume(self) -> None:
-        """Let it go on, after `rest` or `stop`."""
+        """Let the engine go on, after `pause_stepping` or `stop_process`."""
         if self.stopped:
             os.kill(self.handle.process.pid, signal.SIGCONT)
         self.paused = self.stopped = False
-        self.stepped = time.monotonic()
+        self.stepped_at = time.monotonic()
 
 
 def until(test: Callable[[], Any], seconds: float) -> Steps:
-    """Wait until a test is true. Returns whether it was by then."""
+    """Wait until a test is true. Returns whether it became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not test():
         if time.monotonic() > deadline:
@@ -178,51 +158,50 @@ def until(test: Callable[[], Any], seconds: float) -> Steps:
 
 
 def pause(seconds: float) -> Steps:
-    """Let the others go on for so long."""
+    """Let the other scenarios go on for so long."""
     yield from until(lambda: False, seconds)
 
 
 @dataclass
-class Telling:
-    """A story on its way: the engines it stands on, and what became of it."""
+class RunningScenario:
+    """A scenario that runs: its engines, and its result."""
 
     steps: Steps
-    actors: tuple[Actor, ...]
-    first: tuple[Actor, ...] = ()  # other engines that are up before it begins
-    after: Telling | None = None  # a story that ends before it begins
+    engines: tuple[SteppedEngine, ...]
+    started_first: tuple[SteppedEngine, ...] = ()  # other engines that are up before the scenario starts
+    after: RunningScenario | None = None  # a scenario that ends before this one starts
     result: Any = None
-    broken: Actor | None = None  # the engine that failed
+    failed_engine: SteppedEngine | None = None
     stuck: str = ""
-    begun: bool = False
+    started: bool = False
     done: bool = False
 
-    def go_on(self) -> None:
-        """Take the next step; the first one when the engines are up. An engine of its own that fails ends the story."""
-        failed = next((actor for actor in self.actors if actor.failed), None)
-        if not failed and not self.begun:
-            self.begun = all(a.up or a.failed for a in (*self.actors, *self.first)) and (
-                self.after is None or self.after.done
-            )
+    def advance(self) -> None:
+        """Take the next step; the first one when the engines are up. A failure of one of its engines ends the scenario."""
+        failed = next((engine for engine in self.engines if engine.failed), None)
+        if not failed and not self.started:
+            up = all(engine.started or engine.failed for engine in (*self.engines, *self.started_first))
+            self.started = up and (self.after is None or self.after.done)
         try:
             if failed:
-                self.broken, self.done = failed, True
+                self.failed_engine, self.done = failed, True
                 self.steps.close()
-            elif self.begun:
+            elif self.started:
                 next(self.steps)
         except StopIteration as end:
             self.result, self.done = end.value, True
-        except Stuck as stuck:
-            self.stuck, self.done = str(stuck), True
-        except Broken as broken:  # one that the story itself has started
-            self.broken, self.done = broken.actor, True
+        except DeadlinePassed as passed:
+            self.stuck, self.done = str(passed), True
+        except ScenarioEngineFailed as error:  # an engine that the scenario itself has started
+            self.failed_engine, self.done = error.engine, True
 
 
-def tell(tellings: list[Telling], everybody: Callable[[], list[Actor]]) -> None:
-    """Run stories to their ends. `everybody`: the engines there are by now."""
-    while any(not telling.done for telling in tellings):
-        said = [actor.turn() for actor in everybody()]
-        for telling in tellings:
-            if not telling.done:
-                telling.go_on()
-        if not any(said):
+def run_scenarios(scenarios: list[RunningScenario], all_engines: Callable[[], list[SteppedEngine]]) -> None:
+    """Run scenarios to their ends. `all_engines` returns the engines that have been started so far."""
+    while any(not scenario.done for scenario in scenarios):
+        busy = [engine.advance() for engine in all_engines()]
+        for scenario in scenarios:
+            if not scenario.done:
+                scenario.advance()
+        if not any(busy):
             time.sleep(IDLE_S)

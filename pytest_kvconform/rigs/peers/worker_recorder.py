@@ -1,7 +1,7 @@
-"""In a rank: what the connector's worker half is asked and what it answers, as vLLM's own code asks it.
+"""Record, in each rank, the calls of the connector's worker half and its answers.
 
-The aggregator of vLLM (distributed/kv_transfer/kv_connector/utils.py, KVOutputAggregator) adds the reports of ranks up; here each rank's
-own are noted before.
+vLLM's KVOutputAggregator (distributed/kv_transfer/kv_connector/utils.py) adds the reports of all ranks up; the recorder keeps
+what each rank reported before that.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.rigs.peers import faulty_nixl
-from pytest_kvconform.rigs.peers.messages import Report, Watched
+from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
 
 Names = tuple[str, ...]
 
 
-class Watch:
-    """Stands around the hooks of one worker half. They are called with what they were called with, and their answers are passed on."""
+class WorkerRecorder:
+    """Wraps hooks of one worker half. Arguments and answers are passed on unchanged."""
 
     def __init__(self, connector: Any, rank: int):
-        self.rank, self.steps, self.idle_steps, self.asked = rank, 0, 0, 0
+        self.rank, self.steps, self.idle_steps, self.load_error_polls = rank, 0, 0, 0
         self.computing = False
-        self.reports: list[Report] = []
-        self.loads: list[tuple[float, float]] = []
-        self.said: tuple[Names, Names, Names] = ((), (), ())
-        for name in ("bind_connector_metadata", "wait_for_layer_load", "start_load_kv"):
-            setattr(connector, name, getattr(self, f"_{name}")(getattr(connector, name)))
-        for name in ("get_transfer_results", "get_block_ids_with_load_errors"):
+        self.reports: list[RankReport] = []
+        self.start_load_kv_calls: list[tuple[float, float]] = []
+        self.results: tuple[Names, Names, Names] = ((), (), ())  # of get_transfer_results, in this step
+        for name in (
+            "bind_connector_metadata",
+            "wait_for_layer_load",
+            "start_load_kv",
+            "get_transfer_results",
+            "get_block_ids_with_load_errors",
+        ):
             setattr(connector, name, getattr(self, f"_{name}")(getattr(connector, name)))
 
     def _bind_connector_metadata(self, hook: Any) -> Any:
@@ -51,14 +55,14 @@ class Watch:
             try:
                 hook(*args, **kwargs)
             finally:
-                self.loads.append((started, time.monotonic() - started))
+                self.start_load_kv_calls.append((started, time.monotonic() - started))
 
         return start_load_kv
 
     def _get_transfer_results(self, hook: Any) -> Any:
         def get_transfer_results(finished_req_ids: set[str]) -> Any:
             results = hook(finished_req_ids)
-            self.said = (
+            self.results = (
                 _sorted(results.finished_sending),
                 _sorted(results.finished_recving),
                 _sorted(results.failed_recving),
@@ -70,40 +74,41 @@ class Watch:
     def _get_block_ids_with_load_errors(self, hook: Any) -> Any:
         def get_block_ids_with_load_errors() -> set[int]:
             blocks = hook()
-            self.asked, self.idle_steps = self.asked + 1, self.idle_steps + (not self.computing)
-            if any(self.said) or blocks:
-                self.reports.append(
-                    Report(self.steps, *self.said, tuple(sorted(blocks or ())), not self.computing)
-                )
-            self.said = ((), (), ())
+            idle = not self.computing
+            self.load_error_polls, self.idle_steps = self.load_error_polls + 1, self.idle_steps + idle
+            if any(self.results) or blocks:
+                self.reports.append(RankReport(self.steps, *self.results, tuple(sorted(blocks or ())), idle))
+            self.results = ((), (), ())
             return blocks
 
         return get_block_ids_with_load_errors
 
-    def watched(self) -> Watched:
-        loads = np.array(self.loads, dtype=np.float64).reshape(-1, 2)
-        return Watched(self.rank, tuple(self.reports), self.steps, self.idle_steps, self.asked, loads)
+    def observation(self) -> RankObservation:
+        calls = np.array(self.start_load_kv_calls, dtype=np.float64).reshape(-1, 2)
+        return RankObservation(
+            self.rank, tuple(self.reports), self.steps, self.idle_steps, self.load_error_polls, calls
+        )
 
 
 def _sorted(ids: set[str] | None) -> Names:
     return tuple(sorted(ids or ()))
 
 
-_watches: list[Watch] = []
+_recorders: list[WorkerRecorder] = []
 
 
 def install(worker: Any) -> None:
-    """Watch the connector of this rank from now on."""
+    """Record the calls of this rank's worker half from now on."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    _watches.append(Watch(get_kv_transfer_group(), worker.rank))
+    _recorders.append(WorkerRecorder(get_kv_transfer_group(), worker.rank))
 
 
-def watched(worker: Any) -> Watched:
-    """What was seen in this rank."""
-    return _watches[-1].watched()
+def observation(worker: Any) -> RankObservation:
+    """What this rank has recorded."""
+    return _recorders[-1].observation()
 
 
-def let_go(worker: Any) -> None:
-    """Begin the transfers that `faulty_nixl` holds in this rank."""
-    faulty_nixl.let_go()
+def start_held_transfers(worker: Any) -> None:
+    """Start the transfers that `faulty_nixl` holds in this rank."""
+    faulty_nixl.start_held_transfers()

@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
@@ -22,21 +22,21 @@ from pytest_kvconform.suite._peer_observations import (
 )
 
 COMES = {
-    "late": "its lease had ended and P had overwritten its blocks before D read them",
-    "overtaken": "its lease ended and P overwrote its blocks while D was stopped in the middle of the load",
+    "lease_ends_before_load": "its lease had ended and P had overwritten its blocks before D read them",
+    "lease_ends_during_load": "its lease ended and P overwrote its blocks while D was stopped in the middle of the load",
 }
-OWNS = {"late": "D8", "overtaken": "D5"}
-WAITS = {"waiting": "before it was scheduled", "loading": "for its load to end"}
+OWNS = {"lease_ends_before_load": "D8", "lease_ends_during_load": "D5"}
+WAITS = {"queued_past_lease": "before it was scheduled", "loading_past_lease": "for its load to end"}
 
 
-def _with_short_lease(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
+def _with_short_lease(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
     """Observe a scenario with a short lease."""
     has_peers(bench)
     bench.peers.require_short_lease()
     return completed(bench, name, rule, owns)
 
 
-def _freed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
+def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
     """Observe a scenario in which P has freed the blocks of its request."""
     observed = _with_short_lease(bench, name, rule, owns)
     if not observed.numbers["freed"]:
@@ -44,13 +44,13 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> StorySeen:
     return observed
 
 
-@case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("late", "overtaken"))
+@case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(COMES))
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request, or computes it: it does not use what P has written into the blocks since their
     lease.
     """
     observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
-    ended = observed.requests["late"]
+    ended = observed.decodes["late"]
     if (what := outcome_of(ended)) in (STUCK, WRONG, RIGHT):
         words = {
             STUCK: "did not end",
@@ -73,8 +73,8 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 @case("KV-LEASE-002", rig="peers", applies=one_rank)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     """P frees blocks that nobody reads when their lease ends: not before, soon after, and once."""
-    observed = _with_short_lease(bench, "late", "KV-LEASE-002", "")
-    handed, lease = observed.handed["late"], bench.peers.lease_s
+    observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
+    handed, lease = observed.prefills["late"], bench.peers.lease_s
     kept = observed.numbers["freed"] - handed.added
     if not observed.numbers["freed"]:
         raise violation(
@@ -94,8 +94,8 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
             diagnosis="the lease begins too early, is shorter than configured, or is set on one clock and "
             "counted on another",
         )
-    for watched in engine(observed, "P6").watched:
-        if (times := len(watched.said("sending", handed.id))) != 1:
+    for watched in engine(observed, "P6").ranks:
+        if (times := len(watched.reports_of("sending", handed.id))) != 1:
             raise violation(
                 "KV-LEASE-002",
                 f"rank {watched.rank} of P reported the request {times} times in finished_sending",
@@ -121,13 +121,13 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "rows", observed)
 
 
-@case("KV-LEASE-004", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("waiting", "loading"))
+@case("KV-LEASE-004", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(WAITS))
 def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     """A request that waits on D for longer than a lease finds P's blocks unchanged."""
     observed = _with_short_lease(bench, variant, "KV-LEASE-004", "P D6")
-    if observed.slow:
-        raise Blocked(observed.slow)
-    ended, lease = observed.requests[variant], bench.peers.lease_s
+    if observed.too_slow:
+        raise Blocked(observed.too_slow)
+    [ended], lease = observed.decodes.values(), bench.peers.lease_s
     if (what := outcome_of(ended)) != RIGHT:
         words = {STUCK: "did not end", WRONG: "loaded what P had written into the blocks since"}.get(
             what, "did not load what P had computed"

@@ -8,7 +8,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, HarnessError
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import REQUEST_S
-from pytest_kvconform.rigs.peers.scenarios import QUESTIONS, STALL_S
+from pytest_kvconform.rigs.peers.scenarios import MESSAGES, STALL_S
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
@@ -24,19 +24,24 @@ from pytest_kvconform.suite._peer_observations import (
 )
 
 PLACES = {
-    "dead": "nobody listens on the port that its params name",
-    "mute": "the listener on the port that its params name never answers",
+    "unreachable_peer": "nobody listens on the port that its params name",
+    "silent_peer": "the listener on the port that its params name never answers",
 }
-OWNS = {"dead": "D", "mute": "D4"}
+OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
 HELD_UP = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
-@case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+@case(
+    "KV-PEER-001",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
+)
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """The request whose P cannot be reached ends, and the next request of D is right."""
     observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
-    bad, limit = observed.requests["bad"], REQUEST_S * bench.settings.timeout_scale
+    bad, limit = observed.decodes["bad"], REQUEST_S * bench.settings.timeout_scale
     what = outcome_of(bad)
     if what == STUCK:
         raise violation(
@@ -56,15 +61,22 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
         bench.peers.lease_s,
         {"after": f"after this: {PLACES[variant]}: the next request of D"},
     )
-    return evidence(len(observed.requests), "requests", observed)
+    return evidence(len(observed.decodes), "requests", observed)
 
 
-@case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("dead", "mute"))
+@case(
+    "KV-PEER-003",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
+)
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """Requests from a peer with which D has shaken hands, and requests that need no peer, do not wait until
     the other request has failed.
     """
-    met = {"good": "a request whose P has shaken hands with D before"} if variant == "dead" else {}
+    met = (
+        {"good": "a request whose P has shaken hands with D before"} if variant == "unreachable_peer" else {}
+    )
     return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
 
 
@@ -74,19 +86,19 @@ def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence
     return _not_held_up(
         "KV-PEER-004",
         bench,
-        "mute",
+        "silent_peer",
         {"good": "a request whose P answers, and has not shaken hands with D before,"},
     )
 
 
 def _not_held_up(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
     observed = completed(bench, scenario, rule, "")
-    bad = seconds(observed.requests["bad"])
+    bad = seconds(observed.decodes["bad"])
     for name, words in others.items():
-        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.requests[name]) > HELD_UP * bad:
+        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.decodes[name]) > HELD_UP * bad:
             raise violation(
                 rule,
-                f"{words} took {seconds(observed.requests[name]):.1f} s: it came together with one for which "
+                f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "
                 f"{PLACES[scenario]}, and that took {bad:.1f} s",
                 observed,
                 diagnosis="one peer that cannot be reached delays requests that have nothing to do with it",
@@ -101,10 +113,10 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, or computed by D. What the new engine hands over
     arrives.
     """
-    observed = completed(bench, "restarted", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
+    observed = completed(bench, "restarted_peer", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
     who = {"met": "a D that knows the old engine", "stranger": "a D that knows neither engine"}[variant]
-    what = outcome_of(observed.requests[old])
+    what = outcome_of(observed.decodes[old])
     if what in (STUCK, WRONG, RIGHT):
         words = "did not end" if what == STUCK else "loaded something that no engine has any more"
         raise violation(
@@ -124,12 +136,12 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
 @case("KV-PEER-005", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P is stopped, and the load succeeds when P goes on."""
-    observed = completed(bench, "stalled", "KV-PEER-005", "D2 P2")
-    (watched,) = engine(observed, "D2").watched
+    observed = completed(bench, "stopped_peer", "KV-PEER-005", "D2 P2")
+    (watched,) = engine(observed, "D2").ranks
     first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
     longest, noise = (
-        watched.longest_load(first, end),
-        watched.longest_load(observed.numbers["calm_from"], observed.numbers["calm_to"]),
+        watched.longest_start_load_kv(first, end),
+        watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"]),
     )
     what = {"meeting": "D shook hands with it", "reading": "D read from it"}[variant]
     stall = bench.peers.patience(STALL_S)
@@ -153,17 +165,21 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         {variant: f"P was stopped for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(
-        len(watched.loads), "calls", observed, longest_s=round(longest, 4), noise_s=round(noise, 4)
+        len(watched.start_load_kv_calls),
+        "calls",
+        observed,
+        longest_s=round(longest, 4),
+        noise_s=round(noise, 4),
     )
 
 
 @case("KV-SIDE-001", rig="peers", applies=one_rank)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand garbage messages P lives, and a new D loads what P has computed."""
-    observed = completed(bench, "asked_nonsense", "KV-SIDE-001", "P3 D3")
+    observed = completed(bench, "garbage_messages", "KV-SIDE-001", "P3 D3")
     sent = int(observed.numbers["sent"])
-    if sent < QUESTIONS // 2:
-        raise HarnessError(f"{sent} of {QUESTIONS} messages could be sent to the port of P")
+    if sent < MESSAGES // 2:
+        raise HarnessError(f"{sent} of {MESSAGES} messages could be sent to the port of P")
     words = f"after {sent} garbage messages to the port on which P listens, a request of a new D"
     rows = check_right("KV-SIDE-001", observed, bench.context.deadlines.request, {"stranger": words})
     return evidence(rows, "rows", observed, messages=sent, ports=int(observed.numbers["ports"]))

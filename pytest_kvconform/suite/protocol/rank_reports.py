@@ -8,9 +8,9 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.messages import Watched
+from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
-from pytest_kvconform.rigs.peers.scenario_engines import StorySeen
+from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     check_right,
@@ -30,15 +30,15 @@ OWNS = " ".join(RANKS)
 @case("KV-RANK-001", rig="peers")
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank reports every request once, whichever rank was slow."""
-    _look_at_reports(bench, "handed_over", "KV-RANK-001")
-    observed = completed(bench, "handed_over", "KV-RANK-001", OWNS)
+    _look_at_reports(bench, "hand_overs", "KV-RANK-001")
+    observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
     looked_at = 0
-    for name, handed in observed.handed.items():
-        wanted = [("D", RECVING, observed.requests[name].id), ("P", SENDING, handed.id)]
+    for name, handed in observed.prefills.items():
+        wanted = [("D", RECVING, observed.decodes[name].id), ("P", SENDING, handed.id)]
         for role, where, request in wanted:
-            for watched in engine(observed, ENGINES[role]).watched:
+            for watched in engine(observed, ENGINES[role]).ranks:
                 looked_at += 1
-                if not watched.said(where, request):
+                if not watched.reports_of(where, request):
                     raise violation(
                         "KV-RANK-001",
                         f"rank {watched.rank} of {role} never named request {request} in finished_{where}",
@@ -48,22 +48,22 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
         "KV-RANK-001",
         observed,
         bench.peers.lease_s,
-        {name: f"request {ended.id} of D" for name, ended in observed.requests.items()},
+        {name: f"request {ended.id} of D" for name, ended in observed.decodes.items()},
     )
     return evidence(looked_at, "reports", observed)
 
 
-def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
+def _look_at_reports(bench: Bench, scenario: str, rule: str) -> None:
     """Raise Violation if a rank has reported a request twice in any scenario, also if that, or something
     else, has ended the engine.
     """
     try:
-        observed = completed(bench, story, rule, OWNS)
+        observed = completed(bench, scenario, rule, OWNS)
         failed: Violation | None = None
     except Violation as error:
-        observed, failed = observe(bench, story), error
+        observed, failed = observe(bench, scenario), error
     for role, name in ENGINES.items():
-        for watched in observed.engines[name].watched if name in observed.engines else ():
+        for watched in observed.engines[name].ranks if name in observed.engines else ():
             for where in (SENDING, RECVING):
                 for request, times in _counts(watched, where).items():
                     if times > 1:
@@ -81,15 +81,15 @@ def _look_at_reports(bench: Bench, story: str, rule: str) -> None:
         raise failed
 
 
-def _counts(watched: Watched, where: str) -> Counter[str]:
+def _counts(watched: RankObservation, where: str) -> Counter[str]:
     return Counter(request for report in watched.reports for request in getattr(report, where))
 
 
 @case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"))
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
     """A rank reports only requests that wait for a load, or whose blocks P keeps."""
-    story, where = {"P": ("handed_over", SENDING), "D": ("given_up", RECVING)}[role]
-    observed = observe(bench, story)
+    scenario, where = {"P": ("hand_overs", SENDING), "D": ("aborted_before_load", RECVING)}[role]
+    observed = observe(bench, scenario)
     for rank, request in _not_waiting(observed, role):
         reason = (
             "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
@@ -99,13 +99,13 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
             f"rank {rank} of {role} named request {request} in finished_{where}: {reason}",
             observed,
         )
-    observed = completed(bench, story, "KV-RANK-002", OWNS)
+    observed = completed(bench, scenario, "KV-RANK-002", OWNS)
     check_right("KV-RANK-002", observed, bench.peers.lease_s, {"last": "the next request of D"})
-    named = sum(len(_counts(watched, where)) for watched in engine(observed, ENGINES[role]).watched)
-    return evidence(named + len(observed.ids), "requests", observed)
+    named = sum(len(_counts(watched, where)) for watched in engine(observed, ENGINES[role]).ranks)
+    return evidence(named + len(observed.request_ids), "requests", observed)
 
 
-def _not_waiting(observed: StorySeen, role: str) -> list[tuple[int, str]]:
+def _not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[int, str]]:
     """Return (rank, request) for requests that a rank has reported in any scenario although they did not
     wait.
     """
@@ -119,7 +119,7 @@ def _not_waiting(observed: StorySeen, role: str) -> list[tuple[int, str]]:
     }
     return [
         (watched.rank, request)
-        for watched in found.watched
+        for watched in found.ranks
         for request in _counts(watched, where)
         if request not in waited
     ]
@@ -128,14 +128,14 @@ def _not_waiting(observed: StorySeen, role: str) -> list[tuple[int, str]]:
 @case("KV-RANK-003", rig="peers")
 def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank."""
-    observed = completed(bench, "failed", "KV-RANK-003", OWNS)
-    request, looked_at = observed.requests["failed"], 0
-    for watched in engine(observed, ENGINES["D"]).watched:
+    observed = completed(bench, "failed_load", "KV-RANK-003", OWNS)
+    request, looked_at = observed.decodes["failed"], 0
+    for watched in engine(observed, ENGINES["D"]).ranks:
         failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
-        looked_at += watched.asked
+        looked_at += watched.load_error_polls
         blocks = Counter(block for report in failed for block in report.blocks)
         again = [block for block, times in blocks.items() if times > 1]
-        if again or len(watched.said("failed", request.id)) > 1:
+        if again or len(watched.reports_of("failed", request.id)) > 1:
             what = (
                 f"block {again[0]} {blocks[again[0]]} times"
                 if again
@@ -150,7 +150,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             )
     told = [
         report
-        for watched in engine(observed, ENGINES["D"]).watched
+        for watched in engine(observed, ENGINES["D"]).ranks
         for report in watched.reports
         if request.id in report.failed or report.blocks
     ]
@@ -168,8 +168,8 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
 @case("KV-RANK-004", rig="peers")
 def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
-    observed = completed(bench, "quiet", "KV-RANK-004", OWNS)
-    ended = observed.requests["quiet"]
+    observed = completed(bench, "load_on_idle_engine", "KV-RANK-004", OWNS)
+    ended = observed.decodes["quiet"]
     if not observed.numbers["by_itself"]:
         then = f"it {'ended' if ended.finish else 'did not end either'} when D had something to compute"
         raise violation(
@@ -187,7 +187,7 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
         {"quiet": "a request of a D that had nothing to compute"},
     )
     return evidence(
-        sum(watched.idle for watched in engine(observed, ENGINES["D"]).watched), "steps", observed
+        sum(watched.idle_steps for watched in engine(observed, ENGINES["D"]).ranks), "steps", observed
     )
 
 
@@ -196,9 +196,9 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
     """The load of an aborted request is reported when its last transfer has ended, and then its blocks are
     free.
     """
-    observed = completed(bench, "aborted", "KV-RANK-005", OWNS)
-    request = observed.ids["aborted"]
-    early = [watched.rank for watched in observed.early if watched.said(RECVING, request)]
+    observed = completed(bench, "aborted_during_load", "KV-RANK-005", OWNS)
+    request = observed.request_ids["aborted"]
+    early = [watched.rank for watched in observed.ranks_while_held if watched.reports_of(RECVING, request)]
     if early or request not in observed.usage["before"].requests:
         raise violation(
             "KV-RANK-005",
@@ -210,8 +210,8 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
     if request in observed.usage["after"].requests:
         silent = [
             watched.rank
-            for watched in engine(observed, ENGINES["D"]).watched
-            if not watched.said(RECVING, request)
+            for watched in engine(observed, ENGINES["D"]).ranks
+            if not watched.reports_of(RECVING, request)
         ]
         raise violation(
             "KV-RANK-005",
@@ -225,7 +225,7 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
     return evidence(observed.usage["after"].total_blocks, "blocks", observed)
 
 
-def _audited(observed: StorySeen) -> None:
+def _audited(observed: ScenarioObservation) -> None:
     """Raise Violation if an aborted load has changed blocks that are not its own any more."""
     for check in observed.audits:
         if check.pool.wrong:
