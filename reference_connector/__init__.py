@@ -1,4 +1,7 @@
-"""A KV connector for vLLM 0.32 that reads well: P keeps what it has computed, D reads it with NIXL. Begin with connector.py."""
+"""A KV connector for vLLM 0.32, written to be read: P keeps the KV that it computed, D reads it with NIXL.
+
+Begin with connector.py.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ __all__ = ["ReferenceConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import vLLM only when the connector itself is wanted: the rest of the package does without."""
+    """Import vLLM only when the connector itself is imported: the rest of the package works without vLLM."""
     if name == "ReferenceConnector":
         from reference_connector.connector import ReferenceConnector
 

@@ -1,20 +1,23 @@
-"""What a rank's KV memory is made of: boxes of named axes over bytes.
+"""Boxes: a rank's KV memory, described as rectangles with named axes over bytes.
 
-A **box** is one layer's KV, or one part of it, on one rank: a rectangle of *cells*. A cell is `width` bytes that lie together and are never
-cut. The cell of token t of block b with coordinates (c0, c1, ...) lies at
+A **box** is one layer's KV, or one part of it, on one rank: a rectangle of *cells*. A cell is `width` bytes
+that lie together and are never cut. The cell of token t of block b with coordinates (c0, c1, ...) lies at
 
-    address + b * block_stride + t * token_stride + (c0 - axes[0].start) * axes[0].stride + (c1 - axes[1].start) * axes[1].stride + ...
+    address + b * block_stride + t * token_stride
+        + (c0 - axes[0].start) * axes[0].stride + (c1 - axes[1].start) * axes[1].stride + ...
 
-and that is all there is to know about it. Every layout (LBHNC, LBNHC, BLHNC, ...) is a choice of strides, every split over tensor parallel
-ranks a choice of ranges. Coordinates are **absolute**: KV head 5 is head 5 of the model on whichever rank it lies. So boxes of two engines
-that have nothing but the model in common are compared by intersecting ranges. plan.py does that.
+and nothing else is needed to find it. Every layout (LBHNC, LBNHC, BLHNC, ...) is a choice of strides,
+every split over tensor parallel ranks a choice of ranges. Coordinates are **absolute**: KV head 5 is head 5
+of the model on whichever rank it lies. So boxes of two engines that have nothing but the model in common are
+compared by intersecting ranges. plan.py does that.
 
     attention    part "kv", axis head: a cell is [K | V] of one head for one token
     MLA          the same with a single head, which every rank holds
-    state        a box per part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm" with the axis head. A state has
-                 no tokens; its boxes say so by having one token a block
-    CPU_ATTN     K transposed within a block, so that no token lies together. The part "tile" has cells that hold all tokens of a
-                 block; the parts "k" and "v" are the same bytes cut finely, for a peer whose blocks have another size
+    state        a box for each part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm"
+                 with the axis head. A state has no tokens; its boxes have one token in a block
+    CPU_ATTN     K is transposed within a block, so the bytes of a token are not contiguous. A cell of the
+                 part "tile" holds all tokens of a block; the parts "k" and "v" are the same bytes in small
+                 cells, for a peer whose blocks have another size
 
 Boxes are what ranks publish to their peers: msgspec encodes them, about 150 bytes each.
 `boxes_of` is the only function of this package that knows how vLLM lays out KV memory.
@@ -28,14 +31,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-Offset = Annotated[
-    int, msgspec.Meta(ge=0, lt=1 << 62)
-]  # what comes from a peer is checked when it is decoded
+# Numbers that come from a peer are checked when they are decoded.
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
-    """One axis of a box: the coordinates start <= c < stop, of `whole` that all ranks of the engine hold together."""
+    """One axis of a box: the coordinates start <= c < stop, of `whole` that all ranks hold together."""
 
     name: str  # "head", "channel", "tap" or "element"
     start: Offset
@@ -50,11 +52,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     layer: str  # vLLM's name of the layer; P and D agree on it
     part: str  # "kv"; "conv.q", "conv.k", "conv.v", "ssm", ...; "tile", "k", "v"
     element: str  # what the bytes mean, like "bfloat16" or "fp8_e4m3"; P and D must agree
-    group: Offset  # index into this engine's KVCacheConfig.transfer_groups, whose block table the layer uses; P's and D's may differ
+    group: Offset  # index into this engine's KVCacheConfig.transfer_groups; P's and D's may differ
     address: Offset  # of the first cell of block 0
     num_blocks: Size  # kernel blocks in the pool, those of vLLM's null block included
     block_stride: Offset  # bytes from one kernel block to the next
-    pieces: Size  # kernel blocks per entry of a block table: entry b is the kernel blocks b * pieces, b * pieces + 1, ...
+    pieces: Size  # kernel blocks of one block id: id b is the kernel blocks b * pieces, b * pieces + 1, ...
     tokens: Size  # per kernel block
     unit: Size  # tokens per cell: 1, or for a tile all tokens of a kernel block
     token_stride: Offset  # bytes from one cell to that of the next token (the next unit)
@@ -67,10 +69,12 @@ def boxes_of(
 ) -> tuple[Box, ...]:
     """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
 
-    `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token, content] of the allocation; of a
-    state int8 [block, 1, 1, bytes]. A layer that uses another layer's KV has no memory of its own and no box.
+    `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token,
+    content] of the allocation; of a state int8 [block, 1, 1, bytes]. A layer that uses another layer's KV has
+    no memory of its own and no box.
     Raises ValueError, with one sentence, for a layer that boxes cannot describe.
-    Sources in vLLM: `create_kv_cache_views` of v1/kv_cache_interface.py, `bind_kv_cache` of model_executor/layers/mamba/abstract.py.
+    Sources in vLLM: `create_kv_cache_views` of v1/kv_cache_interface.py, `bind_kv_cache` of
+    model_executor/layers/mamba/abstract.py.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
@@ -83,9 +87,7 @@ def boxes_of(
             if name not in owners:
                 continue
             if view is None:
-                raise ValueError(
-                    f"vLLM registered no KV cache for layer {name}, which its group {index} has."
-                )
+                raise ValueError(f"vLLM registered no KV cache for layer {name} of group {index}.")
             common = {"layer": name, "group": index}
             if isinstance(spec, MambaSpec):
                 boxes += _state_boxes(
@@ -98,7 +100,8 @@ def boxes_of(
                 )
             else:
                 raise ValueError(
-                    f"Layer {name} keeps its KV as {type(spec).__name__} of strides {view.stride()}, which has no boxes here."
+                    f"Layer {name} has KV of type {type(spec).__name__} with strides {view.stride()}, "
+                    "which boxes cannot describe."
                 )
     return tuple(boxes)
 
@@ -106,9 +109,10 @@ def boxes_of(
 def _heads(
     vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int
 ) -> tuple[int, int, int]:
-    """(first, end, whole) of the KV heads of a rank. With more ranks than heads, neighbouring ranks hold the same head.
+    """(first, end, whole) of the KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
-    A rank with one head cannot tell from the cache how many there are; the model's configuration says it, the draft's for its layers.
+    A rank with one head cannot tell from the cache how many there are; the configuration of the model has the
+    number, and that of the draft model for draft layers.
     """
     if spec.max_tp_shards is not None:
         shards = min(spec.max_tp_shards, tp_size)
@@ -124,7 +128,7 @@ def _heads(
 
 
 def _is_draft(vllm_config: Any, name: str) -> bool:
-    """Draft layers are numbered after those of the model; not every model runner marks them."""
+    """Whether this is a draft layer. Not every model runner marks them; their numbers follow the model's."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
     return getattr(layer, "is_draft_layer", False) or bool(
@@ -144,36 +148,25 @@ def _attention_boxes(
     element = cache_dtype if quantised else str(spec.dtype).removeprefix("torch.")
     axis = Axis("head", *heads, head)
     backend = get_current_attn_backends(vllm_config, [common["layer"]])[0]
-    common |= {
-        "address": view.data_ptr(),
-        "num_blocks": blocks,
-        "block_stride": block,
-        "pieces": pieces,
-        "tokens": tokens,
-    }
+    common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block}
+    common |= {"pieces": pieces, "tokens": tokens}
     if backend.get_name() != "CPU_ATTN":
-        if (
-            block == tokens * token
-        ):  # the tokens of a kernel block follow those of the one before: one block again
-            common |= {
-                "num_blocks": blocks // pieces,
-                "block_stride": block * pieces,
-                "pieces": 1,
-                "tokens": tokens * pieces,
-            }
+        if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
+            common |= {"num_blocks": blocks // pieces, "block_stride": block * pieces}
+            common |= {"pieces": 1, "tokens": tokens * pieces}
         yield Box(**common, part="kv", element=element, unit=1, token_stride=token, axes=(axis,), width=width)
         return
-    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM says it nowhere in Python: the tests look at what
-    # its kernel writes. That of AMX packs K into tiles of its own, which only go from block to block.
+    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM's Python code does not
+    # show this; the tests look at what the kernel writes. The AMX kernel packs K into tiles of its own, which
+    # can only be copied as whole blocks.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     if token != width:
         raise ValueError(
-            f"CPU_ATTN keeps the tokens of a block and head together; layer {common['layer']} has heads between them."
+            f"Layer {common['layer']} has heads between the tokens of a block, and CPU_ATTN has none there."
         )
-    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix(
-        "16"
-    )  # vec16 keeps KV as vec does
+    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype)
+    isa = isa.removesuffix("16")  # vec16 has the layout of vec
     tile = f"{element} of CPU_ATTN {isa}"
     yield Box(
         **common, part="tile", element=tile, unit=tokens, token_stride=0, axes=(axis,), width=tokens * width
@@ -189,24 +182,18 @@ def _attention_boxes(
 def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:
     """The parts of a state in the order of memory: the convolution's taps, then the matrix of each head.
 
-    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own. Its layout is DS = [channel, tap] or
-    SD = [tap, channel], for all layers of the process.
+    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own. Its
+    layout is DS = [channel, tap] or SD = [tap, channel], for all layers of the process.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     kind = spec.mamba_type.name
     if kind not in _STATES or len(spec.shapes) != _STATES[kind]:
         raise ValueError(
-            f"Layer {common['layer']} keeps {len(spec.shapes)} states of kind {kind}, which have no boxes here."
+            f"Layer {common['layer']} has {len(spec.shapes)} states of kind {kind}, which has no boxes."
         )
-    common |= {
-        "num_blocks": view.shape[0],
-        "block_stride": view.stride(0),
-        "pieces": 1,
-        "tokens": 1,
-        "unit": 1,
-        "token_stride": 0,
-    }
+    common |= {"num_blocks": view.shape[0], "block_stride": view.stride(0), "token_stride": 0}
+    common |= {"pieces": 1, "tokens": 1, "unit": 1}
     address = view.data_ptr()
     shapes = list(zip(spec.shapes, spec.dtypes, strict=True))
     if kind != "LINEAR":
@@ -219,40 +206,23 @@ def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Ite
                 Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0]),
                 Axis("tap", 0, taps, taps, strides[1]),
             )
-            yield Box(
-                **common,
-                part=part,
-                element=str(dtype).removeprefix("torch."),
-                address=at,
-                axes=axes,
-                width=width,
-            )
+            element = str(dtype).removeprefix("torch.")
+            yield Box(**common, part=part, element=element, address=at, axes=axes, width=width)
             at += number * strides[0]
         address += channels * taps * width
     for shape, dtype in shapes:
         width = math.prod(shape[1:]) * dtype.itemsize
         heads = Axis("head", rank * shape[0], (rank + 1) * shape[0], size * shape[0], width)
-        yield Box(
-            **common,
-            part="ssm",
-            element=str(dtype).removeprefix("torch."),
-            address=address,
-            axes=(heads,),
-            width=width,
-        )
+        element = str(dtype).removeprefix("torch.")
+        yield Box(**common, part="ssm", element=element, address=address, axes=(heads,), width=width)
 
 
-_STATES = {
-    "MAMBA1": 2,
-    "MAMBA2": 2,
-    "GDN_ATTN": 2,
-    "SHORT_CONV": 1,
-    "LINEAR": 1,
-}  # kind of vLLM's MambaSpec -> number of its states
+# Kind of vLLM's MambaSpec -> number of its states.
+_STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
 
 
 def _conv_parts(kind: str, channels: int, shapes: Any) -> list[tuple[str, int]]:
-    """(part, channels of it on this rank) of a convolution."""
+    """The parts of a convolution: (part, its channels on this rank)."""
     if kind not in ("MAMBA2", "GDN_ATTN"):
         return [("conv", channels)]
     values = shapes[1][0] * shapes[1][1]  # heads * size of a head

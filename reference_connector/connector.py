@@ -1,14 +1,15 @@
-"""ReferenceConnector: vLLM's interface (KVConnectorBase_V1), and nothing but. Read on in the order of a hand-over:
+"""ReferenceConnector: vLLM's interface (KVConnectorBase_V1), and nothing else. Read on in this order:
 
     scheduler.py               what is handed over, and when
-    messages.py                how P and D say it; what a lease is
+    messages.py                the messages between P and D; what a lease is
     worker.py                  how a load goes from its order to its last byte
     peers.py, handshake.py     how a worker of D meets those of P
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
     transport.py, options.py   what moves them: NIXL; what can be set
 
-vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They speak through `Metadata`
-(scheduler to workers, each step), `Told` (back) and `CardMetadata` (once).
+vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They
+communicate through `Metadata` (scheduler to workers, each step), `NotifiedLeases` (back) and `CardMetadata`
+(once).
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class CardMetadata(KVConnectorHandshakeMetadata):
 
 
 @dataclass
-class Told(KVConnectorWorkerMetadata):
+class NotifiedLeases(KVConnectorWorkerMetadata):
     leases: set[Lease]
 
     def aggregate(self, other: Any) -> KVConnectorWorkerMetadata:
-        return Told(self.leases | other.leases)
+        return NotifiedLeases(self.leases | other.leases)
 
 
 class ReferenceStats(KVConnectorStats):
@@ -75,12 +76,9 @@ class ReferenceStats(KVConnectorStats):
         return ReferenceStats({name: self.data[name] + other.data[name] for name in self.data})
 
     def reduce(self) -> dict[str, int | float]:
-        """All loads together, in words and units for a log."""
-        loads, megabytes, seconds = (
-            len(self.data["seconds"]),
-            sum(self.data["bytes"]) / 2**20,
-            sum(self.data["seconds"]),
-        )
+        """Totals and averages over all loads, with the names and units that vLLM logs."""
+        loads, seconds = len(self.data["seconds"]), sum(self.data["seconds"])
+        megabytes = sum(self.data["bytes"]) / 2**20
         return {
             "Loads": loads,
             "Avg load time (ms)": round(1e3 * seconds / max(loads, 1), 3),
@@ -99,12 +97,12 @@ class ReferenceStats(KVConnectorStats):
 
 
 class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
-    """P/D hand-over by pull. Every hook either belongs to one half and is passed on, or has nothing to do here."""
+    """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
-        """Raises BadOption, or ValueError for a parallelism that this connector does not know."""
+        """Raises BadOption, or ValueError for a kind of parallelism that this connector does not support."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = read_options(transfer.kv_connector_extra_config)
@@ -115,43 +113,36 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         ):
             if getattr(parallel, name) > 1:
                 raise ValueError(
-                    f"ReferenceConnector knows tensor and data parallelism only, but {name} is {getattr(parallel, name)}"
+                    f"ReferenceConnector has no such parallelism: {name} is {getattr(parallel, name)}"
                 )
         self._listener: Listener | None = None
-        self._told: set[Lease] = set()
+        self._notified: set[Lease] = set()  # see Results in worker.py
         if role == KVConnectorRole.SCHEDULER:
             host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
-            self._me = (
-                host,
-                port + parallel.data_parallel_index if port else 0,
-                transfer.engine_id,
-                str(uuid.uuid4()),
-            )
-            self._address = dict(
-                zip(
-                    ("remote_host", "remote_port", "remote_engine_id", "remote_incarnation"),
-                    self._me,
-                    strict=True,
-                )
-            )
-            lookahead, caching = (
-                getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
-                vllm_config.cache_config.enable_prefix_caching,
-            )
+            port = port + parallel.data_parallel_index if port else 0
+            self._me = (host, port, transfer.engine_id, str(uuid.uuid4()))
+            keys = ("remote_host", "remote_port", "remote_engine_id", "remote_incarnation")
+            self._address = dict(zip(keys, self._me, strict=True))
+            lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+            caching = vllm_config.cache_config.enable_prefix_caching
             self._scheduler = Scheduler(
                 _groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching
             )
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load restores the states of all groups, whatever of attention D has already."""
+        """True: a load restores the states of all groups, whatever prefix of attention D has already."""
         return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Any will do, these have the longest runs. Large blocks of hybrids are split for kernels; where layers share a block none is."""
+        """The layout with the longest runs; any other works as well.
+
+        vLLM splits the large blocks of hybrid models for kernels, but not where layers lie side by side in a
+        block.
+        """
         model = vllm_config.model_config
         return (
             None if model is None else "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
@@ -160,7 +151,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All workers have registered their memory: listen to peers."""
+        """Start to listen to peers: all workers have registered their memory."""
         cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
         if self._listener is not None or not cards:
             return
@@ -168,47 +159,46 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         self._address["remote_port"] = self._listener.port
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.known(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.placed(request, self._shared(blocks.blocks), num_external_tokens)
+        self._scheduler.update_state_after_alloc(
+            request, self._transferred(blocks.blocks), num_external_tokens
+        )
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return Metadata(self._scheduler.orders())
+        return Metadata(self._scheduler.take_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.loaded(connector_output.finished_recving)
-        if isinstance(told := connector_output.kv_connector_worker_meta, Told):
-            self._scheduler.released(told.leases)
+        self._scheduler.on_loads_finished(connector_output.finished_recving)
+        if isinstance(notified := connector_output.kv_connector_worker_meta, NotifiedLeases):
+            self._scheduler.on_notified(notified.leases)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, self._shared((block_ids,)))
+        return self._scheduler.request_finished(request, self._transferred((block_ids,)))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, self._shared(block_ids))
+        return self._scheduler.request_finished(request, self._transferred(block_ids))
 
-    def _shared(self, tables: Any) -> tuple[Any, ...]:
-        """Of block tables of all KV cache groups those of the groups that take part in transfers."""
+    def _transferred(self, tables: Any) -> tuple[Any, ...]:
+        """The block tables of the KV cache groups that take part in transfers, from those of all groups."""
         return tuple(tables[index] for index in self._kv_cache_config.transfer_group_ids)
 
     def has_pending_push_work(self) -> bool:
-        """vLLM's name for: step on, even without a request."""
+        """Whether the engine has to go on stepping without a request. The name of the hook is vLLM's."""
         return self._scheduler.busy
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        rank, size, options = (
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-            self._options,
-        )
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        options = self._options
         memory = _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
@@ -221,18 +211,18 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if isinstance(metadata, Metadata):
-            self._worker.obey(metadata.orders)
+            self._worker.start(metadata.orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker.results()
-        self._told |= results.told
+        self._notified |= results.notified
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        told, self._told = self._told, set()
-        return Told(told) if told else None
+        notified, self._notified = self._notified, set()
+        return NotifiedLeases(notified) if notified else None
 
-    # Loads have ended before their request runs, and D reads what lies in P's cache: nothing is done layer by layer.
+    # Loads end before their request runs, and D reads from P's cache: nothing is done layer by layer.
     def wait_for_layer_load(self, layer_name: str) -> None: ...
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
     def wait_for_save(self) -> None: ...
@@ -245,30 +235,24 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         return ReferenceStats(data or no_stats())
 
     def shutdown(self) -> None:
-        """May be called twice, and on an object that is not complete."""
+        """Close both halves. vLLM may call this twice, and on an object whose `__init__` failed."""
         for half in ("_listener", "_worker"):
             if (found := self.__dict__.pop(half, None)) is not None:
                 found.close()
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """What the scheduler has to know of each KV cache group that takes part in transfers."""
+    """What the scheduler half needs of each KV cache group that takes part in transfers."""
     groups = []
     for spec in (group.kv_cache_spec for group in kv_cache_config.transfer_groups):
         window = 0 if isinstance(spec, FullAttentionSpec) else getattr(spec, "sliding_window", None) or 0
-        groups.append(
-            Group(
-                spec.block_size,
-                isinstance(spec, MambaSpec),
-                window,
-                getattr(spec, "num_speculative_blocks", 0),
-            )
-        )
+        scratch = getattr(spec, "num_speculative_blocks", 0)
+        groups.append(Group(spec.block_size, isinstance(spec, MambaSpec), window, scratch))
     return tuple(groups)
 
 
 def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
-    """The allocations that KV lies in, each once: layers share them."""
+    """The allocations in which KV lies, each once: layers share them."""
     found = {}
     for view in kv_caches.values():
         storage, device = view.untyped_storage(), view.device

@@ -1,7 +1,8 @@
-"""The side channel: D's workers ask P's scheduler who its workers are. One question and one answer for all ranks, once per peer.
+"""The side channel: D's workers ask P's scheduler for P's workers. One question for all ranks, once per peer.
 
-Nothing that arrives can end the listener: what is no question gets a Refusal, and so do questions in another version of the protocol or for
-another engine. The last is how D notices that P was started anew behind the same address.
+No message can end the listener. It answers with a Refusal if a message is not a question, if the question has
+another version of the protocol, or if it is for another engine. By the last one D notices that P was restarted
+at the same address.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from reference_connector.messages import (
 
 logger = logging.getLogger("vllm.reference_connector.handshake")
 LONGEST_QUESTION = 1 << 16  # bytes; ZeroMQ drops longer ones unread
-WAKE_MS = 100  # how often the listener looks whether it is to end
+WAKE_MS = 100  # how often the listener checks whether it has to end
 
 
 class HandshakeError(Exception):
-    """A peer that cannot be reached, or that says it is not who was asked for. The message is one sentence."""
+    """A peer cannot be reached, or is not the engine that was asked for. The message is one sentence."""
 
 
 class Listener:
-    """Answers handshakes of one engine in a thread of its own, from construction to `close`. Raises OSError if it cannot listen."""
+    """Answers handshakes of one engine in its own thread, until `close`. OSError if it cannot listen."""
 
     def __init__(self, host: str, port: int, engine: str, incarnation: str, cards: Sequence[Card]):
         """`port`: 0 for any free one; `cards`: of every rank."""
@@ -60,38 +61,32 @@ class Listener:
                 if self._socket.poll(WAKE_MS):
                     peer, *frames = self._socket.recv_multipart()
                     self._socket.send_multipart([peer, b"", self.reply(frames[-1] if frames else b"")])
-            except zmq.ZMQError as error:  # a peer that has gone again
+            except zmq.ZMQError as error:  # the peer is gone
                 logger.warning("the side channel could not answer: %s", error)
 
     def reply(self, question: bytes) -> bytes:
-        """The answer to any bytes."""
+        """The answer to a question, whatever bytes it is."""
         try:
             ask = decode(question, Ask)
         except BadMessage as error:
-            return encode(Refusal(f"this is no question of the side channel: {error}"))
+            return encode(Refusal(f"this is not a question of the side channel: {error}"))
         if ask.version != VERSION:
-            return encode(
-                Refusal(
-                    f"this engine speaks version {VERSION} of the protocol, the question is in version {ask.version}"
-                )
-            )
+            sentence = f"this engine has version {VERSION} of the protocol, the question has {ask.version}"
+            return encode(Refusal(sentence))
         if (ask.engine, ask.incarnation) != (self._engine, self._incarnation):
-            return encode(
-                Refusal(
-                    f"engine {ask.engine} ({ask.incarnation}) is not here, but {self._engine} ({self._incarnation})"
-                )
-            )
+            asked, here = f"{ask.engine} ({ask.incarnation})", f"{self._engine} ({self._incarnation})"
+            return encode(Refusal(f"engine {asked} is not here, but {here}"))
         return self._answer
 
     def close(self) -> None:
-        """End the thread and give the port back."""
+        """End the thread and release the port."""
         self._stop.set()
         self._thread.join()
         self._context.destroy(linger=0)
 
 
 def fetch(peer: Address, timeout: float) -> tuple[Card, ...]:
-    """The cards of every rank of an engine. Waits `timeout` seconds at most. Raises HandshakeError."""
+    """Ask an engine for the cards of all its ranks, for at most `timeout` seconds. Raises HandshakeError."""
     where = f"{peer.engine} at {peer.host}:{peer.port}"
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)

@@ -1,18 +1,20 @@
-"""Every message of the protocol, as a record with a schema. What does not fit its schema is refused where it arrives.
+"""Every message of the protocol, as a record with a schema. The receiver refuses what does not fit.
 
-    Handoff            P's scheduler -> router -> D's scheduler   `kv_transfer_params` of a request
-    Orders             scheduler -> its workers                   what is new in a step
-    Ask, Answer        D's worker -> P's side channel and back    the handshake, once per peer: who is there and where its memory lies
-    Leases             D's worker 0 -> P's workers                notification: leases that are not needed any more, or still are
-    Query              D's worker -> one of P's                   notification, with the option integrity: what should I have read?
+    Handoff        P's scheduler -> router -> D's scheduler   `kv_transfer_params` of a request
+    Orders         scheduler -> its workers                   what is new in a step
+    Ask, Answer    D's worker -> P's side channel and back    the handshake: P's ranks and their memory
+    Leases         D's worker 0 -> P's workers                notification: leases to end, leases to renew
+    Query          D's worker -> one of P's                   notification: send a digest (integrity)
 
-**The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine gives out once. The lease ends
-when D releases it or when its time is over, and then each worker of P writes the number into its **ledger** (entry number % length)
-before it lets the blocks go. So D can look there after it has read: an entry below the number proves that the blocks were P's all the time,
-and any other that what was read may be somebody else's.
+**The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine
+gives out once. The lease ends when D releases it or when its time is over, and then each worker of P writes
+the number into its **ledger** (entry number % length) before it releases the blocks. D reads that entry after
+the KV. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
+may belong to another request.
 
-The ledger is the first part of a worker's **board**, an array of int64 in registered memory that D reads with NIXL and without P's help.
-The second part are answers to queries: the ticket, which P writes last and D reads first; the digest, zeros if there is none; one unused.
+The ledger is the first part of a worker's **board**, an array of int64 in registered memory that D reads with
+NIXL and without P's help. The second part has the answers to queries: the ticket, which P writes last and
+D reads first; the digest, zeros if there is none; one unused number.
 """
 
 from __future__ import annotations
@@ -23,14 +25,9 @@ import msgspec
 
 from reference_connector.boxes import Box
 
-VERSION = 1  # of all that is said between engines
-LEDGER = (
-    1 << 16
-)  # entries of the ledger. Two leases that share one can at worst end each other's loads with an error
-ANSWERS, ANSWER = (
-    1 << 12,
-    4,
-)  # how many, numbers each. Of two queries that share one the first may have to ask again
+VERSION = 1  # of all messages between engines
+LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
+ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -42,7 +39,7 @@ class BadParams(Exception):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One life of one engine: after a restart the incarnation is another one."""
+    """One life of one engine: after a restart the incarnation is different."""
 
     host: str
     port: int
@@ -51,14 +48,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """What D holds of P."""
+    """A lease of P that D holds."""
 
     peer: Address
     number: int
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """What P answers for a request and D is given: where the KV of how many tokens lies. Keys are vLLM's own where it has them."""
+    """Where the KV of a request lies on P. P returns this, and D gets it. Keys that vLLM has are vLLM's."""
 
     do_remote_prefill: bool
     do_remote_decode: bool = False
@@ -69,23 +66,18 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_lease: Count
     remote_num_tokens: Count  # tokens that P has computed: of a state, those it has seen
-    remote_block_ids: Annotated[
-        list[list[Block]], msgspec.Meta(min_length=1, max_length=256)
-    ]  # of each group of P
-    remote_first_tokens: list[
-        Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-    ]  # the token at which each of these lists begins
+    # Of each group of P the block ids, and the token at which they begin.
+    remote_block_ids: Annotated[list[list[Block]], msgspec.Meta(min_length=1, max_length=256)]
+    remote_first_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
 
     @property
     def lease(self) -> Lease:
-        return Lease(
-            Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation),
-            self.remote_lease,
-        )
+        peer = Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation)
+        return Lease(peer, self.remote_lease)
 
 
 def read_params(params: Any) -> Handoff | None:
-    """The hand-over that `kv_transfer_params` of a request on D describe; None if they are about something else. Raises BadParams."""
+    """Read `kv_transfer_params` of a request on D; None if they describe no hand-over. Raises BadParams."""
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
         return None
     try:
@@ -104,7 +96,10 @@ def read_params(params: Any) -> Handoff | None:
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What D needs in one of its groups: tokens start to stop, into blocks[i] from token first + i * (tokens per block) on."""
+    """What D needs in one of its groups: tokens start to stop.
+
+    blocks[i] takes the tokens from first + i * (tokens per block) on.
+    """
 
     start: int = 0
     stop: int = 0
@@ -120,16 +115,16 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Orders(msgspec.Struct):
-    """What a scheduler tells its workers in a step."""
+    """What a scheduler sends to its workers in a step."""
 
     loads: dict[str, Load] = {}  # by request
-    leases: dict[int, str] = {}  # of this engine: number -> request. They begin when a worker hears of them
+    leases: dict[int, str] = {}  # of this engine: number -> request; they begin on arrival
     releases: list[Lease] = []  # of peers
     renewals: list[Lease] = []
 
 
 class Card(msgspec.Struct, frozen=True):
-    """One worker, as its peers know it."""
+    """What a worker publishes to its peers."""
 
     agent: bytes  # NIXL's metadata
     place: tuple[str, int]  # of KV, see transport.py
@@ -139,7 +134,7 @@ class Card(msgspec.Struct, frozen=True):
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     version: int
-    engine: str  # the one that D has been told about
+    engine: str  # the one in the Handoff that D received
     incarnation: str
 
 
@@ -152,14 +147,12 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leases(msgspec.Struct, frozen=True, tag=True):
-    released: list[int] = []  # they have served their purpose
-    renewed: list[int] = []  # they are still needed
+    released: list[int] = []  # not needed any more
+    renewed: list[int] = []  # still needed
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    ticket: Annotated[
-        int, msgspec.Meta(ge=1, lt=1 << 62)
-    ]  # a random number, from which the place of the answer follows
+    ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # random; the place of the answer follows from it
     runs: bytes  # int64 [2, n]: addresses, lengths
 
 
@@ -167,14 +160,14 @@ Notice = Leases | Query
 
 
 class BadMessage(Exception):
-    """Bytes that are none of the messages that were expected."""
+    """Bytes that are not one of the expected messages."""
 
 
 encode = msgspec.msgpack.encode
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """A message of this type, or union of types. Raises BadMessage."""
+    """Decode a message of this type, or union of types. Raises BadMessage."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors

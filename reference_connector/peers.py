@@ -1,4 +1,4 @@
-"""Peers that a worker of D has met: one handshake for each life of each engine, in a thread, shared by all who wait for it."""
+"""Peers of a worker of D: one handshake for each life of each engine, in a thread, for all waiting loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reference_connector.plan import Pairing, Unplannable, pair
 from reference_connector.transport import Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.peers")
-GRACE_S = 1.0  # a handshake that failed is not tried again for so long: all that wait for it hear of it
+GRACE_S = 1.0  # a failed handshake is not repeated for this time; all loads that wait for it fail with it
 
 
 @dataclass
@@ -26,15 +26,14 @@ class Peer:
     cards: tuple[Card, ...]  # of its ranks
     pairing: Pairing | Unplannable
     names: dict[int, str] = field(default_factory=dict)  # rank -> the transport's name for it, once needed
-    reached: set[int] = field(
-        default_factory=set
-    )  # ranks of which a read has ended, which is what connects two agents for certain
-    busy: int = 0  # tasks that read from it
-    failed: bool = False  # one of them has failed: once nothing reads from it, it is met anew
+    # Ranks from which a read has ended. Only that makes sure that two NIXL agents are connected.
+    reached: set[int] = field(default_factory=set)
+    busy: int = 0  # tasks that read from this peer
+    failed: bool = False  # a read has failed: a new handshake follows once no task reads from this peer
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Nobody parts from it meanwhile. After a TransportError it is met anew."""
+        """Keep the peer connected meanwhile. After a TransportError a new handshake follows."""
         self.busy += 1
         try:
             yield
@@ -46,67 +45,55 @@ class Peer:
 
 
 class Peers:
-    """Those of one worker: `rank` of `size`, with memory as the boxes say."""
+    """The peers of one worker: rank `rank` of `size`, whose memory `boxes` describe."""
 
     def __init__(self, boxes: tuple[Box, ...], rank: int, size: int, transport: Transport, timeout: float):
-        self._boxes, self._rank, self._size, self._transport, self._timeout = (
-            boxes,
-            rank,
-            size,
-            transport,
-            timeout,
-        )
+        self._boxes, self._rank, self._size = boxes, rank, size
+        self._transport, self._timeout = transport, timeout
         self._met: dict[Address, Peer] = {}
         self._asked: dict[Address, Future[Peer]] = {}
-        self._missed: dict[
-            Address, tuple[HandshakeError, float]
-        ] = {}  # why, and until when it is not tried again
+        self._missed: dict[Address, tuple[HandshakeError, float]] = {}  # why, and until when not to ask again
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reference-connector-handshake")
         self.failed_handshakes = 0
 
     def meet(self, address: Address) -> Generator[None, None, Peer]:
-        """The peer at an address; yields while it waits. Raises HandshakeError."""
+        """The peer at an address, after a handshake if need be; yields meanwhile. Raises HandshakeError."""
         while (known := self._met.get(address)) is not None and known.failed:
             if not known.busy:
-                self._part_from(address)
+                self._disconnect(address)
                 break
-            yield  # what still reads from it ends, by its deadline at the latest
+            yield  # tasks that still read from this peer end, by their deadlines at the latest
         while (peer := self._met.get(address)) is None:
             error, until = self._missed.get(address, (None, 0.0))
             if error is not None and time.monotonic() < until:
                 raise error
             if address not in self._asked:
-                self._asked[address] = self._pool.submit(self._introduce, address)
+                self._asked[address] = self._pool.submit(self._handshake, address)
             if not self._asked[address].done():
                 yield
                 continue
             future = self._asked.pop(address)
             if (failed := future.exception()) is not None:
                 self.failed_handshakes += 1
-                reason = (
-                    failed
-                    if isinstance(failed, HandshakeError)
-                    else HandshakeError(f"{type(failed).__name__}: {failed}")
-                )
-                self._missed[address] = reason, time.monotonic() + GRACE_S
+                if not isinstance(failed, HandshakeError):
+                    failed = HandshakeError(f"{type(failed).__name__}: {failed}")
+                self._missed[address] = failed, time.monotonic() + GRACE_S
                 continue
             self._missed.pop(address, None)
-            for old in [
-                a
-                for a in self._met
-                if (a.host, a.port) == (address.host, address.port) and not self._met[a].busy
-            ]:
-                self._part_from(old)  # what was there before has ended
+            same_place = [a for a in self._met if (a.host, a.port) == (address.host, address.port)]
+            for old in same_place:  # earlier lives of this engine
+                if not self._met[old].busy:
+                    self._disconnect(old)
             self._met[address] = future.result()
         return peer
 
-    def _introduce(self, address: Address) -> Peer:
-        """In a thread of the pool: it touches neither the transport nor anything here that changes."""
+    def _handshake(self, address: Address) -> Peer:
+        """Runs in a thread of the pool, so it uses neither the transport nor changing state of this object."""
         cards = fetch(address, self._timeout)
         try:
             return Peer(cards, pair(self._boxes, [card.boxes for card in cards], self._rank, self._size))
         except Unplannable as error:
-            return Peer(cards, error)  # nothing can be read from it, but it can be told so
+            return Peer(cards, error)  # no load can read from this peer, but leases can be released
 
     def name(self, peer: Peer, rank: int) -> str:
         """The transport's name for a rank. Raises TransportError."""
@@ -114,7 +101,7 @@ class Peers:
             peer.names[rank] = self._transport.connect(peer.cards[rank].agent)
         return peer.names[rank]
 
-    def _part_from(self, address: Address) -> None:
+    def _disconnect(self, address: Address) -> None:
         for name in self._met.pop(address).names.values():
             try:
                 self._transport.disconnect(name)
@@ -122,7 +109,7 @@ class Peers:
                 logger.warning("%s: %s", address.engine, error)
 
     def close(self) -> None:
-        """End the threads, and part from everybody."""
+        """End the threads, and disconnect from all peers."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for address in list(self._met):
-            self._part_from(address)
+            self._disconnect(address)

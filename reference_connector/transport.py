@@ -1,4 +1,4 @@
-"""Moving bytes: the few things that the connector asks of a transport, and NIXL, which does them.
+"""Transport: the few operations that the connector needs to move bytes, and NIXL, which does them.
 
 Every call is made by the thread that runs the worker's steps: NIXL promises nothing to more threads than one.
 """
@@ -17,9 +17,8 @@ import numpy as np
 from reference_connector.plan import Runs
 
 logger = logging.getLogger("vllm.reference_connector.transport")
-Place = tuple[
-    str, int
-]  # where memory is: NIXL's name of its kind, "DRAM" or "VRAM", and the number of the device
+# Where memory is: NIXL's name of its kind, "DRAM" or "VRAM", and the number of the device.
+Place = tuple[str, int]
 HOST: Place = ("DRAM", 0)
 
 
@@ -29,33 +28,27 @@ class TransportError(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """A piece of memory that peers may read, or that is read into."""
+    """A piece of memory that peers may read, or into which this worker reads."""
 
     address: int
     nbytes: int
     place: Place = HOST
-    view: Callable[[int, int], Any] | None = (
-        None  # view(i, n): a copy or view of n bytes from byte i on, in host memory
-    )
+    view: Callable[[int, int], Any] | None = None  # view(i, n): n bytes from byte i on, in host memory
 
 
 class Transport(Protocol):
-    """What moves bytes. Peers are called by the name that `connect` has given them. Every method may raise TransportError."""
+    """What moves bytes. `connect` returns the name of a peer. Every method may raise TransportError."""
 
     def register(self, memory: Sequence[Memory]) -> None: ...
     def metadata(self) -> bytes: ...  # what a peer needs to connect, once everything is registered
     def connect(self, metadata: bytes) -> str: ...
     def disconnect(self, peer: str) -> None: ...
-    def prepare(
-        self, peer: str, runs: Runs, here: Place, there: Place
-    ) -> Any: ...  # a read that has not begun
+    def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any: ...  # a read, not begun
     def begin(self, handle: Any) -> None: ...
-    def done(self, handle: Any) -> bool: ...  # False while it is under way; raises if it has failed
-    def release(
-        self, handle: Any
-    ) -> bool: ...  # cancel it if need be and forget it; False while it may still write: then ask again
+    def done(self, handle: Any) -> bool: ...  # False while the read is in progress; raises if it has failed
+    def release(self, handle: Any) -> bool: ...  # cancel and forget the read; False if it may still write
     def notify(self, peer: str, message: bytes) -> None: ...
-    def notifications(self) -> list[bytes]: ...  # what has come since the last call
+    def notifications(self) -> list[bytes]: ...  # those that arrived since the last call
     def close(self) -> None: ...
 
 
@@ -91,7 +84,7 @@ class Nixl:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def disconnect(self, peer: str) -> None:
-        with _failing("part from a peer"):
+        with _failing("disconnect from a peer"):
             self._agent.remove_remote_agent(peer)
 
     def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any:
@@ -129,18 +122,18 @@ class Nixl:
             return [message for messages in self._agent.get_new_notifs().values() for message in messages]
 
     def close(self) -> None:
-        """Release everything; what cannot be released is no reason to keep the rest."""
+        """Release all memory. A piece that cannot be released does not keep the others."""
         for descriptors in self._registered:
             try:
                 self._agent.deregister_memory(descriptors)
             except Exception as error:
-                logger.warning("NIXL could not let a piece of memory go: %s", error)
+                logger.warning("NIXL could not release a piece of memory: %s", error)
         del self._agent  # its threads and sockets end with it
 
 
 @contextlib.contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """NIXL has a class for each of its errors. All that matters here is that it could not."""
+    """Raise TransportError for any error of NIXL: NIXL has many classes, which mean the same here."""
     try:
         yield
     except Exception as error:

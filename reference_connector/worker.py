@@ -1,14 +1,14 @@
-"""What to move: the half of the connector that lives in each of vLLM's workers.
+"""The worker half: it moves the bytes. There is one in each of vLLM's workers.
 
-A load is a generator (`_load`): it yields wherever it has to wait, and every step of the engine moves all loads on as far as they get
-(`advance`). An exception ends its own load and nothing else; it is caught in one place (`_move_on`). So what it takes to say "loaded"
-can be read from top to bottom:
+A load is a generator (`_load`): it yields wherever it has to wait, and every step of the engine moves all
+loads on as far as they get (`advance`). An exception ends its own load and nothing else; it is caught in one
+place (`_advance_task`). So the steps of a load can be read from top to bottom:
 
-    meet      the handshake, once per peer (peers.py)
+    meet      the handshake, once for each peer (peers.py)
     plan      which bytes of which ranks of P go where
-    read      all ranks at once. Wherever a load ends, nothing of it is reported while one of its reads may still write
-    compare   with the option integrity: is what has arrived what P has?
-    ledger    was the lease still P's promise after all that? If not, the load has failed
+    read      from all ranks at once. The end of a load is not reported while one of its reads may still write
+    compare   with the option integrity: whether the bytes that arrived are P's
+    ledger    whether the lease was still valid after the read. If not, the load has failed
 """
 
 from __future__ import annotations
@@ -27,19 +27,7 @@ import numpy as np
 from reference_connector import messages
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import (
-    ANSWER,
-    ANSWERS,
-    LEDGER,
-    Address,
-    Card,
-    Lease,
-    Leases,
-    Load,
-    Orders,
-    Query,
-    encode,
-)
+from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
 from reference_connector.plan import Ints, Runs, Table, Unplannable, runs
@@ -48,33 +36,32 @@ from reference_connector.transport import HOST, Memory, Transport, TransportErro
 logger = logging.getLogger("vllm.reference_connector.worker")
 Task = Generator[None, None, None]
 LANDING = 1 << 16  # entries of boards that can be read at once: a load reads one of each rank
-ASK_AGAIN_S = 1.0  # a notification may be lost, so a question is asked again after so long, then after twice as long, and so on
+ASK_AGAIN_S = 1.0  # a notification may be lost: a query is repeated after this time, then after twice as long
 
 
 class LoadError(Exception):
-    """What was read is not to be used. The message is one sentence."""
+    """The bytes that were read must not be used. The message is one sentence."""
 
 
-EXPECTED = (
-    HandshakeError,
-    Unplannable,
-    TransportError,
-    LoadError,
-)  # whatever else ends a load is a mistake in here
+EXPECTED = (HandshakeError, Unplannable, TransportError, LoadError)  # others are mistakes of this connector
 
 
 @dataclass
 class Results:
-    """What has ended since the last time, by request."""
+    """What has ended since the last call, by request."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)  # failed ones included
     failed: set[str] = field(default_factory=set)
-    told: set[Lease] = field(default_factory=set)  # peers' leases whose release has been said, or given up
+    # Leases of peers that were notified of the release, or could not be.
+    notified: set[Lease] = field(default_factory=set)
 
 
 def no_stats() -> dict[str, Any]:
-    """What a worker counts. Of loads that have succeeded, one entry each: from the order to the last byte; moved; runs of bytes."""
+    """The counters of a worker. The lists have one entry for each load that succeeded.
+
+    "seconds" run from the order to the last byte; "descriptors" are runs of bytes.
+    """
     lists: dict[str, Any] = {"seconds": [], "bytes": [], "descriptors": []}
     return lists | dict.fromkeys(
         ("failed_loads", "failed_handshakes", "failed_notifications", "expired_leases", "late_reads"), 0
@@ -93,16 +80,12 @@ class Worker:
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
     ):
-        """Make this rank's KV readable. `memory`: every allocation that boxes lie in, each once, all of one kind."""
+        """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind."""
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
         self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
-        transport.register(
-            [
-                *self._memory,
-                *(Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)),
-            ]
-        )
+        own = [Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)]
+        transport.register([*self._memory, *own])
         self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
         self._results, self._stats = Results(), no_stats()
@@ -112,7 +95,7 @@ class Worker:
         self._last_lease = 0
         self._early: set[int] = (
             set()
-        )  # released before this worker has heard of them: D can be faster than our own scheduler
+        )  # released before their order arrived: D can be faster than our scheduler
         self._places = itertools.count()
 
     def close(self) -> None:
@@ -122,8 +105,8 @@ class Worker:
         self._peers.close()
         self._transport.close()
 
-    def obey(self, orders: Orders) -> None:
-        """Take what is new in this step."""
+    def start(self, orders: Orders) -> None:
+        """Start what the scheduler orders in this step."""
         for number, request in orders.leases.items():
             self._leases[number] = request, time.monotonic() + self._options.kv_lease_duration
             self._last_lease = max(self._last_lease, number)
@@ -131,36 +114,34 @@ class Worker:
                 self._early.discard(number)
                 self._end(number)
         self._loads |= {request: self._load(load) for request, load in orders.loads.items()}
-        if self._rank == 0:  # one messenger is enough
+        if self._rank == 0:  # one rank notifies peers for all
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
-                released, renewed = (
-                    [lease.number for lease in of if lease.peer == peer]
-                    for of in (orders.releases, orders.renewals)
-                )
-                self._errands.append(self._tell(peer, Leases(released, renewed)))
+                released = [lease.number for lease in orders.releases if lease.peer == peer]
+                renewed = [lease.number for lease in orders.renewals if lease.peer == peer]
+                self._errands.append(self._notify(peer, Leases(released, renewed)))
         self.advance()
 
     def advance(self) -> None:
-        """Move everything on."""
+        """Continue all loads and messages as far as they get."""
         self._listen()
         for request, load in list(self._loads.items()):
-            if (error := self._move_on(load)) is not None:
+            if (error := self._advance_task(load)) is not None:
                 del self._loads[request]
                 self._results.received.add(request)
                 if not isinstance(error, StopIteration):
                     self._results.failed.add(request)
                     self._stats["failed_loads"] += 1
                     logger.error("LoadError: request %s was not loaded: %s", request, error)
-        self._errands = [task for task in self._errands if self._move_on(task) is None]
+        self._errands = [task for task in self._errands if self._advance_task(task) is None]
 
     @staticmethod
-    def _move_on(task: Task) -> Exception | None:
-        """None while the task goes on, StopIteration when it has ended, else why it has failed."""
+    def _advance_task(task: Task) -> Exception | None:
+        """None while the task goes on, StopIteration when it has ended, otherwise the error that ended it."""
         try:
             next(task)
         except Exception as error:
             if not isinstance(error, (StopIteration, *EXPECTED)):
-                logger.error("a mistake of this connector: %s", error, exc_info=error)
+                logger.error("a mistake in this connector: %s", error, exc_info=error)
             return error
         return None
 
@@ -171,59 +152,56 @@ class Worker:
         return results
 
     def stats(self) -> dict[str, Any]:
-        """What was counted since the last call."""
+        """The counters since the last call."""
         taken, self._stats = self._stats, no_stats()
         taken["failed_handshakes"], self._peers.failed_handshakes = self._peers.failed_handshakes, 0
         return taken
 
-    # ---- P: leases -----------------------------------------------------------------------------------------------------------
+    # ---- P: leases
 
     def _listen(self) -> None:
-        """Hear what peers say, and end leases whose time is over."""
+        """Read notifications of peers, and end leases whose time is over."""
         now = time.monotonic()
         try:
-            heard = self._transport.notifications()
+            received = self._transport.notifications()
         except TransportError as error:
             logger.warning("%s", error)
-            heard = []
-        for message in heard:
+            received = []
+        for message in received:
             try:
                 notice = messages.decode(message, messages.Notice)
             except messages.BadMessage as error:
-                logger.warning("a notification that is none: %s", error)
+                logger.warning("a notification is not a message of this connector: %s", error)
                 continue
             if isinstance(notice, Query):
                 self._answer(notice)
             else:
-                self._early |= {
-                    number
-                    for number in notice.released[:LEDGER]
-                    if number > self._last_lease and len(self._early) < LEDGER
-                }
+                if len(self._early) < LEDGER:
+                    self._early |= {n for n in notice.released[:LEDGER] if n > self._last_lease}
                 for number in self._leases.keys() & notice.released:
                     self._end(number)
                 for number in self._leases.keys() & notice.renewed:
                     request, end = self._leases[number]
                     self._leases[number] = request, max(end, now + self._options.kv_lease_duration * 2 / 3)
         for number in [n for n, (_, end) in self._leases.items() if end < now]:
-            logger.warning(
-                "request %s was not read within its lease of %g s",
-                self._leases[number][0],
-                self._options.kv_lease_duration,
-            )
+            request, seconds = self._leases[number][0], self._options.kv_lease_duration
+            logger.warning("request %s was not read within its lease of %g s", request, seconds)
             self._stats["expired_leases"] += 1
             self._end(number)
 
     def _end(self, number: int) -> None:
-        """First the ledger, then the blocks: see messages.py."""
+        """End a lease: first write the ledger, then release the blocks; see messages.py."""
         request, _ = self._leases.pop(number)
         self._board[number % LEDGER] = number
         self._results.sent.add(request)
 
-    # ---- D: loads ------------------------------------------------------------------------------------------------------------
+    # ---- D: loads
 
     def _load(self, load: Load) -> Task:
-        """From the order to the last byte. Raises what made it fail, after its last read has ended."""
+        """A load, from the order to the last byte.
+
+        If it fails, it raises why after its last read has ended.
+        """
         handoff, lease, begun = load.handoff, load.handoff.lease, time.monotonic()
         deadline = begun + self._options.transfer_timeout
         peer = yield from self._peers.meet(lease.peer)
@@ -242,18 +220,20 @@ class Worker:
             yield from self._read(peer, planned, deadline)
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
-            ended = yield from self._look(peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline)
+            ended = yield from self._read_boards(
+                peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline
+            )
             if (ended >= lease.number).any():
                 self._stats["late_reads"] += 1
                 raise LoadError(
-                    f"{lease.peer.engine} gave the blocks of lease {lease.number} away before they had been read"
+                    f"{lease.peer.engine} freed the blocks of lease {lease.number} before D had read them"
                 )
         self._stats["seconds"].append(time.monotonic() - begun)
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
 
     def _read(self, peer: Peer, reads: dict[int, Runs], deadline: float, kv: bool = True) -> Task:
-        """Read from several ranks at once: KV, or else what is in host memory. Raises TransportError."""
+        """Read from several ranks at once: KV, or (`kv` false) host memory. Raises TransportError."""
         handles: list[Any] = []
         try:
             for rank, plan in reads.items():
@@ -268,58 +248,58 @@ class Worker:
             while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
                 yield
             raise
-        finally:  # they have ended, or the worker is being closed
+        finally:  # the reads have ended, or the worker is being closed
             for handle in handles:
                 self._transport.release(handle)
 
     def _wait(self, deadline: float) -> Task:
-        """Until the next step. Raises TransportError when the time of a load is over."""
+        """Wait until the next step. Raises TransportError after the deadline."""
         if time.monotonic() > deadline:
             raise TransportError(f"the load took longer than {self._options.transfer_timeout:g} s")
         yield
 
     def _may_write(self, handle: Any, deadline: float) -> bool:
-        """False once a read has ended, or been cancelled, and is forgotten. Only after the deadline is one cancelled that might yet end."""
+        """Whether a read may still write. If not, it has ended or been cancelled, and is forgotten.
+
+        A read that is in progress is cancelled only after the deadline.
+        """
         try:
             if not self._transport.done(handle) and time.monotonic() <= deadline:
                 return True
         except TransportError:
-            pass  # it has failed; but does its transport know?
+            pass  # the read has failed, but the transport may still write
         return not self._transport.release(handle)
 
-    def _look(
+    def _read_boards(
         self, peer: Peer, entries: dict[int, int], count: int, deadline: float
     ) -> Generator[None, None, Ints]:
-        """Read `count` numbers of the boards of these ranks, from these entries on: int64 [rank, number]."""
+        """Read `count` numbers of boards. `entries` is rank -> first entry. int64 [rank, number]."""
         places, reads = [next(self._places) % LANDING for _ in entries], {}
         for place, (rank, entry) in zip(places, entries.items(), strict=True):
-            reads[rank] = Runs(
-                *np.array(
-                    [[self._landing[place].ctypes.data], [peer.cards[rank].board + 8 * entry], [8 * count]]
-                )
-            )
+            local, remote = self._landing[place].ctypes.data, peer.cards[rank].board + 8 * entry
+            reads[rank] = Runs(*np.array([[local], [remote], [8 * count]]))
         yield from self._read(peer, reads, deadline, kv=False)
         return self._landing[places, :count]
 
-    def _tell(self, address: Address, leases: Leases) -> Task:
-        """Tell every rank of a peer. If that fails the leases will end by themselves."""
+    def _notify(self, address: messages.Address, leases: Leases) -> Task:
+        """Notify every rank of a peer. If that fails, the leases end when their time is over."""
         try:
             peer = yield from self._peers.meet(address)
             with peer.used():
-                new = dict.fromkeys(
-                    set(range(len(peer.cards))) - peer.reached, 0
-                )  # a first message might stay here if this engine rests
-                yield from self._look(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
+                # Read from new ranks first: NIXL might not send a first message if this engine stops
+                # stepping.
+                new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
+                yield from self._read_boards(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
                 for rank in range(len(peer.cards)):
-                    self._transport.notify(self._peers.name(peer, rank), encode(leases))
+                    self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
-            logger.warning("%s was not told about %s: %s", address.engine, leases, error)
-        finally:  # whatever it was that nobody has foreseen, the engine may rest
-            self._results.told |= {Lease(address, number) for number in leases.released}
+            logger.warning("%s was not notified of %s: %s", address.engine, leases, error)
+        finally:  # after any error the engine may stop stepping
+            self._results.notified |= {Lease(address, number) for number in leases.released}
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
-        """Ask P for a digest of what should have arrived. Raises LoadError."""
+        """Ask P for a digest of the bytes that should have arrived. Raises LoadError if it differs."""
         tickets = {rank: 1 + secrets.randbits(61) for rank in planned}
         entries = {rank: LEDGER + ticket % ANSWERS * ANSWER for rank, ticket in tickets.items()}
         found, again, pause = np.zeros((len(planned), 3), np.int64), 0.0, ASK_AGAIN_S
@@ -328,34 +308,33 @@ class Worker:
                 again, pause = time.monotonic() + pause, 2 * pause
                 for rank, plan in planned.items():
                     query = Query(tickets[rank], np.stack([plan.remote, plan.length]).tobytes())
-                    self._transport.notify(self._peers.name(peer, rank), encode(query))
+                    self._transport.notify(self._peers.name(peer, rank), messages.encode(query))
             yield from self._wait(deadline)
-            found = yield from self._look(peer, entries, 3, deadline)
+            found = yield from self._read_boards(peer, entries, 3, deadline)
         for (rank, plan), digest in zip(planned.items(), found[:, 1:].tolist(), strict=True):
             if digest != self._digest(plan.local, plan.length):
                 raise LoadError(
-                    f"{plan.nbytes} bytes from rank {rank} are not those that it has, or it could not tell"
+                    f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
                 )
 
     def _answer(self, query: Query) -> None:
-        """P's half of `_compare`. Whatever is asked, this worker goes on."""
+        """P's half of `_compare`. No query can raise here."""
         entry = self._board[LEDGER:].reshape(ANSWERS, ANSWER)[query.ticket % ANSWERS]
-        entry[0] = 0  # nobody's, until both numbers stand
+        entry[0] = 0  # no ticket until both numbers are written
         try:
             entry[1:3] = self._digest(*np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1))
         except Exception as error:
-            logger.warning("a question for a digest has no answer: %s", error)
+            logger.warning("a query for a digest has no answer: %s", error)
             entry[1:3] = 0
         entry[0] = query.ticket
 
     def _digest(self, addresses: Ints, lengths: Ints) -> list[int]:
-        """Two numbers for bytes that peers may read. Raises ValueError for others."""
+        """A digest, two numbers, of bytes that peers may read. Raises ValueError for other bytes."""
         made = hashlib.blake2b(digest_size=16)
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            memory = next(
-                (m for m in self._memory if m.address <= address <= address + length <= m.address + m.nbytes),
-                None,
-            )
+            end = address + length
+            fitting = (m for m in self._memory if m.address <= address <= end <= m.address + m.nbytes)
+            memory = next(fitting, None)
             if memory is None or memory.view is None:
                 raise ValueError(f"no peer may read {length} bytes at {address:#x}")
             made.update(memory.view(address - memory.address, length))

@@ -20,7 +20,7 @@ GROUPS = FULL, WINDOW, STATE
 
 def good() -> dict[str, Any]:
     p = scheduler(*GROUPS)
-    kept, params = p.finished(
+    kept, params = p.request_finished(
         request("r", N - 1, {"do_remote_decode": True}), ([3, 5, 7], [4, 5, 7], [2, 9, 4])
     )
     assert kept and params is not None
@@ -55,17 +55,17 @@ def answer(params: Any, computed: int = 0) -> tuple[int, bool]:
     """What D answers for a request with these parameters, after all that vLLM may do with it has been done."""
     d = scheduler(*GROUPS)
     r = request("r", N, params)
-    d.known(r)
-    found = d.matched(r, computed)
-    assert d.matched(r, computed) == found, "asked twice, answered differently"
-    d.placed(r, tables("nnn", "nnn", "nn"), found[0])
-    orders = pickle.loads(pickle.dumps(d.orders()))
+    d.on_new_request(r)
+    found = d.get_num_new_matched_tokens(r, computed)
+    assert d.get_num_new_matched_tokens(r, computed) == found, "asked twice, answered differently"
+    d.update_state_after_alloc(r, tables("nnn", "nnn", "nn"), found[0])
+    orders = pickle.loads(pickle.dumps(d.take_orders()))
     assert set(orders.loads) == ({"r"} if found[0] else set()), (
         "a request is parked if and only if a load is ordered"
     )
-    d.placed(r, tables("nnn", "nnn", "nn"), 0)  # its second admission
-    d.loaded({"r"})
-    kept, back = d.finished(r, ([1], [1], [1]))
+    d.update_state_after_alloc(r, tables("nnn", "nnn", "nn"), 0)  # its second admission
+    d.on_loads_finished({"r"})
+    kept, back = d.request_finished(r, ([1], [1], [1]))
     if not (isinstance(params, dict) and params.get("do_remote_decode")):
         assert (kept, back) == (False, None)
     return found
@@ -132,6 +132,6 @@ def test_never_more_than_there_is(prompt: int, given_: int, computed: int) -> No
     d = scheduler(FULL)
     params = {**GOOD, "remote_num_tokens": given_, "remote_block_ids": [[1]], "remote_first_tokens": [0]}
     r = request("r", prompt, params)
-    d.known(r)
-    count, between_steps = d.matched(r, computed)
+    d.on_new_request(r)
+    count, between_steps = d.get_num_new_matched_tokens(r, computed)
     assert count == max(0, min(given_, prompt - 1) - computed) and between_steps == bool(count)

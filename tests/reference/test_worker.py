@@ -97,7 +97,7 @@ def until(d: Engine, request: str = "r", steps: list[Results] | None = None) -> 
     """Steps of D until a load has ended."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        d.worker.obey(Orders())
+        d.worker.start(Orders())
         found = d.worker.results()
         if steps is not None:
             steps.append(found)
@@ -110,8 +110,8 @@ def until(d: Engine, request: str = "r", steps: list[Results] | None = None) -> 
 def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., Engine]) -> None:
     p, d = make("p", 1), make("d", 0)
     p.pool[:] = np.arange(p.pool.size).reshape(p.pool.shape) % 251
-    p.worker.obey(Orders(leases={1: "x"}))
-    d.worker.obey(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
+    p.worker.start(Orders(leases={1: "x"}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
     found = until(d)
     assert not found.failed
     expected = np.zeros_like(d.pool)
@@ -125,29 +125,29 @@ def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., Engine]) -
 def test_a_load_is_not_said_to_be_done_before_it_is(make: Callable[..., Engine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0)
     wire.late = 10
-    d.worker.obey(Orders(loads={"r": p.load(1, [5], [3], tokens=TOKENS)}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5], [3], tokens=TOKENS)}))
     until(d)
     assert (d.pool[3] == 7).all()
 
 
 def test_a_lease_that_is_over_fails_the_load(make: Callable[..., Engine]) -> None:
     p, d = make("p", 7, kv_lease_duration=0.01), make("d", 0)
-    p.worker.obey(Orders(leases={4: "x"}))
+    p.worker.start(Orders(leases={4: "x"}))
     time.sleep(0.05)
     assert p.worker.results().sent == {"x"}
-    d.worker.obey(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
     assert until(d).failed == {"r"}
     assert d.worker.stats()["late_reads"] == 1
-    p.worker.obey(Orders(leases={5: "y"}))  # the next lease has nothing to do with it
-    d.worker.obey(Orders(loads={"s": p.load(5, [5, 6], [3, 4])}))
+    p.worker.start(Orders(leases={5: "y"}))  # the next lease has nothing to do with it
+    d.worker.start(Orders(loads={"s": p.load(5, [5, 6], [3, 4])}))
     assert not until(d, "s").failed
 
 
 def test_a_lease_that_ends_under_the_read_fails_it(make: Callable[..., Engine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0)
-    p.worker.obey(Orders(leases={4: "x"}))
+    p.worker.start(Orders(leases={4: "x"}))
     wire.late = 5
-    d.worker.obey(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
     while not wire.reads:
         d.worker.advance()
     p.worker._end(4)
@@ -161,18 +161,18 @@ def test_a_failed_read_is_reported_when_it_cannot_write_any_more(
 ) -> None:
     p, d = make("p", 7), make("d", 0)
     wire.failing, wire.stubborn, steps = 1, 10, []
-    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     assert until(d, steps=steps).failed == {"r"}
     assert len(steps) >= 5 and wire.reads[0].state == "released"
     wire.stubborn = 0
-    d.worker.obey(Orders(loads={"s": p.load(1, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"s": p.load(1, [5, 6], [3, 4])}))
     assert not until(d, "s").failed
 
 
 def test_a_read_without_end_is_given_up(make: Callable[..., Engine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0, transfer_timeout=0.2)
     wire.late = 10**9
-    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     assert until(d).failed == {"r"}
     assert wire.reads[0].state == "released"
 
@@ -186,7 +186,7 @@ def test_failures_stay_with_their_request(make: Callable[..., Engine]) -> None:
         "stranger": stranger.load(1, [5, 6], [3, 4]),
         "good": p.load(1, [5, 6], [1, 2]),
     }
-    d.worker.obey(Orders(loads=loads))
+    d.worker.start(Orders(loads=loads))
     ended, failed = set[str](), set[str]()
     deadline = time.monotonic() + PATIENCE_S
     while ended != set(loads) and time.monotonic() < deadline:
@@ -200,43 +200,43 @@ def test_nobody_there(make: Callable[..., Engine]) -> None:
     p, d = make("p", 7), make("d", 0)
     orders = Orders(loads={"r": p.load(1, [5, 6], [3, 4])}, releases=[Lease(p.address, 1)])
     p.listener.close()
-    d.worker.obey(orders)
+    d.worker.start(orders)
     found = until(d)
     assert found.failed == {"r"}
-    deadline, told = time.monotonic() + PATIENCE_S, found.told
+    deadline, told = time.monotonic() + PATIENCE_S, found.notified
     while not told and time.monotonic() < deadline:
-        told = d.worker.results().told
+        told = d.worker.results().notified
     assert told == {Lease(p.address, 1)}, "what cannot be said is given up, and the engine may rest"
     p.listener = Listener("127.0.0.1", p.listener.port, "p", "p", [p.worker.card])
 
 
 def test_p_ends_each_lease_once(make: Callable[..., Engine]) -> None:
     p, d = make("p", 7), make("d", 0)
-    p.worker.obey(Orders(leases={1: "x", 2: "y"}))
+    p.worker.start(Orders(leases={1: "x", 2: "y"}))
     for sent in ({"x"}, set()):
-        d.worker.obey(Orders(releases=[Lease(p.address, 1)]))
-        while not d.worker.results().told:
+        d.worker.start(Orders(releases=[Lease(p.address, 1)]))
+        while not d.worker.results().notified:
             pass
         assert p.worker.results().sent == sent
 
 
 def test_d_can_be_faster_than_p_s_own_scheduler(make: Callable[..., Engine]) -> None:
     p, d = make("p", 7), make("d", 0)
-    d.worker.obey(Orders(releases=[Lease(p.address, 3)]))
-    while not d.worker.results().told:
+    d.worker.start(Orders(releases=[Lease(p.address, 3)]))
+    while not d.worker.results().notified:
         pass
     assert p.worker.results().sent == set()
-    p.worker.obey(Orders(leases={3: "x"}))
+    p.worker.start(Orders(leases={3: "x"}))
     assert p.worker.results().sent == {"x"}
 
 
 def test_leases_are_prolonged(make: Callable[..., Engine]) -> None:
     p, d = make("p", 7, kv_lease_duration=0.6), make("d", 0)
-    p.worker.obey(Orders(leases={1: "kept", 2: "left"}))
+    p.worker.start(Orders(leases={1: "kept", 2: "left"}))
     sent: set[str] = set()
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
-        d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
+        d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
         sent |= p.worker.results().sent
         time.sleep(0.02)
     assert sent == {"left"}
@@ -248,7 +248,7 @@ def test_leases_are_prolonged(make: Callable[..., Engine]) -> None:
 
 def test_notifications_that_are_none(make: Callable[..., Engine], wire: Wire) -> None:
     p = make("p", 7)
-    p.worker.obey(Orders(leases={1: "x"}))
+    p.worker.start(Orders(leases={1: "x"}))
     wire.inboxes["p"].extend(
         [
             b"",
@@ -259,13 +259,13 @@ def test_notifications_that_are_none(make: Callable[..., Engine], wire: Wire) ->
             b"\x91" * 5000,
         ]
     )
-    p.worker.obey(Orders())
+    p.worker.start(Orders())
     assert p.worker.results().sent == set()
 
 
 def test_p_is_started_anew_on_its_port(make: Callable[..., Engine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0)
-    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     assert not until(d).failed
     old = p.load(2, [5, 6], [3, 4])
     port = p.listener.port
@@ -274,7 +274,7 @@ def test_p_is_started_anew_on_its_port(make: Callable[..., Engine], wire: Wire) 
     new = make("p, second life", 9)
     new.listener.close()
     new.listener = Listener("127.0.0.1", port, "p", "p, second life", [new.worker.card])
-    d.worker.obey(Orders(loads={"old": old, "new": new.load(1, [5, 6], [1, 2])}))
+    d.worker.start(Orders(loads={"old": old, "new": new.load(1, [5, 6], [1, 2])}))
     failed, ended = set[str](), set[str]()
     deadline = time.monotonic() + PATIENCE_S
     while ended != {"old", "new"} and time.monotonic() < deadline:
@@ -289,24 +289,24 @@ def test_with_integrity_p_is_asked_what_it_has(make: Callable[..., Engine], wire
     p, d = make("p", 7), make("d", 0, integrity=True)
     for request, spoil in (("right", False), ("wrong", True)):
         wire.reads.clear()
-        d.worker.obey(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
+        d.worker.start(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
         deadline, found = time.monotonic() + PATIENCE_S, Results()
         while request not in found.received and time.monotonic() < deadline:
             if spoil and wire.reads and wire.reads[0].state == "released":
                 d.pool[4, 5] ^= 1
                 spoil = False
             found = d.worker.results()
-            p.worker.obey(Orders())
+            p.worker.start(Orders())
         assert (request in found.received, request in found.failed) == (True, request == "wrong")
 
 
 def integrity_load(p: Engine, d: Engine, seconds: float = PATIENCE_S) -> Results:
     """Steps of both until a load has ended."""
-    d.worker.obey(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     deadline, found = time.monotonic() + seconds, Results()
     while "r" not in found.received and time.monotonic() < deadline:
         found = d.worker.results()
-        p.worker.obey(Orders())
+        p.worker.start(Orders())
         time.sleep(0.001)
     return found
 
@@ -341,9 +341,9 @@ def test_where_p_has_no_answer_the_load_fails_at_once(
     p.worker._memory = (dataclasses.replace(p.worker._memory[0], view=view),)
     found = integrity_load(p, d)
     assert found.failed == {"r"}
-    p.worker.obey(Orders(leases={9: "x"}))  # and P goes on
-    d.worker.obey(Orders(releases=[Lease(p.address, 9)]))
-    while not d.worker.results().told:
+    p.worker.start(Orders(leases={9: "x"}))  # and P goes on
+    d.worker.start(Orders(releases=[Lease(p.address, 9)]))
+    while not d.worker.results().notified:
         pass
     assert p.worker.results().sent == {"x"}
 
@@ -355,7 +355,7 @@ def test_nobody_learns_of_memory_that_is_not_kv(make: Callable[..., Engine], wir
     for ticket, where in enumerate([(at - 1, 2), (at, size + 1), (0, 8), (at, -8), (at, 8, 8)], 1):
         wire.inboxes["p"].append(encode(Query(ticket, np.array(where).tobytes())))
     wire.inboxes["p"] += [encode(Query(6, b"odd")), encode(Query(7, np.array([at, 8]).tobytes()))]
-    p.worker.obey(Orders())
+    p.worker.start(Orders())
     assert board[1:8, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert not board[1:7, 1:].any() and board[7, 1:3].all()
 
@@ -373,10 +373,10 @@ def test_whatever_ends_a_message_the_engine_may_rest(
         raise ZeroDivisionError("nobody has foreseen this")
 
     monkeypatch.setattr(d.worker._transport, "notify", notify)
-    d.worker.obey(Orders(releases=[Lease(p.address, 3)], renewals=[Lease(p.address, 4)]))
+    d.worker.start(Orders(releases=[Lease(p.address, 3)], renewals=[Lease(p.address, 4)]))
     deadline, told = time.monotonic() + PATIENCE_S, set[Lease]()
     while not told and time.monotonic() < deadline:
-        told = d.worker.results().told
+        told = d.worker.results().notified
     assert told == {Lease(p.address, 3)}
     assert any("nobody has foreseen this" in line for line in logged)
 
@@ -385,29 +385,29 @@ def test_a_message_goes_out_although_its_sender_rests_afterwards(
     make: Callable[..., Engine], wire: Wire
 ) -> None:
     p, d = make("p", 7), make("d", 0)
-    p.worker.obey(Orders(leases={1: "x"}))
+    p.worker.start(Orders(leases={1: "x"}))
     wire.late = 5
-    d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
-    d.worker.obey(Orders(releases=[Lease(p.address, 1)]))  # while the first read of this peer is under way
-    while not d.worker.results().told:
+    d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+    d.worker.start(Orders(releases=[Lease(p.address, 1)]))  # while the first read of this peer is under way
+    while not d.worker.results().notified:
         pass
     assert p.worker.results().sent == {"x"}
 
 
 def test_nobody_parts_from_a_peer_of_which_a_message_reads(make: Callable[..., Engine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0)
-    p.worker.obey(Orders(leases={1: "x", 2: "y"}))
+    p.worker.start(Orders(leases={1: "x", 2: "y"}))
     wire.late = 1 << 30
-    d.worker.obey(Orders(renewals=[Lease(p.address, 1)]))
+    d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
     while not wire.reads:
         d.worker.results()
     d.worker._peers._met[p.address].failed = True
-    d.worker.obey(Orders(releases=[Lease(p.address, 2)]))
+    d.worker.start(Orders(releases=[Lease(p.address, 2)]))
     for _ in range(10):
-        assert not d.worker.results().told
+        assert not d.worker.results().notified
     assert not wire.parted and wire.reads[0].state == "open"
     wire.reads[0].left = wire.late = 0
-    while not d.worker.results().told:
+    while not d.worker.results().notified:
         pass
     assert wire.parted == ["p"] and p.worker.results().sent == {"y"}
 
@@ -418,9 +418,9 @@ def test_one_message_a_peer_and_step(make: Callable[..., Engine], wire: Wire) ->
         releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)],
         renewals=[Lease(q.address, 4)],
     )
-    d.worker.obey(orders)
+    d.worker.start(orders)
     told = set[Lease]()
     while len(told) < 3:
-        told |= d.worker.results().told
+        told |= d.worker.results().notified
     assert list(wire.inboxes["p"]) == [encode(Leases([1, 3], []))]
     assert list(wire.inboxes["q"]) == [encode(Leases([2], [4]))]

@@ -1,6 +1,7 @@
 """Two engines made of NumPy arrays, whose memory is laid out as vLLM lays it out, and a hand-over that is done cell by cell.
 
-Nothing here adds up an address: memory is viewed by reshaping and transposing, and the boxes take strides and addresses from the views.
+Nothing here adds up an address: memory is viewed by reshaping and transposing, and the boxes take strides and
+addresses from the views.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def naive(d: Engine, rank: int, p: Engine, spans: Any, local: Any, remote: Any) 
                 into[at] = said[tuple(a + start for a, (start, _) in zip(at, ranges, strict=True))]
 
 
-# ---- what may be drawn --------------------------------------------------------------------------------------------------------
+# ---- what may be drawn
+# --------------------------------------------------------------------------------------------------------
 
 
 @st.composite
