@@ -156,7 +156,7 @@ def _attention_boxes(
             common |= {"pieces": 1, "tokens": tokens * pieces}
         yield Box(**common, part="kv", element=element, unit=1, token_stride=token, axes=(axis,), width=width)
         return
-    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM's Python code does not
+    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM's Python does not
     # show this; the tests look at what the kernel writes. The AMX kernel packs K into tiles of its own, which
     # can only be copied as whole blocks.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -190,7 +190,7 @@ def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Ite
     kind = spec.mamba_type.name
     if kind not in _STATES or len(spec.shapes) != _STATES[kind]:
         raise ValueError(
-            f"Layer {common['layer']} has {len(spec.shapes)} states of kind {kind}, which has no boxes."
+            f"Layer {common['layer']} has {len(spec.shapes)} states of kind {kind}, which have no boxes."
         )
     common |= {"num_blocks": view.shape[0], "block_stride": view.stride(0), "token_stride": 0}
     common |= {"pieces": 1, "tokens": 1, "unit": 1}

@@ -1,8 +1,8 @@
 """The side channel: D's workers ask P's scheduler for P's workers. One question for all ranks, once per peer.
 
-No message can end the listener. It answers with a Refusal if a message is not a question, if the question has
-another version of the protocol, or if it is for another engine. By the last one D notices that P was restarted
-at the same address.
+No message can end the listener. It answers with a Refusal if a message is not a question, if the question
+has another version of the protocol, or if it is for another engine. By the last one D notices that P was
+restarted at the same address.
 """
 
 from __future__ import annotations

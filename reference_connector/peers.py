@@ -88,7 +88,7 @@ class Peers:
         return peer
 
     def _handshake(self, address: Address) -> Peer:
-        """Runs in a thread of the pool, so it uses neither the transport nor changing state of this object."""
+        """Runs in a thread of the pool, so it uses neither the transport nor changing state of this."""
         cards = fetch(address, self._timeout)
         try:
             return Peer(cards, pair(self._boxes, [card.boxes for card in cards], self._rank, self._size))

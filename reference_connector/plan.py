@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Runs:
-    """Run i: length[i] bytes from address remote[i] on P to address local[i] on D. int64 [n], in any order."""
+    """Run i: length[i] bytes from address remote[i] on P to address local[i] on D. int64 [n], any order."""
 
     local: Ints
     remote: Ints
@@ -119,9 +119,9 @@ def runs(
     `transfer_groups`. The names of the layers tell which group of P belongs to which of D. Tables may reach
     beyond the span; tables of empty spans are not used.
 
-    More than the span is read into the same blocks of D. In the first block: what comes before the span and is
-    in P's table, since vLLM may put that block into the prefix cache. In the last block: what saves runs. A
-    tile (boxes.py) is not cut.
+    More than the span is read into the same blocks of D. In the first block: what comes before the span and
+    is in P's table, since vLLM may put that block into the prefix cache. In the last block: what saves runs.
+    A tile (boxes.py) is not cut.
     Raises Unplannable if a table does not cover its span, has the null block in it, or names a block that the
     pool does not have.
     """

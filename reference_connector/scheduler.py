@@ -5,7 +5,7 @@ returns where they lie, for the router. On D, for a request with `do_remote_pref
 
     on_new_request               reads and checks the parameters. If they are wrong, D computes the request
     get_num_new_matched_tokens   how many tokens P has for D. vLLM may ask many times; asking has no effect
-    update_state_after_alloc     vLLM has allocated blocks: load them; if there is nothing to load, release P's
+    update_state_after_alloc     vLLM has allocated blocks: load them, or release P's if no token is left
     on_loads_finished            all workers have ended the load, well or not: release P's blocks. No rank can
                                  still be reading, so one message is enough for all ranks of both sides
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what vLLM gives the scheduler half, and a transport within one process."""
+"""Test doubles: what vLLM hands to the scheduler half, a transport within one process, and engines on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 
 from reference_connector.boxes import Axis, Box
+from reference_connector.handshake import Listener
+from reference_connector.messages import Address, Handoff, Load, Part
+from reference_connector.options import Options
 from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
-from reference_connector.transport import TransportError
+from reference_connector.transport import Memory, TransportError
+from reference_connector.worker import Worker
 
+PATIENCE_S = 20.0
+BLOCKS, BYTES, TOKENS = 8, 64, 16
 ADDRESS = {
     "remote_engine_id": "p",
     "remote_incarnation": "first life",
@@ -46,7 +52,10 @@ def request(name: str, tokens: int, params: Any, status: str = "FINISHED_LENGTH_
 
 
 def tables(*groups: str) -> Any:
-    """KVCacheBlocks.blocks, one word a group: "h" is a block of the prefix cache, "0" the null block, "n" a new one. Ids count from 1."""
+    """KVCacheBlocks.blocks, a word for each group; ids count from 1.
+
+    "h" is a block of the prefix cache, "0" the null block, "n" a new block.
+    """
 
     def block(index: int, what: str) -> Any:
         return SimpleNamespace(
@@ -172,3 +181,44 @@ def box(pool: np.ndarray, layer: str = "layers.0") -> Box:
         axes=(Axis("head", 0, 1, 1, nbytes),),
         width=4,
     )
+
+
+class WorkerEngine:
+    """One rank with a pool of uint8 [block, byte], and the side channel of its engine."""
+
+    def __init__(self, wire: Wire, name: str, fill: int, layer: str = "layers.0", **options: float | bool):
+        self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
+        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
+        settings = Options(**{"handshake_timeout": 0.5, **options})
+        self.name, self.worker = (
+            name,
+            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory]),
+        )
+        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card])
+
+    def view(self, start: int, count: int) -> np.ndarray:
+        return self.pool.reshape(-1)[start : start + count]
+
+    @property
+    def address(self) -> Address:
+        return Address("127.0.0.1", self.listener.port, "p", self.name)
+
+    def load(self, lease: int, remote: list[int], local: list[int], tokens: int = 2 * TOKENS) -> Load:
+        """An order for another engine to load from this one."""
+        handoff = Handoff(
+            do_remote_prefill=True,
+            remote_engine_id="p",
+            remote_incarnation=self.name,
+            remote_request_id="x",
+            remote_host="127.0.0.1",
+            remote_port=self.listener.port,
+            remote_lease=lease,
+            remote_num_tokens=tokens,
+            remote_block_ids=[remote],
+            remote_first_tokens=[0],
+        )
+        return Load(handoff, [Part(0, tokens, local, 0)])
+
+    def close(self) -> None:
+        self.listener.close()
+        self.worker.close()

@@ -1,4 +1,7 @@
-"""ReferenceConnectors with one mistake each, for ci/soak.py and ci/second_turn.py. Engines import this module under its full name."""
+"""ReferenceConnectors with one mistake each, for ci/soak.py and ci/second_turn.py.
+
+Engines import this module under its full name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class LeaksHandles(ReferenceConnector):
 
 
 class KeepsBlocks(ReferenceConnector):
-    """P never says that a request has been fetched."""
+    """P never reports that D has read a request."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = super().get_transfer_results(finished_req_ids)
@@ -30,7 +33,7 @@ class KeepsBlocks(ReferenceConnector):
 
 
 class OneWrongByte(ReferenceConnector):
-    """Spoils one byte of every tenth read."""
+    """Corrupts one byte of every tenth read."""
 
     number = 9
 
@@ -45,16 +48,16 @@ class OneWrongByte(ReferenceConnector):
                 reads[handle] = int(runs.local[0])
             return handle
 
-        def spoil(handle: Any) -> bool:
+        def corrupt(handle: Any) -> bool:
             ended = done(handle)
             if ended and handle in reads and list(reads).index(handle) % 10 == self.number:
                 ctypes.c_uint8.from_address(reads[handle] + 13).value ^= 1
             return ended
 
-        transport.prepare, transport.done = note, spoil
+        transport.prepare, transport.done = note, corrupt
 
 
 class SpoilsTheSecond(OneWrongByte):
-    """Spoils one byte of the second read, and of every tenth after it."""
+    """Corrupts one byte of the second read, and of every tenth after it."""
 
     number = 1

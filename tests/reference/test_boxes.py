@@ -1,11 +1,8 @@
-"""Boxes against vLLM itself: memory is allocated, viewed and, on CPU, written by vLLM's own functions, and the boxes say where it went."""
+"""Boxes against vLLM: its own functions allocate, view and, on CPU, write memory that boxes must describe."""
 
 from __future__ import annotations
 
 import ctypes
-import inspect
-import sys
-import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +47,7 @@ def a_config(geometry: str, layers: dict[str, Any]) -> Any:
 
 
 class Made:
-    """KV memory of one rank that vLLM allocated for layers of a geometry, one group or a group a kind; and its boxes."""
+    """KV memory of one rank that vLLM allocated for layers of a geometry, and its boxes."""
 
     def __init__(
         self,
@@ -229,7 +226,7 @@ def test_states_lie_where_vllm_binds_them(
 
 @pytest.mark.parametrize("block", [32, 64])
 def test_cpu_attention_lies_where_its_kernel_writes_it(block: int) -> None:
-    """Every element of a token, as the kernel itself writes it: K with tokens side by side, V with elements side by side."""
+    """Every element of a token, as the kernel writes it: K with tokens, V with elements side by side."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -256,9 +253,7 @@ def test_cpu_attention_lies_where_its_kernel_writes_it(block: int) -> None:
 
 
 def test_cpu_attention_with_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's kernel wrote on P into blocks of 32 is on D what it would have written into blocks of 64, with the kernel that every
-    processor has.
-    """
+    """After a hand-over from blocks of 32, D has what the generic kernel writes into blocks of 64."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
@@ -312,7 +307,7 @@ def test_heads_of_every_rank(geometry: str) -> None:
 
 
 def test_heads_of_a_draft_that_has_fewer_than_its_model() -> None:
-    """The draft's layers are numbered on from the model's; rank 5 of 8 has head 5 of the model's 8, and head 1 of the draft's 2."""
+    """Rank 5 of 8 has head 5 of the model's 8, and head 1 of the draft's 2."""
 
     def model(heads: int) -> Any:
         return SimpleNamespace(get_total_num_kv_heads=lambda: heads, get_total_num_hidden_layers=lambda: 4)
@@ -348,54 +343,3 @@ def test_layers_without_memory_of_their_own_have_no_box() -> None:
 
 def states(order: str, patch: pytest.MonkeyPatch) -> None:
     test_states_lie_where_vllm_binds_them("kimi_linear_48b", Mla, order, "LBHNC", patch)
-
-
-MISTAKES = {  # a piece of boxes.py -> what a mistake would make of it, and the test that notices
-    '"block_stride": block * pieces': (
-        '"block_stride": block',
-        lambda _: test_attention_lies_where_vllm_views_it("LBNHC", 16),
-    ),
-    "rank * number, (rank + 1) * number": ("0, number", lambda patch: states("SD", patch)),
-    "strides = (taps * width, width)": (
-        "strides = (width, channels * width)",
-        lambda patch: states("DS", patch),
-    ),
-    "at += number * strides[0]": ("at += number", lambda patch: states("DS", patch)),
-    "address += channels * taps * width": ("address += channels * width", lambda patch: states("DS", patch)),
-    "shards = min(config.get_total_num_kv_heads(), tp_size)": (
-        "shards = tp_size",
-        lambda _: test_heads_of_every_rank("gemma3_1b"),
-    ),
-    "shards = min(spec.max_tp_shards, tp_size)": (
-        "shards = tp_size",
-        lambda _: test_heads_of_every_rank("deepseek_v3"),
-    ),
-    "and _is_draft(vllm_config, name)": (
-        "and False",
-        lambda _: test_heads_of_a_draft_that_has_fewer_than_its_model(),
-    ),
-    "view.data_ptr() + tokens * row": (
-        "view.data_ptr() + row",
-        test_cpu_attention_with_blocks_of_another_size,
-    ),
-    "token_stride=size, axes=(axis, inner)": (
-        "token_stride=row, axes=(axis, inner)",
-        lambda _: test_cpu_attention_lies_where_its_kernel_writes_it(32),
-    ),
-}
-
-
-@pytest.mark.parametrize("right", MISTAKES)
-def test_notices_a_mistake(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong, notice = MISTAKES[right]
-    source = inspect.getsource(boxes)
-    assert source.count(right) == 1, f"boxes.py no longer says {right!r} in one place"
-    mistaken = types.ModuleType("mistaken_boxes")
-    monkeypatch.setitem(
-        sys.modules, mistaken.__name__, mistaken
-    )  # where msgspec looks for the names in annotations
-    exec(source.replace(right, wrong), vars(mistaken))
-    monkeypatch.setitem(globals(), "boxes_of", mistaken.boxes_of)
-    monkeypatch.setattr(boxes, "_heads", vars(mistaken)["_heads"])
-    with pytest.raises((AssertionError, Unplannable)):
-        notice(monkeypatch)

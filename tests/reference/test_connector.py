@@ -1,13 +1,17 @@
-"""What the connector's class says of itself."""
+"""The memory layout, the options, and the calls of NIXL."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+from reference_connector.options import BadOption, Options, read_options
+from reference_connector.plan import Runs
+from reference_connector.transport import Memory, Nixl, TransportError
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,94 @@ def test_the_layout_with_the_longest_runs(model: Any, layout: str | None) -> Non
     from reference_connector import ReferenceConnector
 
     assert ReferenceConnector.get_required_kvcache_layout(SimpleNamespace(model_config=model)) == layout
+
+
+def test_no_option_is_required() -> None:
+    assert read_options({}) == Options()
+    assert Options().heartbeat == Options().kv_lease_duration / 6
+
+
+def test_given_options_are_used() -> None:
+    options = read_options(
+        {"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"], "integrity": True}
+    )
+    assert (options.kv_lease_duration, options.heartbeat, options.backends) == (
+        6.0,
+        1.0,
+        ("UCX", "LIBFABRIC"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"kv_lease_duration": 0}, "kv_lease_duration"),
+        ({"kv_lease_duration": "30"}, "kv_lease_duration"),
+        ({"kv_lease_duration": float("nan")}, "kv_lease_duration"),
+        ({"transfer_timeout": -1}, "transfer_timeout"),
+        ({"side_channel_port": 65536}, "side_channel_port"),
+        ({"side_channel_host": 7}, "side_channel_host"),
+        ({"num_threads": 1.5}, "num_threads"),
+        ({"backends": "UCX"}, "backends"),
+        ({"integrity": "yes"}, "integrity"),
+        ({"lease": 30}, "no option 'lease'; there are kv_lease_duration"),
+    ],
+)
+def test_a_wrong_option_is_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadOption, match=said) as raised:
+        read_options(extra)
+    assert "\n" not in str(raised.value)
+
+
+class Agent:
+    """A NIXL agent that cannot release some of its memory."""
+
+    def __init__(self) -> None:
+        self.registered: list[Any] = []
+        self.asked: list[Any] = []
+
+    def register_memory(self, pieces: Any, kind: str) -> str:
+        self.registered.append(kind)
+        return kind
+
+    def deregister_memory(self, descriptors: str) -> None:
+        self.registered.remove(descriptors)
+        if descriptors == "DRAM":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+    def get_xfer_descs(self, rows: Any, kind: str) -> tuple[str, Any]:
+        assert rows.flags.c_contiguous and rows.dtype == np.int64
+        return kind, rows.tolist()
+
+    def initialize_xfer(self, operation: str, here: Any, there: Any, peer: str) -> None:
+        self.asked = [operation, *here, *there, peer]
+
+
+def test_close_releases_the_rest_if_nixl_raises() -> None:
+    agent = Agent()
+    transport = object.__new__(Nixl)
+    transport._agent, transport._registered = agent, []
+    transport.register([Memory(0, 8), Memory(8, 8, ("VRAM", 1))])
+    assert agent.registered == ["DRAM", "VRAM"]
+    transport.close()
+    assert not agent.registered
+    assert not hasattr(transport, "_agent"), "its threads and sockets end with it"
+
+
+def test_a_read_is_rows_of_address_length_device() -> None:
+    agent = Agent()
+    transport = object.__new__(Nixl)
+    transport._agent = agent
+    transport.prepare("p", Runs(*np.array([[10, 20], [30, 40], [5, 6]])), ("VRAM", 2), ("DRAM", 0))
+    assert agent.asked == ["READ", "VRAM", [[10, 5, 2], [20, 6, 2]], "DRAM", [[30, 5, 0], [40, 6, 0]], "p"]
+
+
+@pytest.mark.parametrize(("state", "done"), [("DONE", True), ("PROC", False), ("ERR", None)])
+def test_the_state_of_a_read(state: str, done: bool | None) -> None:
+    transport = object.__new__(Nixl)
+    transport._agent = SimpleNamespace(check_xfer_state=lambda handle: state)
+    if done is None:
+        with pytest.raises(TransportError, match="the state of the transfer is ERR"):
+            transport.done(None)
+    else:
+        assert transport.done(None) is done

@@ -34,7 +34,6 @@ def _scripts() -> Iterator[None]:
 
 
 # ---- side by side
-# ------------------------------------------------------------------------------------------------------------
 
 
 def case(
@@ -99,7 +98,10 @@ def test_combinations_with_one_cause_share_a_row(compare: Callable[..., tuple[in
     assert text.splitlines() == [
         "| model | combinations | rule: hand-overs | Upstream | because | Ours |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| `llama` | P1D1.b16x64, P2D1.b16x64 | KV-BYTES-001: hit1 | 2 FAIL | off by 16 tokens | 2 PASS (3.0 MB) |",
+        (
+            "| `llama` | P1D1.b16x64, P2D1.b16x64 | KV-BYTES-001: hit1 | 2 FAIL | off by 16 tokens "
+            "| 2 PASS (3.0 MB) |"
+        ),
         "| `llama` | P1D2.b16 | KV-HANDOVER-001: n2 | 2 refused | sizes \\| must match | 2 PASS (1.5 MB) |",
     ]
 
@@ -141,7 +143,10 @@ def test_a_table_that_says_nothing_is_an_error(compare: Callable[..., tuple[int,
         ((ours(), ours()), "the first connector passes all of its 5 cases: there is nothing to list"),
         (
             (UPSTREAM, ours()[:-1]),
-            "the second connector has not run 1 of the cases that are listed, the first is kv::bytes/pool::KV-BYTES-001",
+            (
+                "the second connector has not run 1 of the cases that are listed, "
+                "the first is kv::bytes/pool::KV-BYTES-001"
+            ),
         ),
         (
             (UPSTREAM, unmoved),
@@ -178,7 +183,6 @@ def test_differences_of_log_probabilities(compare: Callable[..., tuple[int, str]
 
 
 # ---- the page
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def tables_of_the_page() -> list[list[list[str]]]:
@@ -221,7 +225,6 @@ def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_els
 
 
 # ---- second turn and soak
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

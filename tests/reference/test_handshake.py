@@ -103,7 +103,7 @@ def test_another_engine_behind_the_same_port_is_noticed(
 
 def test_another_version_is_refused_in_a_sentence(listener: Listener) -> None:
     reply = decode(listener.reply(encode(Ask(VERSION + 1, "p", "first life"))), Answer | Refusal)
-    assert isinstance(reply, Refusal) and f"speaks version {VERSION}" in reply.sentence
+    assert isinstance(reply, Refusal) and f"has version {VERSION}" in reply.sentence
 
 
 def test_nobody_there() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from reference_connector.messages import Lease, Part
+from reference_connector.messages import BadParams, Lease, Part, read_params
 from reference_connector.scheduler import Group, Scheduler
 from tests.reference.doubles import FULL, STATE, WINDOW, request, scheduler, tables
 
@@ -20,10 +24,9 @@ def handed(p: Scheduler, tokens: int, *blocks: list[int], name: str = "r-p") -> 
 
 
 # ---- P
-# ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_p_keeps_blocks_under_a_lease_that_workers_hear_of_once() -> None:
+def test_p_keeps_blocks_under_a_lease_and_orders_it_once() -> None:
     p = scheduler()
     one, two = handed(p, 40, [1, 2, 3], name="one"), handed(p, 16, [4], name="two")
     assert p.take_orders().leases == {one["remote_lease"]: "one", two["remote_lease"]: "two"}
@@ -89,7 +92,6 @@ def test_p_stops_before_the_last_token_where_it_has_to(groups: tuple[Any, ...], 
 
 
 # ---- D
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_from_known_to_released() -> None:
@@ -189,3 +191,130 @@ def test_a_state_that_has_seen_too_much_is_refused_before_anything_waits() -> No
     assert d.get_num_new_matched_tokens(r, 0) == (0, False)
     d.update_state_after_alloc(r, tables("nnn", "nn"), 0)
     assert isinstance(d.take_orders().releases[0], Lease)
+
+
+# ---- kv_transfer_params: nothing raises, and no request waits for KV that cannot come
+
+
+SETTINGS = settings(max_examples=150, deadline=None)
+N = 40  # tokens of a prompt
+GROUPS = FULL, WINDOW, STATE
+
+
+def good() -> dict[str, Any]:
+    p = scheduler(*GROUPS)
+    kept, params = p.request_finished(
+        request("r", N - 1, {"do_remote_decode": True}), ([3, 5, 7], [4, 5, 7], [2, 9, 4])
+    )
+    assert kept and params is not None
+    return params
+
+
+GOOD = good()
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+keys = st.sampled_from([*GOOD, "remote_hosts", "tp_size"])
+
+
+@st.composite
+def corrupted(draw: st.DrawFn) -> dict[Any, Any]:
+    """Good parameters with something else in them, or without something."""
+    params: dict[Any, Any] = copy.deepcopy(GOOD)
+    for key in draw(st.lists(keys, min_size=1, max_size=3)):
+        if draw(st.booleans()):
+            params.pop(key, None)
+        else:
+            params[key] = draw(anything)
+    return params
+
+
+def matched(params: Any, computed: int = 0) -> tuple[int, bool]:
+    """What get_num_new_matched_tokens returns on D for these parameters, with all other hooks called."""
+    d = scheduler(*GROUPS)
+    r = request("r", N, params)
+    d.on_new_request(r)
+    found = d.get_num_new_matched_tokens(r, computed)
+    assert d.get_num_new_matched_tokens(r, computed) == found, "two calls return different values"
+    d.update_state_after_alloc(r, tables("nnn", "nnn", "nn"), found[0])
+    orders = pickle.loads(pickle.dumps(d.take_orders()))
+    assert set(orders.loads) == ({"r"} if found[0] else set()), (
+        "a request waits for remote KV if and only if a load is ordered"
+    )
+    d.update_state_after_alloc(r, tables("nnn", "nnn", "nn"), 0)  # vLLM admits the request again
+    d.on_loads_finished({"r"})
+    kept, back = d.request_finished(r, ([1], [1], [1]))
+    if not (isinstance(params, dict) and params.get("do_remote_decode")):
+        assert (kept, back) == (False, None)
+    return found
+
+
+def test_the_parameters_of_p_are_used() -> None:
+    assert matched(copy.deepcopy(GOOD)) == (N - 1, True)
+    assert matched(copy.deepcopy(GOOD), computed=16) == (N - 17, True)
+
+
+@SETTINGS
+@given(anything)
+@example({"do_remote_prefill": True})
+@example({"do_remote_prefill": True, "remote_block_ids": [[]]})
+@example({"do_remote_prefill": 1, "do_remote_decode": True})
+@example({1: 2, "do_remote_prefill": True})
+@example([{"do_remote_prefill": True}])
+def test_d_computes_a_request_with_other_parameters(params: Any) -> None:
+    assert matched(params) == (0, False)
+
+
+@SETTINGS
+@given(corrupted())
+def test_corrupted_parameters_are_used_only_if_they_are_complete(params: dict[Any, Any]) -> None:
+    try:
+        handoff = read_params(params)
+    except BadParams:
+        handoff = None
+    found = matched(params)
+    # D cannot use a state that includes the last token, nor a window whose first block P does not have.
+    if handoff is None or handoff.remote_num_tokens > N - 1 or any(handoff.remote_first_tokens):
+        assert found == (0, False)
+    else:
+        assert found == (handoff.remote_num_tokens, True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_host": ""},
+        {"remote_host": None},
+        {"remote_port": "4321"},
+        {"remote_port": 0},
+        {"remote_block_ids": []},
+        {"remote_block_ids": [[], [], []]},
+        {"remote_block_ids": [[-1], [], []]},
+        {"remote_block_ids": [[1 << 40], [], []]},
+        {"remote_block_ids": [3, 5, 7]},
+        {"remote_first_tokens": [0]},
+        {"remote_num_tokens": 0},
+        {"remote_num_tokens": N},  # a state that includes the last token is of no use
+        {"remote_engine_id": None},
+        {"remote_lease": True},
+        {"do_remote_decode": True},
+    ],
+    ids=str,
+)
+def test_one_wrong_value_makes_d_compute_the_request(wrong: dict[str, Any]) -> None:
+    assert matched(GOOD | wrong) == (0, False)
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(0, 100))
+def test_no_more_tokens_than_p_and_the_prompt_have(prompt: int, given_: int, computed: int) -> None:
+    d = scheduler(FULL)
+    params = {**GOOD, "remote_num_tokens": given_, "remote_block_ids": [[1]], "remote_first_tokens": [0]}
+    r = request("r", prompt, params)
+    d.on_new_request(r)
+    count, between_steps = d.get_num_new_matched_tokens(r, computed)
+    assert count == max(0, min(given_, prompt - 1) - computed) and between_steps == bool(count)

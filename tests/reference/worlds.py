@@ -1,4 +1,4 @@
-"""Two engines made of NumPy arrays, whose memory is laid out as vLLM lays it out, and a hand-over that is done cell by cell.
+"""Two engines made of NumPy arrays with vLLM's memory layouts, and a hand-over cell by cell.
 
 Nothing here adds up an address: memory is viewed by reshaping and transposing, and the boxes take strides and
 addresses from the views.
@@ -41,7 +41,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Setup:
-    """How one engine keeps its KV. Groups share memory from byte 0 on; they may stand in another order than the peer's."""
+    """How one engine keeps its KV. Groups share memory from byte 0 on; P and D may order them differently."""
 
     tp: int
     groups: tuple[tuple[Kind, ...], ...]
@@ -65,7 +65,7 @@ def widest(setup: Setup) -> int:
 
 
 class Engine:
-    """Memory of every rank: `parts[rank][layer, part]` is (range, view [kernel block, token, coordinate, ..., byte])."""
+    """Memory of all ranks. parts[rank][layer, part]: range, view [kernel block, token, ..., byte]."""
 
     def __init__(self, setup: Setup, seed: int):
         self.setup, self.parts, self.boxes = setup, [], []
@@ -84,7 +84,7 @@ class Engine:
                 self._lay_out(rank, index, group, row)
 
     def _lay_out(self, rank: int, index: int, group: tuple[Kind, ...], row: int) -> None:
-        """Layers of a group follow each other, kind by kind. Pages of several groups are padded to be equally large."""
+        """Layers of a group follow each other, kind by kind. Pages are padded to one size."""
         setup, at = self.setup, 0
         for kind in group:
             first, last = kind.range(setup.tp, rank)
@@ -176,8 +176,17 @@ class Engine:
         return view[int(blocks[entry]) * pieces + within // size, within % size]
 
 
+def offsets(addresses: np.ndarray, lengths: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Offsets of addresses in an array; the pieces must lie in the array."""
+    found = addresses - memory.__array_interface__["data"][0]
+    assert (lengths > 0).all() and (found >= 0).all() and (found + lengths <= len(memory)).all(), (
+        "outside of the memory"
+    )
+    return found
+
+
 def naive(d: Engine, rank: int, p: Engine, spans: Any, local: Any, remote: Any) -> None:
-    """Copy cell by cell into the memory of one rank of D. Ranks of P that hold the same are made to say the same before."""
+    """Copy cell by cell into the memory of one rank of D, after making replicated cells of P equal."""
     group_of = {
         kind: {layer: i for i, g in enumerate(e.setup.groups) for k in g for layer in k.layers}
         for kind, e in (("D", d), ("P", p))
@@ -198,7 +207,6 @@ def naive(d: Engine, rank: int, p: Engine, spans: Any, local: Any, remote: Any) 
 
 
 # ---- what may be drawn
-# --------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -270,7 +278,7 @@ class World:
 
 @st.composite
 def worlds(draw: Any) -> World:
-    """A hand-over of at most 24 tokens. Spans begin anywhere: after a prefix hit, or with a sliding window."""
+    """A hand-over of at most 24 tokens. Spans begin anywhere, as after a prefix hit or with a window."""
     groups = draw(families())
     d = draw(setups(groups))
     groups = tuple(

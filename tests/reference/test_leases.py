@@ -1,0 +1,140 @@
+"""The worker half: leases of P, and the notifications that end and renew them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from reference_connector import worker as worker_module
+from reference_connector.messages import (
+    Lease,
+    Leases,
+    Orders,
+    encode,
+)
+from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine
+
+
+def test_p_ends_each_lease_once(make: Callable[..., WorkerEngine]) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.start(Orders(leases={1: "x", 2: "y"}))
+    for sent in ({"x"}, set()):
+        d.worker.start(Orders(releases=[Lease(p.address, 1)]))
+        while not d.worker.results().notified:
+            pass
+        assert p.worker.results().sent == sent
+
+
+def test_a_release_may_arrive_before_the_order_of_p_s_scheduler(make: Callable[..., WorkerEngine]) -> None:
+    p, d = make("p", 7), make("d", 0)
+    d.worker.start(Orders(releases=[Lease(p.address, 3)]))
+    while not d.worker.results().notified:
+        pass
+    assert p.worker.results().sent == set()
+    p.worker.start(Orders(leases={3: "x"}))
+    assert p.worker.results().sent == {"x"}
+
+
+def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine]) -> None:
+    p, d = make("p", 7, kv_lease_duration=0.6), make("d", 0)
+    p.worker.start(Orders(leases={1: "kept", 2: "left"}))
+    sent: set[str] = set()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+        sent |= p.worker.results().sent
+        time.sleep(0.02)
+    assert sent == {"left"}
+    deadline = time.monotonic() + PATIENCE_S
+    while "kept" not in sent and time.monotonic() < deadline:
+        sent |= p.worker.results().sent
+    assert "kept" in sent
+
+
+def test_notifications_of_other_formats_are_ignored(make: Callable[..., WorkerEngine], wire: Wire) -> None:
+    p = make("p", 7)
+    p.worker.start(Orders(leases={1: "x"}))
+    wire.inboxes["p"].extend(
+        [
+            b"",
+            b"\xc1",
+            b"HB:1,2",
+            encode({"type": "Leases", "released": "1"}),
+            encode({"type": "Leases", "renewed": [None]}),
+            b"\x91" * 5000,
+        ]
+    )
+    p.worker.start(Orders())
+    assert p.worker.results().sent == set()
+
+
+def test_after_any_error_of_a_notification_the_engine_may_stop_stepping(
+    make: Callable[..., WorkerEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    logged = list[str]()
+    monkeypatch.setattr(
+        worker_module.logger, "error", lambda text, *args, **kwargs: logged.append(text % args)
+    )
+
+    def notify(peer: str, message: bytes) -> None:
+        raise ZeroDivisionError("unforeseen")
+
+    monkeypatch.setattr(d.worker._transport, "notify", notify)
+    d.worker.start(Orders(releases=[Lease(p.address, 3)], renewals=[Lease(p.address, 4)]))
+    deadline, notified = time.monotonic() + PATIENCE_S, set[Lease]()
+    while not notified and time.monotonic() < deadline:
+        notified = d.worker.results().notified
+    assert notified == {Lease(p.address, 3)}
+    assert any("unforeseen" in line for line in logged)
+
+
+def test_a_notification_is_sent_although_the_engine_stops_stepping(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.start(Orders(leases={1: "x"}))
+    wire.late = 5
+    d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+    d.worker.start(
+        Orders(releases=[Lease(p.address, 1)])
+    )  # while the first read from this peer is in progress
+    while not d.worker.results().notified:
+        pass
+    assert p.worker.results().sent == {"x"}
+
+
+def test_a_peer_stays_connected_while_a_notification_reads_from_it(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    p.worker.start(Orders(leases={1: "x", 2: "y"}))
+    wire.late = 1 << 30
+    d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+    while not wire.reads:
+        d.worker.results()
+    d.worker._peers._met[p.address].failed = True
+    d.worker.start(Orders(releases=[Lease(p.address, 2)]))
+    for _ in range(10):
+        assert not d.worker.results().notified
+    assert not wire.parted and wire.reads[0].state == "open"
+    wire.reads[0].left = wire.late = 0
+    while not d.worker.results().notified:
+        pass
+    assert wire.parted == ["p"] and p.worker.results().sent == {"y"}
+
+
+def test_one_notification_for_each_peer_and_step(make: Callable[..., WorkerEngine], wire: Wire) -> None:
+    p, q, d = make("p", 7), make("q", 7), make("d", 0)
+    orders = Orders(
+        releases=[Lease(p.address, 1), Lease(q.address, 2), Lease(p.address, 3)],
+        renewals=[Lease(q.address, 4)],
+    )
+    d.worker.start(orders)
+    notified = set[Lease]()
+    while len(notified) < 3:
+        notified |= d.worker.results().notified
+    assert list(wire.inboxes["p"]) == [encode(Leases([1, 3], []))]
+    assert list(wire.inboxes["q"]) == [encode(Leases([2], [4]))]
