@@ -7,8 +7,9 @@
     Query          D's worker -> one of P's                   notification: send a digest (integrity)
 
 **The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine
-gives out once. The lease ends when D releases it or when its time is over, and then each worker of P writes
-the number into its **ledger** (entry number % length) before it releases the blocks. D reads that entry last. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
+gives out once. The lease ends when D releases it or when its time is over. Then each worker of P writes the
+number into its **ledger** (entry number % length) before it releases the blocks. D reads that entry after the
+KV. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
 may belong to another request.
 
 The ledger is the first part of a worker's **board**, an array of int64 in registered memory that D reads with

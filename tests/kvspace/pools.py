@@ -1,4 +1,4 @@
-"""Pools of random geometry, filled as a pattern model would, and copied page by page as a connector would."""
+"""Pools of random geometry, filled as an engine of the byte rig fills them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Pool:
             else:
                 write_state(memory, region, int(blocks[0]), owner, self.tokens, engine, 0)
 
-    def settle(self) -> Pool:
-        """What is not due in the blocks that are held is free: the shadow takes it from the storage."""
+    def accept_rows_not_due(self) -> Pool:
+        """Copy the rows of held blocks that are not due from the storage into the shadow."""
         wanted = np.zeros(len(self.storage), dtype=np.uint8)
         self.fill(wanted)
         for region in self.regions:

@@ -46,7 +46,7 @@ def pages(pool: Pool, storage: np.ndarray) -> np.ndarray:
 
 def put(pool: Pool, content: np.ndarray) -> PoolComparison:
     pool.storage.reshape(-1, pool.page)[list(pool.held[LAYER])] = content
-    pool.settle()
+    pool.accept_rows_not_due()
     return compare_pool(pool.storage, pool.shadow, pool.regions, pool.held, engine=pool.engine)
 
 
@@ -172,7 +172,7 @@ def test_ids_of_one_group_used_for_all_are_named(pool):
         region.of(pool.storage)[list(pool.held[region.layer])] = region.of(pool.shadow)[
             list(pool.held[first.layer])
         ]
-    pool.settle()
+    pool.accept_rows_not_due()
     found = compare_pool(pool.storage, pool.shadow, pool.regions, pool.held)
     assert name_mistakes(found) == (mistakes.ONE_GROUP,)
     assert mistakes.ONE_GROUP in diagnose_pool(found)
@@ -196,14 +196,14 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
     content = np.stack([source[rows + block * rows :][:rows] for block in table])
     twin = attention("l2", 2, "hnp", 0, 2 * rows, count + 4, n, heads, 2, 64)
     decoder.storage.reshape(-1, decoder.page)[list(decoder.held[LAYER])] = content
-    decoder.settle()
+    decoder.accept_rows_not_due()
     found = compare_pool(
         decoder.storage, decoder.shadow, decoder.regions, decoder.held, engine=1, others=[theirs, twin]
     )
     assert name_mistakes(found, Source((theirs, twin), {(LAYER, 3): table, ("l2", 3): table})) == (
         mistakes.LOCAL_STRIDE,
     )
-    assert mistakes.LOCAL_STRIDE not in name_mistakes(found)  # it cannot be told without knowing P's blocks
+    assert mistakes.LOCAL_STRIDE not in name_mistakes(found)  # P's blocks are needed for this name
 
 
 @SETTINGS
@@ -220,7 +220,7 @@ def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, see
         diagnose_pool(found, source=source)
         == f"{mistakes.TOO_LATE}: this explains all {found.wrong} words in {LAYER}"
     )
-    assert name_mistakes(found) == ()  # it cannot be told without knowing P's blocks
+    assert name_mistakes(found) == ()  # P's blocks are needed for this name
     elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]})
     assert name_mistakes(found, elsewhere) == ()
 
@@ -262,7 +262,7 @@ def test_a_shuffle_has_no_name_and_is_described(pool, seed):
 
 
 def test_every_entry_is_named_by_a_test():
-    said = {
+    named = {
         KV_EXCHANGED,
         REVERSED,
         NHD_IN_HND,
@@ -270,4 +270,4 @@ def test_every_entry_is_named_by_a_test():
         mistakes.PACKED_AS_SPLIT,
         mistakes.SPLIT_AS_PACKED,
     }
-    assert {mistake.name for mistake in mistakes.CATALOGUE} == said
+    assert {mistake.name for mistake in mistakes.CATALOGUE} == named

@@ -1,4 +1,4 @@
-"""compare_pool: nothing is found where nothing is wrong, and whatever one mistake changes is classified."""
+"""compare_pool: it finds nothing in a correct pool, and gives each changed word its kind."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_byte_changed_where_nothing_was_due_is_collateral(pool, data):
 
 @SETTINGS
 @given(pools(with_state=False), st.data())
-def test_data_in_a_block_of_nobody_says_whose_it_is(pool, data):
+def test_data_in_an_unowned_block_is_described(pool, data):
     loaded(pool)
     region = data.draw(st.sampled_from(pool.regions))
     held = {block for blocks in pool.held.values() for block in blocks}
@@ -183,7 +183,7 @@ def test_a_prefix_that_was_not_due_must_not_change(pool):
 
 @SETTINGS
 @given(pools(), st.integers(1, 40))
-def test_what_is_kept_is_bounded_and_travels(pool, most):
+def test_the_result_is_bounded_and_can_be_pickled(pool, most):
     found = compared(pool, most=most)
     assert found.wrong == compared(pool).wrong
     biggest = max(int(np.prod(region.shape[1:-1])) * region.lanes for region in pool.regions)
@@ -196,7 +196,7 @@ def test_what_is_kept_is_bounded_and_travels(pool, most):
 
 
 def test_a_rare_kind_is_kept_however_much_else_is_wrong():
-    """One moved row among a thousand that were never written: what is said about it needs its run."""
+    """One moved row among a thousand that were never written: the diagnosis needs its run."""
     region = attention("l", 0, "nhp", 0, 4 * 2 * 16, 1000, 4, 1, 2, 16)
     storage = np.zeros(1000 * 4 * 2 * 16, dtype=np.uint8)
     poison(storage, 1, 0)
@@ -210,7 +210,7 @@ def test_a_rare_kind_is_kept_however_much_else_is_wrong():
 
 @SETTINGS
 @given(pools(), st.data())
-def test_rows_in_one_piece_are_judged_as_word_by_word(pool, data):
+def test_rows_in_one_piece_have_the_kinds_of_their_words(pool, data):
     """Rows of other places, poison, zeros and torn rows, where something was due and elsewhere."""
     loaded(pool)
     random = np.random.default_rng(data.draw(st.integers(0, 999)))

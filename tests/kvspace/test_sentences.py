@@ -132,7 +132,7 @@ def conv_of_others(made: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (
             lambda made: write(made, ALL[16:], ALL[16:] - 16),
@@ -176,12 +176,12 @@ def conv_of_others(made: Pool) -> None:
         (conv_of_others, "convolution K was cut across segments: channels 8-15 hold convolution Q"),
     ],
 )
-def test_the_sentence(change, said):
+def test_the_sentence(change, expected):
     sentence = explained(change)
-    assert said in sentence and "\n" not in sentence
+    assert expected in sentence and "\n" not in sentence
 
 
-def test_zeros_garbage_and_a_report_that_came_too_early():
+def test_zeros_garbled_words_and_an_early_report():
     def zero(made: Pool) -> None:
         made.regions[0].of(made.storage)[TABLE[2]] = 0
 
@@ -210,7 +210,7 @@ def test_all_layers_are_counted_however_few_runs_are_kept():
         (flip, "bytes that are neither KV nor poison"),
     ],
 )
-def test_what_was_written_into_a_pool_that_loads_only_read(change, held):
+def test_the_sentence_on_a_write_into_p_s_pool(change, held):
     made = pool()
     change(made)
     found = compare_pool(made.storage, made.shadow, made.regions, made.held, engine=0)

@@ -1,4 +1,4 @@
-"""The code of words: what is different has different bytes, what is an accident is seen as one."""
+"""words.py, regions.py, poison.py: each address has its own bytes, and accidents are recognised as such."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_address_within_the_limits_has_a_word_of_its_own(kind, size, data)
     assert word[0] < 1 << (8 * size - 1), "the top bit of the last byte tells data from poison"
 
 
-def test_no_sort_of_word_can_be_mistaken_for_another():
+def test_words_of_different_kinds_differ():
     for size in (8, 7, 6):
         data = [form for (kind, bytes_), form in FORMATS.items() if bytes_ == size and kind != POISON]
         for form in data:
@@ -79,7 +79,7 @@ def test_no_sort_of_word_can_be_mistaken_for_another():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, (8 << 38) - 4096), st.integers(0, 1), st.integers(0, 15))
-def test_poison_says_where_it_stands_and_is_never_data(start, engine, rank):
+def test_poison_holds_its_offset_and_is_never_data(start, engine, rank):
     found = poison_bytes(start, start + 100, engine, rank)
     assert len(found) == 100 and (found >= HIGH).all()
     words = found[-start % 8 :][:80].view(np.uint64)
@@ -94,7 +94,7 @@ def test_poison_says_where_it_stands_and_is_never_data(start, engine, rank):
 
 
 @pytest.mark.parametrize("width", [8, 17, 70, 256, 1152, 2304])
-def test_any_window_of_data_as_wide_as_a_word_has_a_byte_below_that_of_poison(width):
+def test_any_8_bytes_of_data_have_a_byte_below_poison(width):
     region = attention("l", 127, "hnp", 0, 4 * 2 * width, 2, 4, 1, 2, width, 255)
     data = token_rows(region, token_parts(np.arange(64) + 16320, 255), 1, 15).ravel()
     assert (np.lib.stride_tricks.sliding_window_view(data, 8).min(axis=1) < HIGH).all()
@@ -123,7 +123,7 @@ def test_an_accident_passes_as_an_address_as_rarely_as_the_docstring_says(kind, 
     assert 0.6 * len(words) / chance < hits < 1.5 * len(words) / chance
 
 
-def test_flipped_and_torn_words_are_nobodys():
+def test_flipped_and_torn_words_are_no_address():
     region = attention("l", 3, "hnp", 0, 8 * 16 * 2 * 256, 2, 16, 8, 2, 256)
     words = token_rows(region, token_parts(np.arange(16), 0), 0, 0).view(np.uint64).ravel()
     flipped = np.concatenate([words ^ np.uint64(1 << bit) for bit in range(64)])
@@ -135,10 +135,12 @@ def test_flipped_and_torn_words_are_nobodys():
             for bits in range(8, 64, 8)
         ]
     )
-    assert (decode(torn)["kind"] == ATTENTION).mean() < 1.3 / 2048 + 1 / 256  # neighbours may agree in a byte
+    assert (
+        decode(torn)["kind"] == ATTENTION
+    ).mean() < 1.3 / 2048 + 1 / 256  # words in sequence may agree in a byte
 
 
-def test_zeros_and_ones_are_nobodys():
+def test_zeros_and_ones_are_no_address():
     for size in (6, 7, 8):
         assert decode(np.array([0, (1 << (8 * size)) - 1], dtype=np.uint64), size)["kind"].tolist() == [
             FOREIGN,
@@ -146,7 +148,7 @@ def test_zeros_and_ones_are_nobodys():
         ]
 
 
-def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
+def test_written_rows_can_be_read_and_the_rest_keeps_its_poison():
     storage = np.zeros(3000, dtype=np.uint8)
     region = attention("l", 9, "nhp", 100, 4 * 3 * 2 * 17, 5, 4, 3, 2, 17, 6)
     poison(storage, 1, 2)
@@ -172,7 +174,7 @@ def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "sentence"),
     [
         ({"number": 128}, "layer"),
         ({"first": 253}, "heads 253"),
@@ -181,7 +183,7 @@ def test_what_is_written_can_be_read_and_the_rest_keeps_its_poison():
         ({"kind": "state"}, "cannot have shape"),
     ],
 )
-def test_regions_beyond_the_limits_are_refused(change, said):
+def test_regions_beyond_the_limits_are_refused(change, sentence):
     whole = {
         "layer": "l",
         "number": 1,
@@ -191,12 +193,12 @@ def test_regions_beyond_the_limits_are_refused(change, said):
         "shape": (2, 4, 4, 2, 16),
     }
     whole |= {"strides": (512, 128, 32, 16, 1), "first": 0, "block_size": 4} | change
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         Region(**whole)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "sentence"),
     [
         ({"tokens": [16384]}, "token 16384"),
         ({"owners": 256}, "owner 256"),
@@ -206,9 +208,9 @@ def test_regions_beyond_the_limits_are_refused(change, said):
         ({"tokens": [-1]}, "token -1"),
     ],
 )
-def test_values_beyond_the_limits_are_refused(values, said):
+def test_values_beyond_the_limits_are_refused(values, sentence):
     storage, region = np.zeros(1024, dtype=np.uint8), attention("l", 1, "hnp", 0, 512, 2, 4, 4, 2, 16)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         write_tokens(
             storage, region, **({"blocks": 0, "tokens": [0], "owners": 0, "engine": 0, "rank": 0} | values)
         )
