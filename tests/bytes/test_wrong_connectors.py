@@ -46,13 +46,13 @@ WRONG = [
     mistake(
         "WritesNull",
         {
-            "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
+            "rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
         },
     ),
     mistake(
         "WritesOutside",
         {
-            "rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
+            "rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
         },
     ),
     mistake(

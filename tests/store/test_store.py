@@ -113,7 +113,7 @@ WRONG = [
     mistake("FirstBlockOnly", {"attention_kv_arrives": "rows of another request"}, variants="two_at_once"),
     mistake(
         "OverwritesHits",
-        {"rest_of_d_pool_is_unchanged": r"wrote outside its own blocks: block \d+ holds tokens 0-15"},
+        {"rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block \d+ holds tokens 0-15"},
         variants="hit1",
     ),
 ]
