@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
-
 import pytest
 
 EVERYTHING = 13  # cases of fakekv in the quick matrix
@@ -62,9 +60,19 @@ def test_cases_that_hand_nothing_over_need_no_bytes(kv):
     assert kv("kv::interface").code == 0
 
 
-def test_nothing_selected_is_not_green(kv):
-    run = kv("-k", "no_such_case")
-    assert (run.code, run.word) == (10, "INCOMPLETE")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-k", "no_such_case"),
+        ("--kv-feature=mla",),
+        ("--deselect", "kv::interface", "-k", "hello"),
+        ("-m", "x"),
+    ],
+)
+def test_nothing_selected_is_not_green(kv, pytester, arguments):
+    pytester.makepyprojecttoml("[tool.pytest.ini_options]\nmarkers = ['x']")
+    run = kv(*arguments)
+    assert (run.code, run.word, run.outcomes) == (10, "INCOMPLETE", {})
     assert any("none was selected" in line for line in run.lines)
 
 
@@ -157,34 +165,3 @@ def test_a_failing_test_of_the_users_is_not_hidden(kv, pytester):
     pytester.makepyfile("def test_mine(): assert False")
     run = kv("kv::engine", ".")
     assert (run.code, run.word) == (1, "CONFORMS")
-
-
-def test_junit_tells_failure_error_and_blocked_apart(kv, pytester):
-    deeds = {"hello(llama*": "blocked", "arrive(llama*n16*": "violate", "arrive(llama*n63*": "harness"}
-    kv("--junitxml=junit.xml", deeds=deeds)
-    suite = ET.parse(pytester.path / "junit.xml").getroot()[0]
-    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "13",
-        "failures": "1",
-        "errors": "1",
-        "skipped": "1",
-    }
-    cases = {case.get("name"): case for case in suite}
-    failure = cases["arrive[llama-P1D1-n16]"].find("failure")
-    assert failure.get("message") == "KV-BYTES-001: the last window block was never read"
-    assert "again" in failure.text
-    assert "the port was taken" in cases["arrive[llama-P1D1-n63]"].find("error").get("message")
-    assert (
-        cases["hello[llama-P1D1]"].find("skipped").get("message") == "no GPU here; run on a machine with one"
-    )
-    properties = {
-        one.get("name"): one.get("value") for one in cases["arrive[gemma3-P1D1-n16]"].find("properties")
-    }
-    assert properties == {
-        "rule": "KV-BYTES-001",
-        "strength": "MUST",
-        "cell": "gemma3-P1D1",
-        "outcome": "PASS",
-        "looked_at": "1",
-        "bytes_moved": "1000",
-    }

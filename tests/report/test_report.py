@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 import pytest
 
 from pytest_kvconform import cli
 from pytest_kvconform.report import document
+from pytest_kvconform.result import CaseResult, Outcome
+from pytest_kvconform.verdict import EXIT_CODES
+
+from .test_verdict import result
 
 DEEDS = {"arrive(gemma3*": "violate", "hello(llama*": "blocked"}
 
@@ -41,6 +46,34 @@ def test_what_is_written_is_read_back_and_written_the_same(kv):
     assert document.read(path.parent) == report
     assert report.facts == {"name": "C", "version": "1.2.3", "vllm": "0.32.0", "layout": "HND"}
     assert [file.name for file in path.parent.iterdir()] == ["report.json"]
+
+
+def test_every_outcome_is_written_and_read_back():
+    for outcome in Outcome:
+        one = msgspec.json.decode(msgspec.json.encode(result(outcome)), type=CaseResult)
+        assert one.outcome is outcome
+
+
+@pytest.mark.parametrize("deeds", [{}, {"*n16*": "violate"}, {"*n63*": "blocked"}, {"*n63*": "assert"}])
+def test_a_report_of_any_verdict_is_read_back(kv, deeds):
+    path = kv(deeds=deeds).path
+    report = document.read(path)
+    assert report.verdict.word in EXIT_CODES
+    assert document.encode(report) == path.read_bytes()
+    assert document.inconsistencies(report) == []
+
+
+def test_neither_a_hash_seed_nor_an_order_changes_a_byte(kv, monkeypatch):
+    texts = []
+    for seed in ("0", "1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        run = kv(
+            *(["-p", "shuffles"] if seed == "2" else []),
+            deeds=DEEDS,
+            apart=True,
+        )
+        texts.append(re.sub(rb'"seconds": [0-9.e-]+', b"", run.path.read_bytes()))
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +115,32 @@ def test_verify_sees_a_report_that_was_changed(kv, capsys, change):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda report: report["verdict"].update(word="CONFORMS", exit_code=0),
+        lambda report: [
+            one.update(outcome="NOT-APPLICABLE") for one in report["results"] if one["outcome"] == "FAIL"
+        ],
+        lambda report: [
+            one.update(outcome="KNOWN", case_outcome="FAIL")
+            for one in report["results"]
+            if one["outcome"] == "FAIL"
+        ],
+        lambda report: report.update(results=[one for one in report["results"] if one["outcome"] == "PASS"]),
+        lambda report: report["selection"].update(
+            manifest=(ids := [one["id"] for one in report["results"] if one["outcome"] == "PASS"]),
+            selected=ids,
+        ),
+        lambda report: report["subject"]["features"].pop("mla"),
+    ],
+)
+def test_verify_sees_that_violations_were_removed(kv, capsys, change):
+    path = kv(deeds={"window*": "violate"}).path
+    edit(path, change)
+    assert cli.main(["verify", str(path)]) == 1
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda report: report.update(schema="kvconform/v2"), "$.schema"),
@@ -113,6 +172,7 @@ def test_diff(kv, capsys, tmp_path):
         "1 of 13 cases changed; verdict CONFORMS -> VIOLATES",
     ]
     assert cli.main(["diff", str(run.path), str(run.path)]) == 0
+    assert cli.main(["diff", "nowhere", str(run.path)]) == 2
 
 
 @pytest.fixture

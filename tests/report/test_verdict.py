@@ -34,6 +34,8 @@ PASS = result(Outcome.PASS)
     [
         ([], "INCOMPLETE"),
         (["PASS"], "CONFORMS"),
+        (["NOT-APPLICABLE"], "INCOMPLETE"),
+        (["KNOWN"], "INCOMPLETE"),
         (["PASS", "NOT-APPLICABLE"], "CONFORMS"),
         (["PASS", "NOT-APPLICABLE", "KNOWN"], "CONFORMS-EXCEPT"),
         (["NOT-APPLICABLE", "KNOWN"], "INCOMPLETE"),
@@ -51,11 +53,10 @@ def test_the_worst_decides(outcomes, word):
     assert verdict.counts == {outcome: outcomes.count(outcome) for outcome in outcomes}
 
 
-def test_could_not_run_outranks_any_number_of_passes():
-    assert (
-        decide_verdict([result(Outcome.PASS) for _ in range(100)] + [result(Outcome.BLOCKED)]).word
-        == "INCOMPLETE"
-    )
+@pytest.mark.parametrize("worse", ["BLOCKED", "FAIL", "HARNESS"])
+def test_one_case_that_is_not_well_outranks_any_number_of_passes(worse):
+    verdict = decide_verdict([*(result(Outcome.PASS) for _ in range(100)), result(Outcome(worse))])
+    assert verdict.exit_code == {"BLOCKED": 10, "FAIL": 1, "HARNESS": 11}[worse]
 
 
 def test_a_case_that_was_selected_and_has_no_result():

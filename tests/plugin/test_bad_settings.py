@@ -1,52 +1,23 @@
-"""Whatever is written wrongly is one sentence that names the key, and the word that was probably meant. No traceback, exit code 4."""
+"""A mistake in a setting is one sentence that names the key, and the word that was probably meant."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
-import string
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
-import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 
-from pytest_kvconform import declaration, features, plan
+from pytest_kvconform import declaration, plan
 from pytest_kvconform.pytest_hooks.runner import WorkerInput, ZygoteLink
 from pytest_kvconform.report import document
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
 from pytest_kvconform.subject import resolve
+from tests.helpers.bad_input import EXAMPLES, FEATURES, TEXT, examples, hinted, sentence, typos
 from tests.small_suite import runs
-
-FEATURES = list(features.load())
-EXAMPLES = {
-    "feature names": 150,
-    "feature values": 150,
-    "known": 200,
-    "keys": 150,
-    "variables": 100,
-    "values": 200,
-    "configs": 150,
-    "files": 100,
-    "specs": 100,
-    "words": 100,
-}
-
-
-def examples(kind: str) -> Callable[[Any], Any]:
-    """The same examples each time: what fails here fails everywhere."""
-    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
-    return settings(
-        max_examples=EXAMPLES[kind],
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=slow,
-    )
 
 
 def test_there_are_a_thousand():
@@ -68,107 +39,6 @@ def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: P
     document.encode(document.make_report(found, subject, None, (), (), (), ()))
     return found
 
-
-def sentence(call: Callable[..., Any], *arguments: Any) -> str:
-    """The one sentence with which a call refuses. Any other exception is a traceback for somebody."""
-    with pytest.raises(BadSetting) as caught:
-        call(*arguments)
-    text = str(caught.value)
-    assert text and "\n" not in text.replace("\\n", "") and "Traceback" not in text
-    return text
-
-
-@st.composite
-def typos(draw: st.DrawFn, words: list[str]) -> str:
-    """A word with one letter too many, too few or changed, that is no other word of the list."""
-    word = draw(st.sampled_from(words))
-    at = draw(st.integers(0, len(word) - 1))
-    letter = draw(st.sampled_from(string.ascii_lowercase))
-    wrong = draw(
-        st.sampled_from(
-            [word[:at] + word[at + 1 :], word[:at] + letter + word[at:], word[:at] + letter + word[at + 1 :]]
-        )
-    )
-    assume(wrong not in words and wrong.strip() and len(word) > 3)
-    return wrong
-
-
-def hinted(text: str, words: list[str]) -> bool:
-    """Whether a message proposes one of these words."""
-    found = re.search(r"\(did you mean (.+?)\?\)", text)
-    return found is not None and found[1] in words
-
-
-TEXT = st.text(max_size=12)
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | TEXT
-    | st.dates()
-    | st.just(datetime.datetime(2100, 1, 31))
-)
-VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(TEXT, SCALARS, max_size=2)
-
-
-# ---- declarations --------------------------------------------------------------------------------------------------------------
-
-
-@examples("feature names")
-@given(typos(FEATURES))
-def test_a_feature_that_does_not_exist(name):
-    text = sentence(declaration.read, {"features": {"mla": True, name: True}}, "d.toml")
-    assert text.startswith(f"d.toml: features.{name}: there is no such feature")
-    assert hinted(text, FEATURES)
-
-
-@examples("feature values")
-@given(st.sampled_from(FEATURES), VALUES)
-def test_a_feature_that_is_neither_true_nor_a_reason(name, value):
-    assume(value is not True)
-    assume(not (isinstance(value, dict) and str(value.get("unsupported", "")).strip()))
-    text = sentence(declaration.read, {"features": {name: value}}, "d.toml")
-    assert text.startswith(f"d.toml: features.{name}")
-    assert "expected true or { unsupported" in text or "there is no such key" in text
-
-
-GOOD = {
-    "case": "kv::engine/bytes::*",
-    "issue": "https://e.org/1",
-    "expires": datetime.date(2100, 1, 1),
-    "reason": "r",
-    "vllm": ">=0.32",
-}
-
-
-@examples("known")
-@given(st.data())
-def test_a_known_failure_that_is_wrong(data):
-    row, keys = dict(GOOD), list(GOOD)
-    how = data.draw(st.sampled_from(["missing", "typo", "value"]))
-    if how == "missing":
-        key = data.draw(st.sampled_from(keys[:4]))
-        del row[key]
-        assert f"p[0]: {key} is missing" in sentence(declaration.read_known, [row], "p")
-    elif how == "typo":
-        key = data.draw(typos(keys))
-        row[key] = "x"
-        text = sentence(declaration.read_known, [row], "p")
-        assert text.startswith(f"p[0].{key}: there is no such key")
-        assert hinted(text, keys)
-    else:
-        key = data.draw(st.sampled_from(keys))
-        value = data.draw(VALUES)
-        assume(
-            not isinstance(value, datetime.date) or key != "expires" or isinstance(value, datetime.datetime)
-        )
-        assume(not (isinstance(value, str) and value.strip() and key == "reason"))
-        row[key] = value
-        assert sentence(declaration.read_known, [row], "p").startswith(f"p[0].{key}: expected ")
-
-
-# ---- settings ------------------------------------------------------------------------------------------------------------------
 
 KEYS = [option.key for option in OPTIONS]
 VARIABLES = [option.variable for option in OPTIONS if option.variable]
@@ -311,67 +181,3 @@ def test_a_word_that_selects_nothing(data, tmp_path, monkeypatch):
     text = sentence(prepare, {f"kv_{name}": [word]}, {}, tmp_path)
     assert text.startswith(f"--kv-{name}")
     assert repr(word) in text
-
-
-# ---- by the command ------------------------------------------------------------------------------------------------------------
-
-COMMANDS = [
-    (["--kv-config={" + '"a": ' * 3], {}, "", "--kv-config: line 1 column"),
-    (["--kv-config=\udcff"], {}, "", "--kv-config: expected a text"),
-    (["--kv-report=\udcff"], {}, "", "--kv-report: expected a text"),
-    (
-        ["--kv-claim", "--kv-feature=aborted"],
-        {},
-        "",
-        "--kv-feature: there is no feature 'aborted' (did you mean abort?)",
-    ),
-    ([], {"KVCONFORM_CLAIM": "maybe"}, "", "KVCONFORM_CLAIM: expected true or false, got 'maybe'"),
-    (
-        [],
-        {"KVCONFORM_FETURE": "mla"},
-        "",
-        "environment: there is no variable KVCONFORM_FETURE (did you mean KVCONFORM_FEATURE?)",
-    ),
-    ([], {}, "[tool]\nkvconform = 3", "pyproject.toml: tool.kvconform: expected a table, got 3"),
-    (
-        [],
-        {},
-        "[tool.kvconform]\nconfig = {a = 2027-01-31}",
-        "pyproject.toml: tool.kvconform.config: expected values that JSON can hold",
-    ),
-    (
-        [],
-        {},
-        "[[tool.kvconform.features]]\nmla = true",
-        "pyproject.toml: tool.kvconform.features: expected a table, got [{'mla': True}]",
-    ),
-    (
-        [],
-        {},
-        "[tool.kvconform.known]\ncase = 'a'",
-        "pyproject.toml: tool.kvconform.known: expected a list of tables, got {'case': 'a'}",
-    ),
-    (
-        [],
-        {},
-        "[[tool.kvconform.known]]\ncase = 'kv::a'",
-        "pyproject.toml: tool.kvconform.known[0]: issue is missing",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "pyproject", "says"), COMMANDS, ids=[row[-1][:40] for row in COMMANDS]
-)
-def test_the_command_ends_with_a_usage_error(
-    kv, pytester, monkeypatch, arguments, environment, pyproject, says
-):
-    if pyproject:
-        (pytester.path / "pyproject.toml").write_text(pyproject)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    run = kv(*arguments, apart=True, undeclared=True)
-    assert run.code == 4, run.text
-    assert "Traceback" not in run.text
-    assert says in run.text
-    assert run.log == [] or run.log[-1] == "zygote closed"

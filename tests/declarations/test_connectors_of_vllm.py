@@ -1,0 +1,86 @@
+"""The declarations that this project has of vLLM's own connectors."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_kvconform import declaration, features, subject
+from pytest_kvconform.settings import Settings
+from tests.small_suite.runs import declare
+
+HERE = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")
+
+
+@HERE
+def test_every_connector_of_vllm_has_a_declaration_of_ours():
+    names = subject.registered()
+    assert names is not None
+    assert set(subject.bundled_declarations()) == set(names)
+
+
+@pytest.mark.parametrize("name", sorted(subject.bundled_declarations()))
+def test_a_declaration_of_ours_is_whole(name):
+    known = subject.bundled_declarations()[name]
+    assert set(declaration.read_features(known.features, name)) == set(features.load())
+    text = (Path(subject.__file__).with_name("declarations") / f"{name}.toml").read_text()
+    assert text.startswith("# vLLM 0.32, ")
+    assert list(known.features) == list(features.load())
+    assert (known.handover == "rendezvous") <= (known.profile == "p2p")
+    assert msgspec.json.encode(known)
+
+
+@HERE
+@pytest.mark.parametrize("name", sorted(subject.bundled_declarations()))
+def test_a_declaration_of_ours_names_files_of_vllm(name):
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    text = (Path(subject.__file__).with_name("declarations") / f"{name}.toml").read_text()
+    source = text.splitlines()[0].removeprefix("# vLLM 0.32, ")
+    file = re.split("[:;,]", source)[0]
+    assert (folder / file).exists(), file
+    module = subject.registered()[name].replace(".", "/").removeprefix("vllm/")
+    assert module.rpartition("/")[0] in source.replace("nixl/", "nixl") or module in source
+
+
+def test_what_the_user_says_wins_over_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(subject, "registered", lambda: {"NixlConnector": "m"})
+    path = declare(tmp_path / "d.toml", {"mla": "mine"})
+    path.write_text("[features]\nmla = { unsupported = 'mine' }")
+    found = subject.resolve(Settings(connector="NixlConnector", declare=str(path)))
+    assert found.features["mla"] == "mine"
+    assert found.features["full-attention"] == ""
+    assert set(found.features) == set(features.load())
+
+
+MISSING = {
+    "LMCacheConnectorV1": "LMCacheConnectorV1 needs the package lmcache, which is not installed here (pip install lmcache)",
+    "MooncakeConnector": "MooncakeConnector needs the package mooncake, which is not installed here (pip install mooncake-transfer-engine)",
+    "FlexKVConnectorV1": "FlexKVConnectorV1 needs the package flexkv, which is not installed here (FlexKV, by its own instructions)",
+    "HF3FSKVConnector": "HF3FSKVConnector needs the package hf3fs_fuse, which is not installed here (the client of 3FS; without it",
+    "MoRIIOConnector": "MoRIIOConnector needs the package mori, which is not installed here (MoRI, which is for ROCm)",
+    "DecodeBenchConnector": "DecodeBenchConnector has no part in this suite: it fills D's cache with made-up values",
+    "ExampleHiddenStatesConnector": "ExampleHiddenStatesConnector has no part in this suite: it saves the hidden states",
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_cannot_run_here_says_so_in_one_sentence(kv, monkeypatch, name):
+    find = importlib.util.find_spec
+    missing = ("lmcache", "mooncake", "flexkv", "hf3fs_fuse", "mori")
+    monkeypatch.setattr(
+        subject.importlib.util,
+        "find_spec",
+        lambda module, *rest: None if module in missing else find(module, *rest),
+    )
+    run = kv(f"--kv-connector={name}", plain=True, undeclared=True)
+    assert (run.code, run.word) == (10, "INCOMPLETE")
+    assert set(run.outcomes.values()) == {"BLOCKED"}
+    assert any(
+        line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {MISSING[name]}")
+        for line in run.lines
+    ), run.text
+    assert run.log == []  # nothing was started

@@ -1,0 +1,112 @@
+"""The row of a feature in the verdict: declared, observed, and the rule that is broken."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from pytest_kvconform import declaration, features
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration, feature_results
+from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
+from pytest_kvconform.verdict import decide_verdict
+
+ALL = dict.fromkeys(features.load(), "")
+
+
+def result(outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1) -> CaseResult:
+    given = {
+        Outcome.PASS: {"evidence": Evidence(looked_at=1, unit="bytes", bytes_moved=moved)},
+        Outcome.FAIL: {"finding": Finding(rule="KV-A-001", happened="it happened")},
+    }
+    name = f"kv::engine/bytes::case[llama-P1D1-{needs}-{outcome}-{refused}]"
+    return CaseResult(
+        id=name,
+        rule="KV-A-001",
+        outcome=outcome,
+        features=needs,
+        refused=refused,
+        **given.get(outcome, {"reason": "why"}),
+    )
+
+
+PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
+
+
+@pytest.mark.parametrize(
+    ("why", "results", "observed", "rule"),
+    [
+        ("", [result(PASS, "mla")], "works", ""),
+        ("", [result(PASS, "mla"), result(FAIL, "mla", refused=True)], "works", ""),
+        ("", [result(PASS, "mla"), result(FAIL, "mla")], "fails", ""),
+        ("", [result(FAIL, "mla", refused=True)], "refused", "KV-DECLARE-001"),
+        ("", [result(BLOCKED, "mla", refused=True)], "refused", "KV-DECLARE-001"),
+        ("", [result(BLOCKED, "mla")], "blocked", ""),
+        ("", [result(PASS, "mla", moved=0)], "not looked at", ""),
+        ("", [result(PASS, "abort", moved=0)], "not looked at", ""),
+        ("", [], "not looked at", ""),
+        ("why", [result(FAIL, "mla", refused=True)], "refused", ""),
+        ("why", [result(PASS, "mla")], "works", "KV-DECLARE-002"),
+        ("why", [result(PASS, "mla", moved=0), result(FAIL, "mla", refused=True)], "refused", ""),
+        ("why", [result(PASS, "mla"), result(FAIL, "mla")], "fails", "KV-DECLARE-003"),
+        ("why", [], "not looked at", ""),
+        (None, [result(PASS, "mla")], "works", ""),
+    ],
+)
+def test_observed(why, results, observed, rule):
+    criteria = Criteria(features=ALL | {"mla": why} if why is not None else {})
+    [row] = [
+        row
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
+        if row.name == "mla"
+    ]
+    assert (row.observed, row.rule) == (observed, rule)
+    assert row.declared == {"": "supported", None: "undeclared"}.get(why, "unsupported")
+
+
+def test_an_ability_of_the_case_itself_needs_no_bytes():
+    criteria = Criteria(features=ALL | {"abort": "why"})
+    [row] = [
+        row
+        for row in feature_results([result(PASS, "abort", "mla", moved=0)], criteria)
+        if row.name == "abort"
+    ]
+    assert (row.observed, row.rule) == ("works", "KV-DECLARE-002")
+
+
+def test_one_feature_is_not_blamed_for_another():
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "why"})
+    results = [result(FAIL, "mla", "tp-heterogeneous"), result(PASS, "mla")]
+    rows = {
+        row.name: row.observed
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
+    }
+    assert (rows["mla"], rows["tp-heterogeneous"]) == ("works", "fails")
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "why", "layout-heterogeneous": "why"})
+    results = [result(FAIL, "mla", "tp-heterogeneous", "layout-heterogeneous", refused=True)]
+    rows = {
+        row.name: row.observed
+        for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
+    }
+    assert (rows["mla"], rows["tp-heterogeneous"], rows["layout-heterogeneous"]) == (
+        "not looked at",
+        "refused",
+        "refused",
+    )
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("outcome", list(Outcome))
+@pytest.mark.parametrize("why", ["", "why"])
+def test_settling_twice_changes_nothing(outcome, refused, why):
+    entry = declaration.KnownFailure(
+        case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r"
+    )
+    for known in ((), (entry,)):
+        for claim in (False, True):
+            criteria = Criteria(features=ALL | {"mla": why}, known=known, claim=claim)
+            once = apply_declaration(result(outcome, "mla", refused=refused), criteria)
+            assert apply_declaration(once, criteria) == once
+            verdict = decide_verdict([once], [once.id], (), criteria)
+            assert verdict == decide_verdict([apply_declaration(once, criteria)], [once.id], (), criteria)
+            assert verdict.counts == {once.outcome.value: 1}

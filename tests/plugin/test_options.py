@@ -1,0 +1,156 @@
+"""Every option changes something, and a bad value of one is one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_kvconform.settings import OPTIONS
+
+from .test_selection import collect
+
+DOES = {  # option -> arguments that must change something, and what is then different
+    "connector": (["--kv-connector=n:D"], lambda run: run.report["subject"]["spec"]),
+    "config": (['--kv-config={"kv_port": 7}'], lambda run: run.report["subject"]["config"]),
+    "declare": (["--kv-declare=other.toml"], lambda run: run.report["subject"]["features"]),
+    "tier": (["--kv-tier=engine"], lambda run: sorted(run.outcomes)),
+    "family": (["--kv-family=llama"], lambda run: sorted(run.outcomes)),
+    "topology": (["--kv-topology=P1D2"], lambda run: sorted(run.outcomes)),
+    "rule": (["--kv-rule=KV-BYTES-002"], lambda run: sorted(run.outcomes)),
+    "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
+    "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
+    "device": (["--kv-device=cpu"], lambda run: run.log),
+    "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
+    "seed": (["--kv-seed=7"], lambda run: run.ran),
+    "report": (
+        ["--kv-report=elsewhere"],
+        lambda run: [line for line in run.lines if line.startswith("report: ")],
+    ),
+    "claim": (["--kv-claim", "--kv-family=llama"], lambda run: run.code),
+}
+
+
+@pytest.mark.parametrize("option", [option.name for option in OPTIONS if option.flag])
+def test_every_option_does_something(kv, pytester, option):
+    (pytester.path / "other.toml").write_text("[features]\nmla = true")
+    arguments, look = DOES[option]
+    without = arguments[1:]
+    assert look(kv("-v", *without)) != look(kv("-v", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (["--kv-tier=interface"], 3),
+        (["--kv-tier=interface,engine"], 13),
+        (["--kv-tier=interface", "--kv-tier=engine"], 13),
+        (["--kv-family=llama"], 3),
+        (["--kv-family=llama,gemma3"], 13),
+        (["--kv-topology=P1D2"], 5),
+        (["--kv-topology=P1D2", "--kv-family=gemma3"], 5),
+        (["--kv-rule=KV-BYTES-002"], 2),
+        (["--kv-rule=KV-BYTES-*"], 10),
+        (["--kv-feature=tp-heterogeneous"], 5),
+        (["--kv-feature=tp-heterogeneous,sliding-window"], 10),
+        (["--kv-feature=mla"], 0),
+        (["--kv-matrix=full"], 16),
+        (["--kv-matrix=full", "--kv-family=llama", "--kv-topology=P1D2"], 3),
+    ],
+)
+def test_options_that_select(kv, arguments, count):
+    assert len(collect(kv, *arguments)) == count
+
+
+def test_the_summary_says_what_was_left_out(kv):
+    assert "selection: 2 of 13" in kv("--kv-rule=KV-BYTES-002").lines
+    assert not any("selection" in line for line in kv().lines)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        (
+            "--kv-tier=engin",
+            "--kv-tier: there is no tier 'engin' (did you mean engine?); there are interface, engine",
+        ),
+        ("--kv-rule=KV-BYTE-001", "--kv-rule: no rule is called 'KV-BYTE-001' (did you mean KV-BYTES-001?)"),
+        (
+            "--kv-feature=sliding-windw",
+            "--kv-feature: there is no feature 'sliding-windw' (did you mean sliding-window?); there are full-attention, mla",
+        ),
+        ("--kv-declare=nowhere.toml", "--kv-declare: nowhere.toml: there is no such file"),
+        ("--kv-family=gemma", "there is no family called 'gemma' (did you mean gemma3?)"),
+        ("--kv-matrix=ful", "--kv-matrix: expected quick or full, got 'ful' (did you mean full?)"),
+        ("--kv-device=tpu", "--kv-device: expected auto or cpu or cuda, got 'tpu'"),
+        ("--kv-timeout-scale=0", "--kv-timeout-scale: expected a number above 0, got '0'"),
+        ("--kv-seed=-1", "--kv-seed: expected a whole number from 0 on, or last, got '-1'"),
+        ("--kv-seed=last", "--kv-seed: there is no previous run whose seed could be used"),
+        ("--kv-config=nowhere.json", "--kv-config: 'nowhere.json' is neither a JSON object nor a file"),
+        ('--kv-config={"a": }', "--kv-config: line 1 column 7: Expecting value"),
+        ("--kv-config=[1]", "--kv-config: expected a JSON object, got list"),
+        ('--kv-config={"kv_connector": "Other"}', "kv_connector is 'Other'"),
+        (
+            "--kv-connector=my.mod.Class",
+            "'my.mod.Class' is neither NAME nor MODULE:CLASS (did you mean my.mod:Class?)",
+        ),
+        ("--kv-connector=", "--kv-connector: name a connector"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(kv, argument, says):
+    run = kv(argument)
+    assert run.code == 4
+    assert says in run.text
+    assert "Traceback" not in run.text
+    assert run.log == [] or run.log[-1] == "zygote closed"
+
+
+def test_config_device_timeout_profile_and_handover_reach_the_bench(kv, pytester):
+    pytester.makepyprojecttoml('[tool.kvconform]\nhandover = "rendezvous"\nprofile = "p2p"')
+    run = kv(
+        '--kv-config={"kv_connector": "C", "kv_port": 1}',
+        "--kv-device=cpu",
+        "--kv-timeout-scale=2.5",
+        "--kv-seed=4",
+    )
+    assert run.code == 0
+    assert "probe C {'kv_port': 1} p2p rendezvous" in run.log
+    assert "probe deadline 300" in run.log
+    assert "bench device cpu seed 4 timeout-scale 2.5" in run.log
+    assert run.report["settings"]["handover"] == {"value": "rendezvous", "origin": "pyproject.toml"}
+
+
+def test_seed_shuffles_the_same_way_each_time_and_last_means_last(kv):
+    plain = kv("-v").ran
+    first, again = kv("-v", "--kv-seed=7"), kv("-v", "--kv-seed=last")
+    assert any("seed 7" in line for line in again.lines)
+    assert first.ran == again.ran != plain
+    assert sorted(first.ran) == sorted(plain)
+    assert len(first.cells) == 3
+    assert {kv("-v", f"--kv-seed={seed}").cells[0] for seed in range(1, 9)} > {"llama-P1D1"}
+
+
+def test_report_goes_where_it_is_told(kv, pytester):
+    run = kv("--kv-report=out/here")
+    assert (pytester.path / "out/here/report.json").is_file()
+    assert "report: out/here/report.json" in run.lines
+
+
+def test_help_lists_exactly_these_options(kv):
+    run = kv("--help", plain=True)
+    flags = [line.split()[0].partition("=")[0] for line in run.lines if line.strip().startswith("--kv-")]
+    assert flags == [
+        "--kv-connector",
+        "--kv-config",
+        "--kv-declare",
+        "--kv-tier",
+        "--kv-family",
+        "--kv-topology",
+        "--kv-rule",
+        "--kv-feature",
+        "--kv-matrix",
+        "--kv-device",
+        "--kv-timeout-scale",
+        "--kv-seed",
+        "--kv-report",
+        "--kv-claim",
+    ]
+    assert run.log == []
