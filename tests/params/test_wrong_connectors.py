@@ -1,4 +1,4 @@
-"""Every planted mistake about params, hits, ends and neighbours is found by cases of its rule, and by no other; right connectors pass."""
+"""Every planted mistake about params, hits, ends and MultiConnector is found by cases of its rule, and by no other; right connectors pass."""
 
 from __future__ import annotations
 
@@ -186,17 +186,17 @@ WRONG = [
     ),
     Wrong(
         "KeepsStrangers",
-        {r"keeps_only_its_own_blocks\[neighbour-\w+\]": r"returned \(True, None\)"},
+        {r"keeps_only_its_own_blocks\[fake-\w+\]": r"returned \(True, None\)"},
         rules="KV-MULTI-002",
     ),
     Wrong(
         "KnowsEveryReport",
-        {r"keeps_only_its_own_blocks\[neighbour-\w+\]": r"nobody has kept"},
+        {r"keeps_only_its_own_blocks\[fake-\w+\]": r"nobody has kept"},
         rules="KV-LOAD-003",
     ),
     Wrong(
         "ReusesTheDict",
-        {r"shares_the_params_dict\[last\]": r"params of request 1 have \['neighbour-0', 'neighbour-1'"},
+        {r"shares_the_params_dict\[last\]": r"params of request 1 have \['fake-0', 'fake-1'"},
         rules="KV-MULTI-003",
     ),
     Wrong(

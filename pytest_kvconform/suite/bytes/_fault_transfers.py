@@ -50,7 +50,7 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
         _slow("not_notified", Faults(notifications=NEVER)),
         _slow("slow", Faults(hold=SLOW)),
-        _slow("said_late", Faults(late=SLOW)),
+        _slow("reported_late", Faults(late=SLOW)),
         _slow("twice", Faults(notifications=TWICE)),
         _slow("twice_late", Faults(notifications=TWICE, delay=SLOW)),
         _slow("notified_late", Faults(notifications=LATE, delay=SLOW)),

@@ -77,7 +77,7 @@ def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Recei
     gone = {r.name: _gone(bench, r) for r in observed.requests if not r.decode.external_tokens}
     left = tuple(r for r in observed.requests if not gone.get(r.name))
     if not left:
-        raise NotApplicable(f"{next(iter(gone.values()))}: so it is right that D computes the prompt")
+        raise NotApplicable(f"{next(iter(gone.values()))}, so it is right that D computes the prompt")
     return left
 
 

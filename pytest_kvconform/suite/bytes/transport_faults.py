@@ -52,7 +52,7 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-001",
-                happened=f"{_story(transfer)}: "
+                happened=f"{_fault_sentence(transfer)}: "
                 f"{observed.failed.sentence if observed.failed else '; '.join(observed.stuck)}",
                 differs="; ".join(observed.failed.stack) if observed.failed else "",
                 diagnosis=diagnosis,
@@ -67,7 +67,7 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-001",
-                happened=f"{_story(transfer)}: D {'ended' if refused else 'computed'} "
+                happened=f"{_fault_sentence(transfer)}: D {'ended' if refused else 'computed'} "
                 f"{' and '.join(r.name for r in failed)} {'with an error' if refused else 'itself'}, "
                 f"kv_load_failure_policy is {transfer.policy}, and {broken or 'no'} "
                 f"transfer{'s' * (broken > 1)} failed",
@@ -123,7 +123,7 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
         raise Violation(
             Finding(
                 rule="KV-FAIL-004",
-                happened=f"{_story(transfer)}: after D had ended the request, rank {check.rank} of D found "
+                happened=f"{_fault_sentence(transfer)}: after D had ended the request, rank {check.rank} of D found "
                 "bytes in its pool that were not there before",
                 differs=count_pool(check.pool),
                 picture=draw_pool(check.pool),
@@ -147,7 +147,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
-                happened=f"{_story(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s later D "
+                happened=f"{_fault_sentence(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s later D "
                 f"still holds {d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and "
                 f"{len(d.requests)} requests",
                 diagnosis="a failed load was not reported in finished_recving by every rank",
@@ -157,7 +157,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
-                happened=f"{_story(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} "
+                happened=f"{_fault_sentence(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} "
                 f"requests, and its lease of {bench.faults.lease_s:.0f} s has ended",
                 diagnosis="P waits for a notification that will not come, without a deadline",
             )
@@ -177,7 +177,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-006",
-                happened=f"after this: {_story(transfer)}: the next request of D "
+                happened=f"after this: {_fault_sentence(transfer)}: the next request of D "
                 + (f"did not end well: {unfinished}" if unfinished else "loaded nothing"),
                 log=after.failed.log if after.failed else after.logged,
             )
@@ -188,7 +188,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-006",
-                happened=f"after this: {_story(transfer)}: the next transfer changed bytes outside of its "
+                happened=f"after this: {_fault_sentence(transfer)}: the next transfer changed bytes outside of its "
                 "blocks",
                 differs=count_pool(check.pool),
                 picture=draw_pool(check.pool),
@@ -213,11 +213,11 @@ def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
     done = not (found.transfer.failed or found.transfer.stuck)
     if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not struck.changed:
         raise Blocked(
-            f"{_story(transfer)}: the connector started no transfer that this fault is for "
+            f"{_fault_sentence(transfer)}: the connector started no transfer that this fault is for "
             f"({struck.transfers} in all)"
         )
     if done and any(f.notifications for f in transfer.faults) and not struck.notifications:
-        raise Blocked(f"{_story(transfer)}: no notification came, so none could be disturbed")
+        raise Blocked(f"{_fault_sentence(transfer)}: no notification came, so none could be disturbed")
     return found
 
 
@@ -274,7 +274,7 @@ def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) 
                 wrong = finding(bench, observed, r, check, "KV-FAIL-001")
                 return Finding(
                     rule=wrong.rule,
-                    happened=f"{_story(transfer)}, and {wrong.happened}",
+                    happened=f"{_fault_sentence(transfer)}, and {wrong.happened}",
                     differs=wrong.differs,
                     picture=wrong.picture,
                     diagnosis=f"{cause}: {wrong.diagnosis}",
@@ -283,7 +283,7 @@ def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) 
     return None
 
 
-def _story(transfer: Transfer) -> str:
+def _fault_sentence(transfer: Transfer) -> str:
     """What the transport did, in words: "on rank 1 transfer 0 failed"."""
     told: list[str] = []
     for f in transfer.faults:

@@ -19,7 +19,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
 
 PLACED, ENDED = "update_state_after_alloc", "request_finished"
 PLACES = ("first", "last")  # of the fake connector
-KEEPERS = [f"{who}-{where}" for who in ("both", "neighbour", "subject") for where in PLACES]
+KEEPERS = [f"{who}-{where}" for who in ("both", "fake", "subject") for where in PLACES]
 LATER = 3  # steps in which the fake connector does not know yet
 
 
@@ -55,12 +55,12 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
 
     p, d = _pair(rig, where)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
-    subject, neighbour = multi_connector_children(d)
+    subject, fake = multi_connector_children(d)
     first = p.add(prompt, rig.prefill_params())
     p.run()
     params = p.kv_transfer_params(first)
     waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
-    neighbour.connector.loads = True
+    fake.connector.loads = True
     id = d.add(
         prompt, params if where == "first" else None, id=SAME
     )  # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
@@ -103,10 +103,10 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     how, _, place = where.rpartition("_")
     p, d = _pair(rig, place)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
-    subject, neighbour = multi_connector_children(d)
+    subject, fake = multi_connector_children(d)
     first, id = rig.hand_over(p, d, prompt, max_tokens=2)
-    neighbour.connector.none_answers = LATER if how else 0
-    for _ in range(neighbour.connector.none_answers):
+    fake.connector.none_answers = LATER if how else 0
+    for _ in range(fake.connector.none_answers):
         step = d.step()
         if d.status(id) != "WAITING" or any(map(d.owns_block, integers(step.metadata))):
             raise rig.violation(
@@ -153,12 +153,12 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
 
     who, _, where = who.partition("-")
     p, _ = _pair(rig, where)
-    subject, neighbour = multi_connector_children(p)
-    neighbour.connector.keeps = who != "subject"
+    subject, fake = multi_connector_children(p)
+    fake.connector.keeps = who != "subject"
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
-    id = p.add(prompt, None if who == "neighbour" else rig.prefill_params())
+    id = p.add(prompt, None if who == "fake" else rig.prefill_params())
     p.run()
-    [ended], due = subject.calls_of(ENDED, id), who != "neighbour" and _keeps_alone(rig, prompt)
+    [ended], due = subject.calls_of(ENDED, id), who != "fake" and _keeps_alone(rig, prompt)
     if ended.result[0] != due:
         raise rig.violation(
             "", f"beside a fake connector {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
@@ -185,15 +185,15 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 
     p, d = _pair(rig, where)
     _alone(rig, rig.prompt(token_count(PROMPT, p.block_size)))  # if this prompt is loaded, all of them are
-    _, neighbour = multi_connector_children(p)
+    _, fake = multi_connector_children(p)
     prompts = [rig.prompt(token_count(PROMPT, p.block_size), seed=seed) for seed in range(2)]
     ids = []
     for number, prompt in enumerate(prompts):
-        neighbour.connector.params = {f"neighbour-{number}": [number]}
+        fake.connector.params = {f"fake-{number}": [number]}
         first, second = rig.hand_over(p, d, prompt)
         ids.append(second)
-        if (keys := sorted(key for key in p.kv_transfer_params(first) if key.startswith("neighbour"))) != [
-            f"neighbour-{number}"
+        if (keys := sorted(key for key in p.kv_transfer_params(first) if key.startswith("fake"))) != [
+            f"fake-{number}"
         ]:
             raise rig.violation(
                 "",
