@@ -53,7 +53,7 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
         if ends[0].finish == "error":
             raise SystemExit(f"{engine.role} ended {name} with an error: {engine.process.last_lines()[-1:]}")
         params = ends[0].kv_transfer_params
-    checks, moved = d.taken(id), d.moved() - before
+    checks, moved = d.pop_checks(id), d.moved() - before
     if not any(check.rows_due for check in checks):
         raise SystemExit(f"D was given nothing for {name}")
     if not moved.all():

@@ -232,7 +232,7 @@ class Soak:
                     if one.fate == "aborted on D" and self.random.random() < 0.5
                 ]:
                     d.abort(name)
-                    d.taken(name)
+                    d.pop_checks(name)
                     del waiting[name]
                 if some and self.random.random() < 0.2:
                     break  # to add more while these are under way
@@ -240,7 +240,7 @@ class Soak:
     def _ended(self, one: Handover, finish: str) -> None:
         """Look at what D found in its pool before its first forward."""
         d, name = self.engines["D"], one.request.id
-        checks, given = d.taken(name), d.trace(name).external_tokens
+        checks, given = d.pop_checks(name), d.trace(name).external_tokens
         said = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
         if finish == "error":
             self.seen["failed as they may" if one.excused else "failed"] += 1

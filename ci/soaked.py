@@ -89,7 +89,7 @@ class Soaked(byte_process.ByteEngineProcess):
 
     def has(self) -> dict[str, int]:
         """What this process has, by name: at tensor parallel size 1 the only one of the engine."""
-        for notes in (self.traces, self.watched, self.requests, self.held, self.snapshots):  # the rig's own
+        for notes in (self.traces, self.requests):  # the rig's own
             for request in notes.keys() - self.scheduler.requests.keys():
                 del notes[request]
         self.tables.clear()

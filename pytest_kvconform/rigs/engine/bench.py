@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_matrix import CheckpointError, ensure_checkpoint, load_families
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import RunContext, port_environment
-from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
+from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.handover import observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.engine.observation import Observation
@@ -28,8 +28,8 @@ class EngineBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, EngineHandle, context.deadlines.call)
-        self._introduced: tuple[EngineHandle, EngineHandle] | None = (
+        self.pairs = EnginePairs(context, ModelEngineHandle, context.deadlines.call)
+        self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
             None  # engines that have handed something over
         )
         self._observations: dict[tuple[Cell, str], Observation] = {}
@@ -91,7 +91,7 @@ class EngineBench:
             raise found
         return found
 
-    def engines(self, cell: Cell) -> tuple[EngineHandle, EngineHandle]:
+    def engines(self, cell: Cell) -> tuple[ModelEngineHandle, ModelEngineHandle]:
         """P and D of a cell, running. Raises EngineFailed if one does not start."""
         return self.pairs.pair(cell, lambda role, tp, folder: self._spec(cell, role, tp))
 

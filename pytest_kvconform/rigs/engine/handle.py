@@ -1,4 +1,4 @@
-"""A handle on an engine in a process of its own. Every call has a deadline; a process that dies or hangs becomes a sentence."""
+"""Handles on engines in processes of their own. Every call has a deadline; a process that dies or hangs becomes a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.engine.messages import EngineFacts, Request, Snapshot, Step, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import (
+    EngineFacts,
+    Leftovers,
+    Request,
+    Snapshot,
+    Step,
+    Trace,
+    Usage,
+)
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -26,21 +34,27 @@ class EngineFailed(Exception):
 
     @property
     def refusal(self) -> str:
-        """Why it refused to start; "" if it did not, or did not say why. A clean end, right for what the connector does not support."""
-        said = self.sentence.partition("did not start: ")[2]
+        """Why the engine refused to start; "" if it did not refuse, or gave no reason.
+
+        A refusal is a clean end, right for what the connector does not support.
+        """
+        reason = self.sentence.partition("did not start: ")[2]
         clean = (
-            self.how == "refused" and ": " in said and not said.startswith("WorkerDied")
+            self.how == "refused" and ": " in reason and not reason.startswith("WorkerDied")
         )  # a rank that is gone has refused nothing
-        return said if clean else ""
+        return reason if clean else ""
 
     @property
     def declined(self) -> bool:
-        """Whether it refused to start and said why."""
+        """Whether the engine refused to start and gave a reason."""
         return bool(self.refusal)
 
 
 class EngineHandle:
-    """One engine process. Methods mirror `engine_process.EngineProcess`; every one raises EngineFailed when the process cannot answer."""
+    """A handle on one engine process.
+
+    Methods are those of `engine.process.EngineProcess`. Every call raises EngineFailed if the process cannot answer.
+    """
 
     target = "pytest_kvconform.rigs.engine.process:serve"
 
@@ -54,12 +68,12 @@ class EngineHandle:
         self.dead = False
 
     def wait_ready(self) -> EngineFacts:
-        """Block until the engine is up."""
+        """Wait until the engine has started."""
         self.facts: EngineFacts = self._answer("start", self.start_s)
         return self.facts
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Ask without waiting, so that two engines can work at once; `answer` waits."""
+        """Call a method without waiting, so that two engines can work at once; `answer` waits."""
         self.process.mark()
         try:
             self.process.connection.send((name, arguments))
@@ -67,9 +81,11 @@ class EngineHandle:
             self._died(name)
 
     def answer(self, name: str) -> Any:
+        """Wait for the answer to a call."""
         return self._answer(name, self.deadline_s)
 
     def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method and wait for its answer."""
         self.send(name, *arguments)
         return self.answer(name)
 
@@ -88,11 +104,20 @@ class EngineHandle:
     def taken(self, request_id: str) -> Snapshot | None:
         return self.call("taken", request_id)
 
-    def poison(self) -> int:
-        return self.call("poison")
+    def poison(self, keep_cache: bool = False) -> int:
+        """Fill unowned blocks with poison, see `EngineProcess.poison`."""
+        return self.call("poison", keep_cache)
 
     def usage(self) -> Usage:
         return self.call("usage")
+
+    def budget(self, tokens: int) -> None:
+        """Let a step compute at most this many tokens; 0: as configured."""
+        self.call("budget", tokens)
+
+    def shutdown(self) -> Leftovers:
+        """Shut the engine down and return what its process still has. The process itself ends with `end`."""
+        return self.call("shutdown")
 
     def end(self) -> None:
         """Kill the process, whatever it does."""
@@ -152,18 +177,28 @@ class EngineHandle:
         )
 
 
+class ModelEngineHandle(EngineHandle):
+    """A handle on one engine with a model, see `engine.model_engine.ModelEngineProcess`."""
+
+    target = "pytest_kvconform.rigs.engine.model_engine:serve"
+
+    def pop_snapshot(self, request_id: str) -> Snapshot | None:
+        """The snapshot of a watched request, once; None if no forward has read loaded KV."""
+        return self.call("pop_snapshot", request_id)
+
+
 def _children(pid: int) -> list[int]:
     from pytest_kvconform.rigs.processes.linux import descendants_of
 
     return descendants_of(pid)
 
 
-def _where(stack: tuple[Frame, ...], said: str = "") -> str:
+def _where(stack: tuple[Frame, ...], message: str = "") -> str:
     """ " in start_load_kv (file.py:12)": the innermost frame that is a hook of the connector interface.
 
-    Without such a frame, and without a message `said` that would explain the exception, where it was raised.
+    Without such a frame, and without a `message` that would explain the exception, where it was raised.
     """
-    hooks = [frame for frame in stack if frame[2] in IN_STACKS] or ([] if said else list(stack))
+    hooks = [frame for frame in stack if frame[2] in IN_STACKS] or ([] if message else list(stack))
     if not hooks:
         return ""
     file, line, name = hooks[0]

@@ -15,7 +15,7 @@ from typing import Any
 from pytest_kvconform.kvspace.rows.compare import Due, compare_rows, compare_state
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
+from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import Output, Request, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.engine.observation import (
@@ -46,8 +46,8 @@ FLOAT32_TOLERANCE = 1e-4
 
 def observe(
     scenario: Scenario,
-    p: EngineHandle,
-    d: EngineHandle,
+    p: ModelEngineHandle,
+    d: ModelEngineHandle,
     dtype: str,
     deadlines: Deadlines,
     ids: Callable[[], str],
@@ -90,7 +90,7 @@ def observe(
 
 
 def _oracle(
-    scenario: Scenario, p: EngineHandle, d: EngineHandle, deadlines: Deadlines, salt: str
+    scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, deadlines: Deadlines, salt: str
 ) -> list[Generated]:
     """What D says after a perfect hand-over of each request."""
     run = _run(scenario, p, d, ORACLE, deadlines, salt)
@@ -116,7 +116,7 @@ class _Run:
 
 
 def _run(
-    scenario: Scenario, p: EngineHandle, d: EngineHandle, mode: str, deadlines: Deadlines, salt: str
+    scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, mode: str, deadlines: Deadlines, salt: str
 ) -> _Run:
     """One pass. Prefix caches are emptied first and salted, so that passes share nothing; blocks of nobody are poisoned."""
     p.poison()
@@ -134,7 +134,7 @@ def _run(
             f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: {'; '.join(run.stuck)}"
         )
     if prompts[0].warm:
-        d.call("poison", True)
+        d.poison(keep_cache=True)
     _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
     if run.stuck or scenario.abort == "prefill":
         return run
@@ -164,15 +164,15 @@ def _run(
             raise HarnessError(
                 f"{scenario}: D computed a prefix by itself and found nothing of it in its own prefix cache"
             )
-        run.target[name] = d.taken(f"{name}-{ON_D}")
+        run.target[name] = d.pop_snapshot(f"{name}-{ON_D}")
         run.outputs[name] = run.outputs.pop(f"{name}-{ON_D}", [])
     return run
 
 
 def _prefill(
     scenario: Scenario,
-    p: EngineHandle,
-    d: EngineHandle,
+    p: ModelEngineHandle,
+    d: ModelEngineHandle,
     mode: str,
     run: _Run,
     prompts: tuple[Prompt, ...],
@@ -182,7 +182,7 @@ def _prefill(
     """Let P compute the prompts, all at once; note its KV. n children of one request have one prefill."""
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
-    p.call("budget", scenario.budget)
+    p.budget(scenario.budget)
     for name, prompt in zip(names, prompts, strict=False):
         # The state after the whole prompt is of no use to D, which computes the last token itself.
         tokens = (
@@ -203,14 +203,14 @@ def _prefill(
         p.step(0)
         for name in names:
             p.abort(f"{name}-{ON_P}")
-        p.call("budget", 0)
+        p.budget(0)
         return
     _until_finished(p, [f"{name}-{ON_P}" for name in names], run, deadline, peer=d)
-    p.call("budget", 0)
+    p.budget(0)
     for name in names:
         run.prefill[name] = p.trace(f"{name}-{ON_P}")
         run.outputs[name] = run.outputs.pop(f"{name}-{ON_P}")
-        snapshot = p.taken(f"{name}-{ON_P}")
+        snapshot = p.pop_snapshot(f"{name}-{ON_P}")
         if snapshot is not None:
             run.source[name] = snapshot
     for name in run.names[len(names) :]:
@@ -221,13 +221,17 @@ def _prefill(
         )
 
 
-def _add(engine: EngineHandle, name: str, tokens: tuple[int, ...], salt: str) -> str:
+def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: str) -> str:
     engine.add(Request(id=name, tokens=tokens, max_tokens=1, salt=salt))
     return name
 
 
 def _until_finished(
-    engine: EngineHandle, names: list[str], run: _Run, deadline: float, peer: EngineHandle | None = None
+    engine: ModelEngineHandle,
+    names: list[str],
+    run: _Run,
+    deadline: float,
+    peer: ModelEngineHandle | None = None,
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended; note those that have not by the deadline."""
     waiting = set(names)
@@ -251,7 +255,7 @@ def _until_finished(
             return
 
 
-def _abort_decode(scenario: Scenario, d: EngineHandle, run: _Run) -> None:
+def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
     """Abort D's requests: while they wait, or once their load is under way."""
     if scenario.abort == "loading":
         d.step(0)
@@ -259,7 +263,7 @@ def _abort_decode(scenario: Scenario, d: EngineHandle, run: _Run) -> None:
         d.abort(f"{name}-{ON_D}")
 
 
-def _release(p: EngineHandle, d: EngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
+def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
     """Step both engines until neither holds anything, or until time is up. Returns what they hold then, and the seconds it took."""
     started = time.monotonic()
     while True:
