@@ -123,8 +123,8 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
         raise Violation(
             Finding(
                 rule="KV-FAIL-004",
-                happened=f"{_fault_sentence(transfer)}: after D had ended the request, rank {check.rank} of D found "
-                "bytes in its pool that were not there before",
+                happened=f"{_fault_sentence(transfer)}: after D had ended the request, rank {check.rank} of "
+                "D found bytes in its pool that were not there before",
                 differs=count_pool(check.pool),
                 picture=draw_pool(check.pool),
                 diagnosis="a load was reported as failed while one of its transfers was still under way, and "
@@ -147,8 +147,8 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
-                happened=f"{_fault_sentence(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s later D "
-                f"still holds {d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and "
+                happened=f"{_fault_sentence(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s "
+                f"later D still holds {d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and "
                 f"{len(d.requests)} requests",
                 diagnosis="a failed load was not reported in finished_recving by every rank",
             )
@@ -188,8 +188,8 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
         raise Violation(
             Finding(
                 rule="KV-FAIL-006",
-                happened=f"after this: {_fault_sentence(transfer)}: the next transfer changed bytes outside of its "
-                "blocks",
+                happened=f"after this: {_fault_sentence(transfer)}: the next transfer changed bytes that "
+                "were not due",
                 differs=count_pool(check.pool),
                 picture=draw_pool(check.pool),
                 diagnosis=diagnose_pool(check.pool),

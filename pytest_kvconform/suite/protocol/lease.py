@@ -23,7 +23,8 @@ from pytest_kvconform.suite._peer_observations import (
 
 COMES = {
     "lease_ends_before_load": "its lease had ended and P had overwritten its blocks before D read them",
-    "lease_ends_during_load": "its lease ended and P overwrote its blocks while D was stopped in the middle of the load",
+    "lease_ends_during_load": "its lease ended and P overwrote its blocks while D was stopped during the "
+    "load",
 }
 OWNS = {"lease_ends_before_load": "D8", "lease_ends_during_load": "D5"}
 WAITS = {"queued_past_lease": "before it was scheduled", "loading_past_lease": "for its load to end"}
