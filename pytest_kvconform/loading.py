@@ -1,8 +1,8 @@
 """Modules that the plugin loads by name: the suite, the rules, the bench and the model matrix.
 
-Tests of the plugin replace them by a small package: the variable `_KVCONFORM_TEST_PACKAGE` names a package with
-`suite/`, `rules/`, `bench.py` and `cells.py`. The variable is a seam for tests and no setting: it has no flag and no
-TOML key, and it may change at any time.
+Tests of the plugin replace them by a small package: the variable `_KVCONFORM_TEST_PACKAGE` names a package
+with `suite/`, `rules/`, `bench.py` and `cells.py`. The variable is a seam for tests and no setting: it has
+no flag and no TOML key, and it may change at any time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What one case can say: its outcome, its finding, its evidence. Every other part of the plugin speaks in these records.
+"""Records of the result of one case: outcome, finding and evidence; and the exceptions that a case raises.
 
-All records are frozen msgspec structs, so that they travel between processes and into `report.json` unchanged.
+All records are frozen msgspec structs, so that they travel between processes and into `report.json`
+unchanged.
 """
 
 from __future__ import annotations
@@ -11,41 +12,42 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """How one case ended. A case that never reached its end is FAIL: that is where every case starts."""
+    """How one case ended. Every case starts as FAIL, so that a case that does not reach its end is a FAIL."""
 
     PASS = "PASS"
     FAIL = "FAIL"
     NOT_APPLICABLE = "NOT-APPLICABLE"  # declared unsupported, and refused cleanly
     BLOCKED = "BLOCKED"  # applies, but could not run here; the reason says what to change
     KNOWN = "KNOWN"  # a declared known failure: strict, with issue and expiry
-    HARNESS = "HARNESS"  # our fault
+    HARNESS = "HARNESS"  # an error of the suite or of the machine
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One violation of one rule, said for a person. Empty fields are left out of what is printed."""
+    """One violation of one rule, in sentences for a person. Empty fields are not printed."""
 
     rule: str  # id of the rule that is broken
     happened: str  # one sentence: what the connector did
     differs: str = ""  # how many words differ, and where
     picture: tuple[str, ...] = ()  # rows: layer and plane; columns: blocks
-    diagnosis: str = ""  # one sentence: why it is likely so
-    check: tuple[str, ...] = ()  # what to look at; empty: the rule's own list
-    log: tuple[str, ...] = ()  # last lines that the process wrote, if it died
-    signature: str = ""  # equal for failures with one cause; empty: the diagnosis, else what happened
-    declined: str = (
-        ""  # how the connector declined cleanly, in its own words where it had any; empty: it did not
-    )
+    diagnosis: str = ""  # one sentence: the likely cause
+    check: tuple[str, ...] = ()  # what to look at; empty: the list of the rule
+    log: tuple[str, ...] = ()  # last lines that the process logged, if it died
+    signature: str = ""  # equal for failures with one cause; empty: `diagnosis`, or else `happened`
+    # how the connector declined cleanly, with its message if any; empty: it did not decline
+    declined: str = ""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof that a case looked at something. A case that passes without any is a failure of the suite, and is reported as FAIL."""
+    """Proof that a case compared something. A PASS without evidence is an error of the suite: outcome
+    HARNESS.
+    """
 
-    looked_at: int  # how many things were compared; never 0 in a PASS
-    unit: str  # of what: "bytes", "tokens", "blocks", ...
-    bytes_moved: int = 0  # bytes that stand in D's cache, equal P's, and were not computed by D
-    external_tokens: int = 0  # tokens D was told it need not compute
-    computed_tokens: int = 0  # prompt tokens D computed all the same
-    notes: dict[str, float | int | str] = {}  # further numbers worth keeping, by name
+    looked_at: int  # how many things the case compared; never 0 in a PASS
+    unit: str  # of `looked_at`: "bytes", "tokens", "blocks", ...
+    bytes_moved: int = 0  # bytes in D's cache that equal P's and that D did not compute
+    external_tokens: int = 0  # tokens that the connector announced to D as loaded from outside
+    computed_tokens: int = 0  # prompt tokens that D computed
+    notes: dict[str, float | int | str] = {}  # further numbers, by name
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -66,23 +68,23 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     rule: str  # the rule the case checks
     outcome: Outcome
     cell: Cell | None = None
-    reason: str = ""  # one sentence for NOT-APPLICABLE, BLOCKED, KNOWN and HARNESS, and for a FAIL that a declaration makes one
-    finding: Finding | None = None  # for FAIL and KNOWN, and for a refusal that was declared
+    reason: str = ""  # one sentence: why it did not pass; empty if the finding tells it
+    finding: Finding | None = None  # for FAIL and KNOWN, and for a declared refusal
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
     features: tuple[str, ...] = ()  # features without which the case has no meaning
-    refused: bool = (
-        False  # the connector declined: it said so, nothing wrong was delivered, nothing died or hung
-    )
-    case_outcome: Outcome | None = (
-        None  # what the case itself said, where the declaration makes another outcome of it
-    )
-    declaration_rule: str = ""  # rule of the declaration that is broken
+    # the connector declined cleanly: it reported so, delivered no wrong byte, did not die or hang
+    refused: bool = False
+    case_outcome: Outcome | None = None  # outcome of the case, if applying the declaration changed it
+    declaration_rule: str = ""  # KV-DECLARE rule that is broken
 
 
 class Violation(Exception):
-    """Raised by a case: the connector broke a rule. It may have done so by declining cleanly: without wrong bytes, a crash or a hang. That
-    is right where what the case needs is declared as unsupported, and the finding says how it `declined`.
+    """Raised by a case: the connector broke a rule.
+
+    The connector may have declined cleanly, that is, without wrong bytes, a crash or a hang. This is
+    allowed if a feature that the case needs is declared unsupported. `Finding.declined` then says how the
+    connector declined.
     """
 
     def __init__(self, finding: Finding):
@@ -91,9 +93,10 @@ class Violation(Exception):
 
 
 class Blocked(Exception):
-    """Raised by a case: it applies, but cannot run here. The message says what is missing or which case failed before it.
+    """Raised by a case: it applies, but cannot run here. The message names what is missing or which case
+    failed.
 
-    `refused`: that case failed because the connector declined cleanly, see Violation.
+    `refused`: that other case failed because the connector declined cleanly, see Violation.
     """
 
     def __init__(self, message: str = "", refused: bool = False):
@@ -102,9 +105,9 @@ class Blocked(Exception):
 
 
 class NotApplicable(Exception):
-    """Raised by a case: what it looks at is none of the connector's promises.
+    """Raised by a case: the connector does not promise what the case checks.
 
-    `refused`: the connector declined it cleanly, by giving nothing where it was asked for a hand-over.
+    `refused`: the connector declined cleanly: it gave nothing when it was asked for a hand-over.
     """
 
     def __init__(self, message: str = "", refused: bool = False):
@@ -113,4 +116,4 @@ class NotApplicable(Exception):
 
 
 class HarnessError(Exception):
-    """Raised by a rig: this project, or the machine, is at fault, and not the connector."""
+    """Raised by a rig: an error of the suite or of the machine, not of the connector."""

@@ -1,6 +1,8 @@
-"""From results to one verdict. The only place that decides: the terminal, `report.json`, `kvconform verify` and the exit code all ask here.
+"""The verdict of a run, decided from its results.
 
-Harness outranks violation outranks incomplete outranks conforms: what could not run is never hidden behind what passed.
+Only this module decides: the terminal, `report.json`, `kvconform verify` and the exit code all use its
+verdict. HARNESS outranks VIOLATES, VIOLATES outranks INCOMPLETE, INCOMPLETE outranks CONFORMS. So cases
+that could not run are never hidden behind cases that passed.
 """
 
 from __future__ import annotations
@@ -24,20 +26,17 @@ from pytest_kvconform.result import CaseResult, Outcome
 Word = Literal["CONFORMS", "CONFORMS-EXCEPT", "VIOLATES", "INCOMPLETE", "HARNESS"]
 EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own
     "CONFORMS": 0,
-    "CONFORMS-EXCEPT": 0,  # but for known failures, which have an issue and a date, and never stand in a claim
+    "CONFORMS-EXCEPT": 0,  # except known failures, which have an issue and a date; a claim allows none
     "VIOLATES": 1,
     "INCOMPLETE": 10,
     "HARNESS": 11,
 }
-MOVING_TIERS = (
-    "bytes",
-    "engine",
-    "accuracy",
-)  # their cases hand KV over, so a run of them must have moved bytes
+# Tiers whose cases hand KV over. A run of them must have moved bytes.
+MOVING_TIERS = ("bytes", "engine", "accuracy")
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What did not pass for one reason."""
+    """Cases that did not pass for one reason."""
 
     outcome: Outcome
     sentence: str  # the diagnosis, or what happened, or the reason
@@ -46,20 +45,18 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run says about the connector."""
+    """The verdict of a run about the connector."""
 
     word: Word
     exit_code: int
-    sentence: str  # why, and what to change
+    sentence: str  # the reason, and what to change
     counts: dict[str, int]  # outcome -> cases; only what occurs
     causes: tuple[Cause, ...]  # violations first, then harness, then blocked; the most frequent first
-    features: tuple[
-        FeatureResult, ...
-    ] = ()  # declared and observed; none where nobody knows what was declared
+    features: tuple[FeatureResult, ...] = ()  # declared and observed; empty without criteria
 
     @property
     def headline(self) -> str:
-        """The verdict as one line."""
+        """Return the verdict as one line."""
         if self.word == "CONFORMS-EXCEPT":
             return f"CONFORMS {self.sentence}"
         return f"{self.word}: {self.sentence}"
@@ -71,11 +68,11 @@ def decide_verdict(
     troubles: Sequence[str] = (),
     criteria: Criteria | None = None,
 ) -> Verdict:
-    """The verdict of a run.
+    """Return the verdict of a run. The order of the results does not matter.
 
-    `expected` are the ids that were selected, or None if nobody knows; `troubles` are sentences about our own processes (something would
-    not end, the report could not be written): each makes the verdict HARNESS. `criteria` is what was declared; None: nobody asks for a
-    declaration. The order of the results does not matter.
+    `expected`: ids that were selected; None if unknown. `troubles`: sentences about processes or files of
+    the suite (a process did not end, the report could not be written); each makes the verdict HARNESS.
+    `criteria`: what was declared; None if no declaration is required.
     """
     results = sorted((_require_evidence(result) for result in results), key=lambda result: result.id)
     if criteria is not None:
@@ -97,21 +94,23 @@ def decide_verdict(
 
 
 def signature(result: CaseResult) -> str:
-    """Equal for results with one cause."""
+    """Return a text that is equal for results with one cause."""
     finding = result.finding
     if finding is None or result.outcome is Outcome.NOT_APPLICABLE:
-        return result.reason or f"no reason was given for {result.id}"
+        return result.reason or f"{result.id} has no reason"
     return finding.signature or finding.diagnosis or finding.happened
 
 
 def cause_sentence(result: CaseResult) -> str:
-    """The shortest sentence that says what went wrong."""
+    """Return the shortest sentence that tells what went wrong."""
     finding = shown_finding(result)
     return (finding.diagnosis or finding.happened) if finding else signature(result)
 
 
 def _require_evidence(result: CaseResult) -> CaseResult:
-    """A PASS that looked at nothing is a defect of the suite, whoever wrote it into a report."""
+    """Return a PASS without evidence as HARNESS, whoever wrote it into a report, and any other result
+    unchanged.
+    """
     if Outcome.PASS in (result.outcome, result.case_outcome) and (
         result.evidence is None or result.evidence.looked_at <= 0
     ):
@@ -132,7 +131,8 @@ def _word_and_sentence(
 
     if harness := of(Outcome.HARNESS):
         return "HARNESS", (
-            f"{_count_cases(len(harness))} ended in an error of the suite or of this machine, which says nothing about the connector; "
+            f"{_count_cases(len(harness))} ended in an error of the suite or of this machine, not of the "
+            "connector; "
             f"the first: {harness[0].reason or harness[0].id}"
         )
     if troubles:
@@ -146,13 +146,15 @@ def _word_and_sentence(
     if not results and not expected:
         return (
             "INCOMPLETE",
-            "no case ran, because none was selected; widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m",
+            "no case ran, because none was selected: widen --kv-tier, --kv-family, --kv-topology, "
+            "--kv-rule, -k or -m",
         )
     done = {result.id for result in results}
     if missing := [name for name in expected or () if name not in done]:
         return "INCOMPLETE", (
-            f"{len(missing)} of {_count_cases(len(expected or ()))} that were selected have no result, the first is {missing[0]}; "
-            "the run was stopped or a worker died: run it again to the end"
+            f"{len(missing)} of {_count_cases(len(expected or ()))} that were selected have no result, "
+            f"the first is {missing[0]}: "
+            "the run was stopped or a worker died; run it again to the end"
         )
     if blocked := of(Outcome.BLOCKED):
         reasons = sorted(
@@ -170,14 +172,15 @@ def _word_and_sentence(
     if not passed:
         return (
             "INCOMPLETE",
-            "no case passed: what ran is not applicable or a known failure, so nothing is shown",
+            "no case passed: every case is not applicable or a known failure, which shows nothing",
         )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
     moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
     if moving and not moved:
         return "INCOMPLETE", (
-            f"{_count_cases(len(passed))} passed, but not one byte was moved: select a case that compares KV as well (kv::engine/bytes), "
-            "or does the connector transfer nothing with this --kv-config?"
+            f"{_count_cases(len(passed))} passed, but no byte was moved: also select cases that compare "
+            "KV (kv::engine/bytes), "
+            "or check whether the connector transfers anything with this --kv-config"
         )
     tail = f", {moved:,} bytes moved and compared" if moved else ""
     if known:
@@ -190,35 +193,42 @@ def _word_and_sentence(
 
 
 def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, known: int) -> str:
-    """What is to change in the declaration before anything can be said, in one sentence; "" if nothing."""
+    """Return, in one sentence, what must change in the declaration before the verdict can be CONFORMS; ""
+    if nothing.
+
+    `known`: how many results are KNOWN.
+    """
     for entry in criteria.known:
         mine = [result for result in results if entry.matches(result.id)]
+        name = f"{entry.place} ({entry.case})"
         if entry.state == "expired" and (mine or not criteria.left_out):
-            return f"{entry.place} ({entry.case}) expired on {entry.expires}: mend it, or see {entry.issue} and give it another date"
-        passed = (
-            [result.id for result in mine if result.outcome is Outcome.PASS] if entry.state == "open" else []
-        )
-        if passed:
-            what = "remove the entry" if len(passed) == len(mine) else "let it match only what fails"
-            return f"{len(passed)} of {_count_cases(len(mine))} of {entry.place} ({entry.case}) no longer fail, the first is {passed[0]}: {what}"
+            return (
+                f"{name} expired on {entry.expires}: fix the failure, or read {entry.issue} and set "
+                "another date"
+            )
+        passed = [result.id for result in mine if result.outcome is Outcome.PASS]
+        if passed and entry.state == "open":
+            change = "remove the entry" if len(passed) == len(mine) else "let it match only cases that fail"
+            return (
+                f"{len(passed)} of {_count_cases(len(mine))} of {name} no longer fail, the first is "
+                f"{passed[0]}: "
+                f"{change}"
+            )
     if missing := undeclared(criteria.features):
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-        what = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
-        return f"{what} not declared ({shown}): add to [tool.kvconform.features] what stands above"
+        count = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
+        return f"{count} not declared ({shown}): add the lines printed above to [tool.kvconform.features]"
     for name, why in criteria.features.items():
         mine = [result for result in results if name in result.features]
-        if (
-            why == ""
-            and mine
-            and all((result.case_outcome or result.outcome) is Outcome.NOT_APPLICABLE for result in mine)
-        ):
-            return f"{name} is declared as supported, and no case could look at it: {mine[0].reason}"
+        outcomes = {result.case_outcome or result.outcome for result in mine}
+        if why == "" and outcomes == {Outcome.NOT_APPLICABLE}:
+            return f"{name} is declared supported, but no case could test it: {mine[0].reason}"
     if criteria.claim and criteria.left_out:
         return (
-            f"a claim leaves nothing out, and {_count_cases(criteria.left_out)} of the manifest did not run"
+            f"a claim leaves out no case, but {_count_cases(criteria.left_out)} of the manifest did not run"
         )
     if criteria.claim and known:
-        return f"a claim has no known failures, and there are {known}"
+        return f"a claim allows no known failures, but there are {known}"
     return ""
 
 

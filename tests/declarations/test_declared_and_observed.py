@@ -41,7 +41,7 @@ def test_what_is_unsupported_and_refused_is_not_applicable(kv, capsys):
     [result] = [result for result in run.report["results"] if result["id"].endswith("window[gemma3-P1D2]")]
     assert result["case_outcome"] == "FAIL"
     assert result["reason"].startswith(
-        f"tp-heterogeneous is declared unsupported ({WHY}), and was refused: P did not start for"
+        f"tp-heterogeneous is declared unsupported ({WHY}), and the connector refused it: P did not start for"
     )
     capsys.readouterr()
     assert cli.main(["verify", str(run.path)]) == 0
@@ -51,7 +51,7 @@ def test_what_is_unsupported_and_works_is_a_warning(kv):
     run = kv(unsupported=UNEQUAL)
     assert (run.code, run.word) == (0, "CONFORMS")
     assert {outcome for name, outcome in run.outcomes.items() if "P1D2" in name} == {"NOT-APPLICABLE"}
-    hidden = f"hidden ability: tp-heterogeneous is declared unsupported ({WHY}), and it works"
+    hidden = f"hidden ability: tp-heterogeneous is declared unsupported ({WHY}), but it works"
     assert (row_of(run, "tp-heterogeneous")["rule"], row_of(run, "tp-heterogeneous")["sentence"]) == (
         "KV-DECLARE-002",
         hidden,
@@ -95,7 +95,7 @@ def test_what_is_supported_and_refused_fails(kv):
     row = row_of(run, "tp-heterogeneous")
     assert (row["declared"], row["observed"], row["rule"]) == ("supported", "refused", "KV-DECLARE-001")
     assert any(
-        line.startswith("  KV-DECLARE-001: tp-heterogeneous is declared as supported; it was refused")
+        line.startswith("  KV-DECLARE-001: tp-heterogeneous is declared supported, but the connector refused it")
         for line in run.lines
     )
     assert row_of(run, "sliding-window")["rule"] == ""  # it works where the sizes are equal

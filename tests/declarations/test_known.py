@@ -64,7 +64,7 @@ def test_another_failure_stays_one(known):
 
 @pytest.mark.parametrize(
     ("deeds", "what"),
-    [({}, "remove the entry"), ({"window*P1D1*": "violate"}, "let it match only what fails")],
+    [({}, "remove the entry"), ({"window*P1D1*": "violate"}, "let it match only cases that fail")],
 )
 def test_a_known_failure_that_passes_is_an_error(known, deeds, what):
     run = known(entry(), deeds=deeds)
@@ -81,7 +81,8 @@ def test_past_its_last_day_it_is_a_failure_again(known):
     run = known(entry(expires=yesterday), deeds={"window*": "violate"})
     assert (run.code, run.word) == (1, "VIOLATES")
     assert any(
-        line.startswith(f"known      it was known until {yesterday}, which is over") for line in run.lines
+        line.startswith(f"known      it was a known failure until {yesterday}, which has expired")
+        for line in run.lines
     )
     assert any(ISSUE in line for line in run.lines)
 
@@ -117,7 +118,7 @@ def test_an_entry_outside_the_selection_is_let_be(known):
 def test_a_claim_has_none(known):
     run = known(entry(), "--kv-claim", deeds={"window*": "violate"})
     assert (run.code, run.word) == (10, "INCOMPLETE")
-    assert "INCOMPLETE: a claim has no known failures, and there are 2" in run.lines
+    assert "INCOMPLETE: a claim allows no known failures, but there are 2" in run.lines
 
 
 @pytest.mark.parametrize(
