@@ -144,10 +144,9 @@ def _word_and_sentence(
             f"{_count_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_rules_text(broken)}",
         )
     if not results and not expected:
-        return (
-            "INCOMPLETE",
-            "no case ran, because none was selected: widen --kv-tier, --kv-family, --kv-topology, "
-            "--kv-rule, -k or -m",
+        return "INCOMPLETE", (
+            "no case ran, because none was selected: "
+            "widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
         )
     done = {result.id for result in results}
     if missing := [name for name in expected or () if name not in done]:

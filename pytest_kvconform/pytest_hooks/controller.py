@@ -224,7 +224,8 @@ class Controller:
             return list(zygote.close()) if zygote is not None else []
         except Exception as error:  # the verdict says it
             return [
-                f"the zygote (the process that engines are forked from) would not end: {type(error).__name__}: {error}"
+                "the zygote (the process that engines are forked from) would not end: "
+                f"{type(error).__name__}: {error}"
             ]
 
     def pytest_unconfigure(self) -> None:

@@ -1,9 +1,10 @@
-"""The suite as pytest sees it: nodes of our own, so that no setting, fixture or file pattern of the user
-has a say in it.
+"""Collectors and items of the suite: the nodes of `pytest_collect`, and the run of one case
+(`pytest_runtest_protocol`).
 
-The tree hangs on the session itself and not on a path: an installed suite lies in a virtual environment,
-where pytest would look for conftest files and could refuse to go, and ids would depend on the current
-directory.
+The nodes are of our own classes, so that no setting, fixture or file pattern of the user changes them. The
+tree is a child of the session and has no path: an installed suite lies in a virtual environment, where
+pytest would look for conftest files and could refuse to collect, and where ids would depend on the current
+folder.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ from pytest_kvconform.result import (
 if TYPE_CHECKING:
     from pytest_kvconform.pytest_hooks.runner import CaseRunner
 
-# pytest.skip() and its kin are no Exceptions. A case that calls one is a defect of the suite; SystemExit
-# likewise.
+# pytest.skip() and the like raise no Exception. A case that calls one, or exits, is a defect of the suite.
 _DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
 
-_ASIDE = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
+_NEITHER = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
 
 
 class Suite(pytest.Collector):
-    """`kv`: everything that was asked for."""
+    """The root collector `kv`: all selected cases."""
 
     runner: CaseRunner
     planned: tuple[PlannedCase, ...]
@@ -58,7 +58,7 @@ class Suite(pytest.Collector):
 
 
 class Tier(pytest.Collector):
-    """`kv::engine`."""
+    """Collector of the cases of one tier, such as `kv::engine`."""
 
     runner: CaseRunner
     planned: list[PlannedCase]
@@ -72,28 +72,29 @@ class Tier(pytest.Collector):
 
 
 class CaseModule(pytest.Collector):
-    """`kv::engine/bytes`."""
+    """Collector of the cases of one file, such as `kv::engine/bytes`."""
 
     runner: CaseRunner
     planned: list[PlannedCase]
 
     def collect(self) -> Iterator[pytest.Item]:
         for one in self.planned:
-            item = CaseItem.from_parent(
-                self, name=one.name, nodeid=one.id
-            )  # whole, so that pytest knows its parameters: --lf compares them
+            # The name has the parameters in brackets: --lf compares names.
+            item = CaseItem.from_parent(self, name=one.name, nodeid=one.id)
             item.runner, item.planned = self.runner, one
             item.user_properties += self.runner.properties_of(one)
             yield item
 
 
 class CaseFailed(Exception):
-    """The connector broke a rule; the message is the whole text of the failure."""
+    """Raised by `CaseItem.runtest`: the connector broke a rule. The message is the whole text of the
+    failure.
+    """
 
 
 class CaseItem(pytest.Item):
-    """One case at one cell with one variant. No pytest.Function: it has no fixtures, so nobody can put
-    theirs in their place.
+    """One case in one cell with one variant. It is no pytest.Function: without fixtures, nobody can
+    override them.
     """
 
     runner: CaseRunner
@@ -103,9 +104,9 @@ class CaseItem(pytest.Item):
     def setup(self) -> None:
         """Run the case and keep its result.
 
-        It is done here because pytest, its JUnit file included, calls an exception of the setup an error
-        and one of the test a failure: what is our fault is raised here, what is the connector's fault in
-        `runtest`.
+        pytest, including its JUnit file, calls an exception of `setup` an error and one of `runtest` a
+        failure. Therefore `setup` raises errors of the suite, and `runtest` raises failures of the
+        connector.
         """
         one, started = self.planned, time.perf_counter()
         unfinished = "the case did not reach its end"
@@ -118,7 +119,7 @@ class CaseItem(pytest.Item):
             bench.use(one.cell)
             evidence = one.case.body(bench, one.variant)
             if not isinstance(evidence, Evidence) or evidence.looked_at <= 0:
-                what = "looked at nothing" if isinstance(evidence, Evidence) else f"returned {evidence!r}"
+                what = "compared nothing" if isinstance(evidence, Evidence) else f"returned {evidence!r}"
                 raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
             result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
         except Violation as error:
@@ -145,7 +146,7 @@ class CaseItem(pytest.Item):
                 ("looked_at", self.result.evidence.looked_at),
                 ("bytes_moved", self.result.evidence.bytes_moved),
             ]
-        if defect:  # pytest's own traceback would be one of pytest
+        if defect:  # pytest's own traceback would show frames of pytest
             pytest.fail(f"harness: {self.result.reason}\n\n{defect}", pytrace=False)
 
     def runtest(self) -> None:
@@ -154,22 +155,24 @@ class CaseItem(pytest.Item):
             raise CaseFailed(failure_text(self.result, self.runner.rules, self.runner.settings))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """A finding is shown without a traceback: it would be one of ours. Anything else keeps its own."""
+        """Return a finding without traceback, whose frames would be ours, and any other exception with its
+        own.
+        """
         if not isinstance(excinfo.value, CaseFailed) or self.result is None:
             return super().repr_failure(excinfo, style)
         shown = excinfo.getrepr(style="value")
         finding = shown_finding(self.result)
-        if shown.reprcrash and finding:  # one line for pytest's short summary and the message of JUnit
+        if shown.reprcrash and finding:  # the line of pytest's short summary and of JUnit's message
             shown.reprcrash.message = f"{finding.rule}: {finding.diagnosis or finding.happened}"
         return shown
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        # Not inspect.getsourcelines, which reads the whole function: 2000 cases spend seconds on it.
+        # inspect.getsourcelines reads the whole function, which takes seconds for 2000 cases.
         return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
 
     def annotate(self, report: pytest.TestReport) -> None:
-        """Let the report say what the case said: no mark that a user put on the item turns a failure into
-        something milder.
+        """Put the outcome of the case into pytest's report. No mark of the user, such as xfail, makes it
+        milder.
         """
         if (
             self.result is None
@@ -178,8 +181,10 @@ class CaseItem(pytest.Item):
         ):
             return
         outcome = self.result.outcome
-        report.outcome = "passed" if outcome is Outcome.PASS else "skipped" if outcome in _ASIDE else "failed"
-        if outcome in _ASIDE:
+        report.outcome = (
+            "passed" if outcome is Outcome.PASS else "skipped" if outcome in _NEITHER else "failed"
+        )
+        if outcome in _NEITHER:
             path, line, _ = self.reportinfo()
             report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
         if hasattr(report, "wasxfail"):
@@ -189,7 +194,7 @@ class CaseItem(pytest.Item):
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of an exception; with its class unless it is ours and written to be read."""
+    """Return the first line of an exception, with its class unless it is a HarnessError."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, HarnessError) and text:
         return text

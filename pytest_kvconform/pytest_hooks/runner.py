@@ -1,5 +1,6 @@
-"""What every process that runs cases does: collect them, order them, run them. The process that a person
-started also has a `Controller`.
+"""Hooks of every process that runs cases: they collect, order and run them.
+
+The process that a person started also has a `Controller`, see controller.py.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ WORKER_KEY = "kvconform"  # key of xdist's workerinput and workeroutput
 
 
 class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process reaches the zygote, or why it cannot."""
+    """Address of the zygote and facts of the connector, or why there are none."""
 
     address: str = ""
     facts: msgspec.Raw = msgspec.Raw(b"null")  # SubjectFacts as JSON
-    refusal: str = ""  # "", "BLOCKED" or "HARNESS"
+    refusal: str = ""  # without a zygote, the outcome of every case: "BLOCKED" or "HARNESS"; else ""
     reason: str = ""
-    later: str = ""  # a file in which all this stands before the first case begins
+    later: str = ""  # path of a file that holds the final ZygoteLink before the first case starts
 
 
 class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker of xdist is told. It reads neither settings nor subject itself: one reading, one truth."""
+    """What the controller sends to a worker of xdist (`pytest_configure_node`): only the controller reads
+    settings.
+    """
 
     settings: Settings
     subject: Subject
@@ -44,7 +47,7 @@ class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseRunner:
-    """The hooks of every process of an active run."""
+    """Hooks of every process of an active run."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class CaseRunner:
         link: ZygoteLink,
     ):
         self.config, self.settings, self.subject, self.link = config, settings, subject, link
-        # those with kv::, none for the whole suite; None: the user named only paths of their own
+        # those with kv::; empty: the whole suite; None: the user named only paths of their own tests
         self._arguments = arguments
         self._item: pytest.Item | None = None
         self._bench: Any = None
@@ -66,17 +69,19 @@ class CaseRunner:
         return rules.load()
 
     def plan(self) -> Plan:
-        """The cases of this run. Raises UsageError, or pytest.exit with code 11 for a defect of the suite."""
+        """Return the cases of this run. Raises UsageError; ends pytest with code 11 for a defect of the
+        suite.
+        """
         if self._plan is None:
             try:
                 plan = make_plan(self.settings, self._arguments or ())
-                if strangers := [
+                if unmatched := [
                     entry for entry in self.subject.known if not any(map(entry.matches, plan.manifest))
                 ]:
                     other = make_plan(
                         Settings(matrix="full" if self.settings.matrix == "quick" else "quick"), ()
                     )
-                    check_known(strangers, [*plan.manifest, *other.manifest])
+                    check_known(unmatched, [*plan.manifest, *other.manifest])
             except BadSetting as error:
                 raise pytest.UsageError(str(error)) from None
             except (BadSuite, rules.BadRules) as error:
@@ -85,18 +90,18 @@ class CaseRunner:
         return self._plan
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:
-        """What the declaration makes of what a case said."""
+        """Return the result of a case with its features, after the declaration is applied."""
         return apply_declaration(
             msgspec.structs.replace(result, features=features.required_features(planned)), self.criteria
         )
 
     @property
     def criteria(self) -> Criteria:
-        """What was declared, as every case is judged by it."""
+        """Return the declaration, which is applied to every result."""
         return Criteria(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
 
     def properties_of(self, planned: PlannedCase) -> list[tuple[str, object]]:
-        """What pytest writes into JUnit beside the outcome."""
+        """Return the properties of a case that pytest writes into JUnit, besides the outcome."""
         rule = self.rules.get(planned.case.rule)
         return [
             ("rule", planned.case.rule),
@@ -105,8 +110,8 @@ class CaseRunner:
         ]
 
     def bench(self, item: CaseItem) -> Any:
-        """The bench of this process, made on first use. Raises Blocked or HarnessError when the subject
-        could not be looked at.
+        """Return the bench of this process, made on first use. Raises Blocked or HarnessError if there is
+        no zygote.
         """
         self._item = item
         if self.link.later:
@@ -117,29 +122,30 @@ class CaseRunner:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
-        needs, device = (
-            self.subject.requires_device,
-            getattr(self._bench.facts, "device", "") if self.subject.requires_device else "",
-        )
-        if needs != device and item.planned.case.tier in MOVING_TIERS:
-            raise Blocked(
-                f"{self.subject.connector} moves bytes on {needs} alone, and the installed vLLM runs on {device}"
-            )
+        if (required := self.subject.requires_device) and item.planned.case.tier in MOVING_TIERS:
+            device = getattr(self._bench.facts, "device", "")
+            if required != device:
+                raise Blocked(
+                    f"{self.subject.connector} moves bytes only on {required}, and the installed vLLM "
+                    f"runs on {device}"
+                )
         return self._bench
 
     def close(self) -> list[str]:
-        """End what the bench of this process holds; sentences about what would not end."""
+        """Close the bench of this process. Returns sentences about processes that did not end."""
         bench, self._bench = self._bench, None
         try:
             if bench is not None:
                 bench.close()
-        except Exception as error:  # whatever it is, the run goes on to its verdict, which says it
+        except Exception as error:  # the run goes on to its verdict, which shows the sentence
             return [f"closing the engines failed: {type(error).__name__}: {error}"]
         return []
 
     def progress(self, sentence: str) -> None:
-        """Say at once what happens now: here, or on the controller, where it arrives as a report of a phase
-        that pytest does not know.
+        """Print at once what happens now.
+
+        A worker of xdist sends the sentence to the controller, as a report of a phase that pytest does not
+        know.
         """
         if self._item is None:
             return
@@ -186,15 +192,13 @@ class CaseRunner:
 
     def pytest_sessionfinish(self) -> None:
         output = getattr(self.config, "workeroutput", None)
-        if (
-            output is not None
-        ):  # a worker of xdist; elsewhere the judge closes, and puts what it hears into the verdict
+        if output is not None:  # a worker of xdist; otherwise the controller closes the runner
             output[WORKER_KEY] = self.close()
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
-    """Write a line past pytest's capture and between its dots. `nodeid`: the item that runs, whose dot is
-    still to come.
+    """Write a line past pytest's capture, between its dots. `nodeid`: the running item, whose dot is not
+    printed yet.
     """
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     if reporter is None:
@@ -205,7 +209,7 @@ def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
         if getattr(config.get_terminal_writer(), "width_of_current_line", 0):  # dots under -q and xdist
             reporter.write_line("")
         if nodeid and reporter.showfspath and not reporter.showlongtestinfo:
-            reporter.write(text)  # what follows begins with a newline, and lets the dots go on
+            reporter.write(text)  # the next text begins with a newline, then the dots go on
             reporter.write_fspath_result(nodeid, "")
         else:
             reporter.write_line(text)
