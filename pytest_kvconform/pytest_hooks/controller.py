@@ -1,5 +1,7 @@
-"""The hooks of the process that a person started: it owns the zygote, gathers results from wherever they
-were made, decides and reports.
+"""Hooks of the process that a person started: it owns the zygote, gathers all results, decides and reports.
+
+With pytest-xdist this process is xdist's controller, which runs no case. Without xdist it also runs the
+cases.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from pytest_kvconform.settings import non_default
 from pytest_kvconform.subject import reason_not_runnable
 from pytest_kvconform.verdict import signature
 
-_PROBE_SECONDS = 120.0  # importing vLLM on a slow, busy machine, with room
-_MOST_LINES = 20  # of ids with one cause
+_PROBE_SECONDS = 120.0  # enough to import vLLM on a slow, busy machine
+_MOST_LINES = 20  # of ids with one cause that are shown
 _LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
     Outcome.BLOCKED: ("blocked", "B", ("BLOCKED", {"yellow": True})),
     Outcome.NOT_APPLICABLE: ("not applicable", "n", ("NOT-APPLICABLE", {})),
@@ -43,9 +45,8 @@ class Controller:
         self._selected: list[str] = []  # ids that are to run
         self._troubles: list[str] = []
         self._report: document.Report | None = None
-        self._stats: list[
-            tuple[list[Any], list[Any]]
-        ] = []  # of pytest's terminal: the list that it shows, and all that was in it
+        # for each category of pytest's terminal: the list that pytest shows, and a copy of all its reports
+        self._stats: list[tuple[list[Any], list[Any]]] = []
         self._hit_limit = False
 
     # ---- before the first case ----------------------------------------------------------------------------
@@ -67,14 +68,15 @@ class Controller:
         if (cache := getattr(self.config, "cache", None)) is not None:
             cache.set("kvconform/seed", self.settings.seed)
         try:
-            if reason := reason_not_runnable(self.runner.subject):  # said at once, not after vLLM is loaded
+            if reason := reason_not_runnable(self.runner.subject):  # known at once, before vLLM is loaded
                 self.runner.link = ZygoteLink(refusal="BLOCKED", reason=reason)
             else:
                 self._zygote = loading.bench_module().start_zygote(self.settings)
-        except Exception as error:  # a machine that cannot start it is no reason to lose the verdict
+        except Exception as error:  # the run goes on to its verdict, even if the zygote cannot start
             self.runner.link = ZygoteLink(
                 refusal="HARNESS",
-                reason=f"the zygote (the process that engines are forked from) did not start: {type(error).__name__}: {error}",
+                reason="the zygote (the process that engines are forked from) did not start: "
+                f"{type(error).__name__}: {error}",
             )
         if self._distributed():
             self._selected = [planned.id for planned in self.runner.plan().asked]
@@ -92,19 +94,17 @@ class Controller:
         later = self.runner.link.later
         self._probe()
         if later:
-            Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended took its folder along
+            Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended has removed its folder
             Path(later).write_bytes(msgspec.json.encode(self.runner.link))
 
     def _distributed(self) -> bool:
         return self.config.pluginmanager.has_plugin("dsession")
 
     def _probe(self) -> None:
-        """Look at the subject once, if a case needs it. Raises UsageError when there is nothing to test
-        under that name.
-        """
+        """Probe the connector once, if a case is selected. Raises UsageError if it does not exist."""
         if self._zygote is None or not self._selected:
             return
-        write_line(self.config, f"kv: loading vLLM and looking at {self.settings.connector}")
+        write_line(self.config, f"kv: loading vLLM and probing {self.settings.connector}")
         bench, deadline = loading.bench_module(), _PROBE_SECONDS * self.settings.timeout_scale
         try:
             facts = bench.probe_subject(self._zygote.address, self.runner.subject, deadline)
@@ -117,17 +117,17 @@ class Controller:
             self.runner.link = ZygoteLink(refusal="BLOCKED", reason=str(error))
         except HarnessError as error:
             self.runner.link = ZygoteLink(refusal="HARNESS", reason=str(error))
-        except Exception as error:  # our defect, and every case will say so
+        except Exception as error:  # a defect of the suite: every case becomes HARNESS with this reason
             self.runner.link = ZygoteLink(
-                refusal="HARNESS", reason=f"looking at the connector failed: {type(error).__name__}: {error}"
+                refusal="HARNESS", reason=f"probing the connector failed: {type(error).__name__}: {error}"
             )
 
     # ---- xdist --------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        told = WorkerInput(settings=self.settings, subject=self.runner.subject, link=self.runner.link)
-        node.workerinput[WORKER_KEY] = msgspec.json.encode(told).decode()
+        worker_input = WorkerInput(settings=self.settings, subject=self.runner.subject, link=self.runner.link)
+        node.workerinput[WORKER_KEY] = msgspec.json.encode(worker_input).decode()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -135,7 +135,7 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """One cell, one worker: its engines are started once. Another --dist than the default is respected."""
+        """Return the scheduler that gives each cell to one worker, unless the user chose another --dist."""
         if config.getoption("dist") != "load":
             return None
         from pytest_kvconform.pytest_hooks.xdist_scheduling import CellScheduling
@@ -163,34 +163,28 @@ class Controller:
         return None
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        # xdist ends -x and --maxfail as if somebody had interrupted it, with an exception of its own.
+        # xdist ends a run with -x or --maxfail by an interrupt whose message begins with these words.
         self._hit_limit = str(excinfo.value).startswith("stopping after")
 
     # ---- the end ------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self.config.getoption("collectonly") or exitstatus in (
-            3,
-            4,
-            11,
-        ):  # broken before there was anything to judge
+        # 3, 4 and 11: the run broke before it had results
+        if self.config.getoption("collectonly") or exitstatus in (3, 4, 11):
             return
         self._troubles += self.runner.close() + self._close()
-        verdict = self._conclude().verdict
+        verdict = self._decide_and_write().verdict
         if (
             exitstatus in (0, 5)
             or (exitstatus == 1 and verdict.exit_code)
             or (exitstatus == 2 and self._hit_limit)
         ):
-            session.exitstatus = (
-                verdict.exit_code
-            )  # else a test of the user's failed, or somebody pressed Ctrl-C
+            # Otherwise a test of the user failed, or a person pressed Ctrl-C.
+            session.exitstatus = verdict.exit_code
 
-    def _conclude(self) -> document.Report:
-        """Controller and write. A report that cannot be written is a trouble, and changes the verdict that
-        is shown.
-        """
+    def _decide_and_write(self) -> document.Report:
+        """Decide the verdict and write the report. If the report cannot be written, the verdict is HARNESS."""
         folder = Path(self.settings.report)
         self._report = self._document()
         try:
@@ -202,7 +196,7 @@ class Controller:
             try:
                 with open(path, "a", encoding="utf-8") as file:
                     file.write(markdown.job_summary(self._report))
-            except OSError as error:  # a page of the CI service: a pity, and no part of the result
+            except OSError as error:  # the summary of the CI job is no part of the result
                 write_line(self.config, f"kv: no summary was appended to {path}: {error.strerror}")
         return self._report
 
@@ -218,22 +212,22 @@ class Controller:
         )
 
     def _close(self) -> list[str]:
-        """End the zygote and all it started. Once; later calls do nothing."""
+        """End the zygote and all processes that it started. Returns sentences about what did not end; a
+        second call does nothing.
+        """
         zygote, self._zygote = self._zygote, None
         try:
             return list(zygote.close()) if zygote is not None else []
-        except Exception as error:  # the verdict says it
-            return [
-                "the zygote (the process that engines are forked from) would not end: "
-                f"{type(error).__name__}: {error}"
-            ]
+        except Exception as error:  # the verdict shows the sentence
+            sentence = "the zygote (the process that engines are forked from) did not end"
+            return [f"{sentence}: {type(error).__name__}: {error}"]
 
     def pytest_unconfigure(self) -> None:
-        self._close()  # where the session broke before its end
+        self._close()  # in case the session broke before pytest_sessionfinish
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
-        """Show failures of one cause once. pytest prints its sections inside the yield, and its short
+        """Show failures with one cause once. pytest prints its sections inside the yield, and its short
         summary after our verdict.
         """
         for category in ("failed", "error"):
@@ -244,11 +238,11 @@ class Controller:
 
     @pytest.hookimpl(specname="pytest_terminal_summary", tryfirst=True)
     def pytest_terminal_summary_verdict(self, terminalreporter: Any) -> None:
-        for reports, all_of_them in self._stats:
-            reports[:] = all_of_them
+        for reports, every_report in self._stats:
+            reports[:] = every_report
         if self._report is None:
             return
-        unicode = _knows(sys.__stdout__, "✓✗·×")
+        unicode = _can_show(sys.__stdout__, "✓✗·×")
         if self._results and (block := block_to_paste(self.runner.subject.features)):
             terminalreporter.write_sep("=", "to declare in pyproject.toml")
             terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
@@ -266,8 +260,8 @@ def _result(report: Any) -> CaseResult:
 
 
 def _one_per_cause(reports: list[Any]) -> list[Any]:
-    """The first report of each cause, with the ids of the others in a section of its own. Reports of other
-    tests stay.
+    """Return the first report of each cause, with the ids of the others in a section, and all reports of
+    other tests.
     """
     groups: dict[object, list[Any]] = {}
     for report in reports:
@@ -286,7 +280,7 @@ def _one_per_cause(reports: list[Any]) -> list[Any]:
     return [group[0] for group in groups.values()]
 
 
-def _knows(stream: Any, text: str) -> bool:
+def _can_show(stream: Any, text: str) -> bool:
     try:
         text.encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
