@@ -1,1 +1,44 @@
-"""What cases run on. `zygote` forks processes, `engine` drives one vLLM engine, `handover` joins two, `bench` is what a case gets."""
+"""The rigs: what cases run on. Each rig is a room (folder); two more rooms are what rigs stand on.
+
+    processes  <-  vllm_setup  <-  engine  <-  bytes  <-  peers, scheduler  <-  bench.py
+
+A room imports rooms to its left, never to its right; peers and scheduler do not import each other.
+
+| room | what it has |
+|---|---|
+| `processes` | the zygote (fork server), its children, ports, logs; knows nothing of vLLM |
+| `vllm_setup` | all that changes with a vLLM version: overrides, engine configuration, hooks, cache specs |
+| `engine` | the engine rig: two real vLLM engines with tiny checkpoints, compared with an oracle hand-over |
+| `bytes` | the byte rig: engines without a model, whose KV cache holds words that tell their own address |
+| `peers` | the peers rig: byte engines with faults of the transport, steps on demand, hostile clients |
+| `scheduler` | the scheduler rig: vLLM's scheduler, the scheduler half, and scripted worker reports |
+
+| module | what it has |
+|---|---|
+| `bench` | what a case is given: one bench for each rig |
+| `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
+| `scenario` | what is handed over, as data |
+| `launch` | the start of the zygote, its environment and its end |
+| `probe` | the look at the connector's class before any case runs |
+
+The way of one hand-over:
+
+1. pytest's process starts the zygote (`launch`) while it collects cases. The zygote imports vLLM
+   (`vllm_setup/preload.py`). `probe` looks at the connector's class in a fork.
+2. A case asks its bench (`bench.engine`, `bench.bytes`, ...) for an observation of a `Scenario` in the
+   current cell.
+3. The bench starts P and D, unless they run already: a handle in pytest's process (`engine/handle.py`) and
+   an engine in a fork of the zygote (`engine/process.py`). They talk over a connection, and each answer has
+   a deadline.
+4. The rig adds the request to P and steps P until the prefill has finished. P's answer names the blocks to
+   read.
+5. The rig adds the request to D with that answer as `kv_transfer_params`, and steps P and D until D has
+   loaded the KV cache and computed its tokens. The engine records what the connector was asked and what
+   stood in the cache.
+6. The bench compares: tokens and logprobs with the oracle's (engine), every word of D's pool with the word
+   that belongs there (bytes). The case gets the result as evidence or raises a violation.
+7. The bench keeps engines and observations for the other cases of the cell. The zygote kills every engine
+   at the end.
+
+Cases of the scheduler rig run in forks of a scheduler host process instead, one fork for each case.
+"""

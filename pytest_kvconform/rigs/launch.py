@@ -1,4 +1,6 @@
-"""Start the zygote (fork server) of a run: its command, its environment, the wait until it is ready, and its end."""
+"""Start the zygote (fork server) of a run: its command, its environment, the wait until it is ready, and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ PREFIX = "kvconform-"
 class Zygote:
     """The zygote of a run, as pytest's process sees it.
 
-    The zygote also ends, and removes `run_dir`, when this process is gone: its standard input is the life line.
+    The zygote also ends, and removes `run_dir`, when this process is gone: its standard input is the life
+    line.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path):
@@ -49,7 +52,9 @@ class Zygote:
         self.address = str(run_dir / SOCKET)
 
     def close(self) -> list[str]:
-        """End the zygote and everything it forked. Returns sentences about processes that did not end as asked."""
+        """End the zygote and everything it forked. Returns sentences about processes that did not end as
+        asked.
+        """
         problems: list[str] = []
         unreachable = False
         try:
@@ -58,7 +63,8 @@ class Zygote:
                 if connection.poll(CLOSE_S):
                     problems = connection.recv()[1]
         except (OSError, EOFError):
-            # The zygote has ended, or it still imports and sees the end of its input next: its exit code tells.
+            # The zygote has ended, or it still imports and sees the end of its input next: its exit code
+            # tells.
             unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -80,7 +86,9 @@ class Zygote:
 
 
 def start_zygote(settings: Settings) -> Zygote:
-    """Start the zygote with the models of the cells that the settings select; it imports while pytest collects."""
+    """Start the zygote with the models of the cells that the settings select; it imports while pytest
+    collects.
+    """
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
     models: dict[str, dict[str, Family] | dict[str, Geometry]] = {
@@ -97,8 +105,8 @@ def start_zygote(settings: Settings) -> Zygote:
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
-    """Start a zygote that can fork engines with checkpoints of `architectures`, and engines without a model of
-    `geometries` (architectures too).
+    """Start a zygote that can fork engines with checkpoints of `architectures`, and engines without a model
+    of `geometries` (architectures too).
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
@@ -139,7 +147,9 @@ def remove_stale_run_dirs() -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine: defaults, then the user's environment, then what every engine must have."""
+    """The environment of every engine: defaults, then the user's environment, then what every engine must
+    have.
+    """
     # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
     if not _has_gpu():
@@ -174,7 +184,9 @@ def _has_gpu() -> bool:
 
 
 def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
-    """Wait until the zygote has imported everything. Returns its facts about vLLM. Raises Blocked or HarnessError."""
+    """Wait until the zygote has imported everything. Returns its facts about vLLM. Raises Blocked or
+    HarnessError.
+    """
     answer = _ask(address, ("ping",), deadline_s)
     if answer[0] != "ready":
         kind, sentence = answer[1:]

@@ -1,4 +1,6 @@
-"""The look at the connector's class before any case runs: it is imported in a child process, which may crash or hang."""
+"""The look at the connector's class before any case runs: it is imported in a child process, which may crash
+or hang.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class BadSubject(Exception):
-    """There is nothing to test under the name that was given. The message is one sentence for the connector's author."""
+    """There is nothing to test under the name that was given. The message is one sentence for the connector's
+    author.
+    """
 
 
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
-    """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or HarnessError."""
+    """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or
+    HarnessError.
+    """
     top = (subject.module or "").partition(".")[0]
     if (
         top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None

@@ -1,8 +1,9 @@
 # ruff: noqa: E402 - the environment and the imports must be mended before vLLM is imported
-"""Build vLLM's own models on the meta device and print, as JSON, the KV cache specs of their layers beside those of rigs/geometry.py.
+"""Print, as JSON, the KV cache specs of vLLM's own models, built on the meta device, beside those of
+`kv_cache_specs`.
 
-A process of its own: vLLM takes 10 s to import and leaves much behind. All layers are real; where a model cannot be built on CPU as it
-is, only what has no KV is changed (CHANGES).
+test_geometry.py starts it as a process of its own: vLLM takes 10 s to import and leaves much behind. All
+layers are real; where a model cannot be built on CPU as it is, only parts without KV are changed (CHANGES).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ MAX_MODEL_LEN = 4096
 CHANGES = {
     "gpt_oss": {"intermediate_size": 4096}
 }  # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
-# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the kernels' 32
+# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the
+# kernels' 32
 CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [
     (1, 48, "auto", True),
     (2, 128, "auto", False),
@@ -158,8 +160,9 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.initialize_model_parallel(1)
     results = {}
-    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention: limits of a kernel that is not run here.
-    # Streams of CUDA are made by the constructor of Kimi Linear and used by its forward only.
+    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention: limits of a
+    # kernel that is not run here. Streams of CUDA are made by the constructor of Kimi Linear and used by its
+    # forward only.
     with (
         patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
         patch.object(torch.cuda, "Stream", lambda: None),

@@ -1,4 +1,6 @@
-"""rigs/geometry.py says of every geometry what vLLM's own model says, at every tensor parallel size."""
+"""`kv_cache_specs` gives every geometry the KV cache specs of vLLM's own model, at every tensor parallel
+size.
+"""
 
 import json
 import subprocess
@@ -33,7 +35,9 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """ "<geometry> <tp> <block size asked for> <cache dtype> <prefix caching>" -> what vLLM says and what we say."""
+    """ "<geometry> <tp> <block size asked for> <cache dtype> <prefix caching>" -> specs of vLLM's
+    model beside ours.
+    """
     command = [sys.executable, "-m", "tests.rigs.specs_of_models", str(tmp_path_factory.mktemp("models"))]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     [line] = [line for line in child.stdout.splitlines() if line.startswith("specs:")] or [child.stderr]
@@ -113,7 +117,7 @@ STATES = [
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize(("name", "word"), STATES)
 def test_segments_tile_the_state(name, word, tp, layout):
-    """The four parts cover each byte of the state once, and the rows of all ranks are those of the whole model."""
+    """The four parts cover each byte of the state once; the ranks' rows together are those of the model."""
     geometry = load_geometries()[name]
     kind = geometry.kinds[word]
     segments = state_segments(geometry, kind, tp, layout)
@@ -136,7 +140,9 @@ def test_segments_tile_the_state(name, word, tp, layout):
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @pytest.mark.parametrize(("name", "word"), STATES)
 def test_segments_lie_as_the_tensors_of_the_state_do(name, word, layout):
-    """Against an array of the shapes that vLLM packs one after the other: convolution by layout, then [head, head_v, head_k]."""
+    """Segments agree with arrays of the shapes that vLLM packs: convolution by layout, then [head, head_v,
+    head_k].
+    """
     geometry = load_geometries()[name]
     kind = geometry.kinds[word]
     q, _, v = channels = [number // 2 for number in kind.conv_channels]
@@ -157,6 +163,7 @@ def test_segments_lie_as_the_tensors_of_the_state_do(name, word, layout):
 
 
 def test_vllm_is_not_imported_for_a_look_at_the_geometry():
-    code = "import sys, pytest_kvconform.rigs.vllm_setup.kv_cache_specs as g; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    module = "pytest_kvconform.rigs.vllm_setup.kv_cache_specs"
+    code = f"import sys, {module}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert child.stdout == "[]\n"

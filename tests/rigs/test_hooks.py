@@ -35,6 +35,7 @@ def test_names_are_unique_and_halves_known() -> None:
 
 
 def test_a_look_at_the_list_imports_no_vllm() -> None:
-    code = "import sys, pytest_kvconform.rigs.vllm_setup.hooks; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    module = "pytest_kvconform.rigs.vllm_setup.hooks"
+    code = f"import sys, {module}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert child.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Memory in huge pages."""
+"""`huge_pages.collapse` keeps the content of memory, and does no harm where the kernel cannot do it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pytest_kvconform.rigs.processes import huge_pages
 
 
 def in_huge_pages() -> int:
-    """Kilobytes of this process."""
+    """Kilobytes of this process in huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
-def test_memory_is_collapsed_and_keeps_what_it_holds() -> None:
+def test_collapsed_memory_keeps_its_content() -> None:
     with mmap.mmap(-1, 24 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         memory.write(bytes(range(256)) * (24 << 12))
@@ -27,6 +27,6 @@ def test_memory_is_collapsed_and_keeps_what_it_holds() -> None:
         assert memory[:] == bytes(range(256)) * (24 << 12)
 
 
-def test_a_kernel_that_cannot_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_collapse_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "_COLLAPSE", 12345)
     assert huge_pages.collapse() == 0

@@ -1,4 +1,4 @@
-"""Exceptions are read from logs, whatever a logger puts before them."""
+"""`exceptions_in` reads exceptions from a log, whatever a logger puts before each line."""
 
 from pytest_kvconform.rigs.processes.logs import exceptions_in
 
@@ -11,7 +11,7 @@ AssertionError
 """
 
 
-def test_a_message_is_kept_and_said_once():
+def test_an_exception_with_a_message_is_reported_once():
     text = (
         "".join(
             MARK + line + "\n" for line in ["Traceback (most recent call last):", "ValueError: no block 7"]
@@ -21,7 +21,7 @@ def test_a_message_is_kept_and_said_once():
     assert exceptions_in("warming up\n" + text) == ("ValueError: no block 7",)
 
 
-def test_without_a_message_the_place_is_said():
+def test_an_exception_without_a_message_has_its_place():
     assert exceptions_in(PLAIN) == ("AssertionError in add_agent (worker.py:12): assert heads == 2 and (",)
     marked = "".join(MARK + line + "\n" for line in PLAIN.splitlines())
     assert exceptions_in(marked) == exceptions_in(PLAIN)
@@ -35,11 +35,11 @@ def test_a_place_belongs_to_one_exception():
     )
 
 
-def test_what_is_no_exception():
+def test_lines_that_are_no_exceptions():
     assert exceptions_in("Error: 5\nan error happened: ValueError\nERROR nothing\n  ValueErrors: no\n") == ()
     assert exceptions_in("") == ()
 
 
-def test_what_cannot_be_printed_is_marked_and_what_is_long_is_cut():
-    [said] = exceptions_in("OSError: a\x07b" + "c" * 1000)
-    assert said.startswith("OSError: a·b") and len(said) == 240
+def test_unprintable_characters_are_marked_and_long_messages_cut():
+    [found] = exceptions_in("OSError: a\x07b" + "c" * 1000)
+    assert found.startswith("OSError: a·b") and len(found) == 240

@@ -1,4 +1,4 @@
-"""The zygote, as pytest's process sees it: the modules that it imports exist, and an early end is reported."""
+"""The zygote, as pytest's process sees it: modules to preload exist, and an early end is reported."""
 
 from __future__ import annotations
 

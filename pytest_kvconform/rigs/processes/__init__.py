@@ -1,1 +1,28 @@
-"""pytest_kvconform/rigs/processes."""
+"""Processes: fork them, watch them, end them, and leave nothing behind. This room knows nothing of vLLM.
+
+| module | what it has |
+|---|---|
+| `zygote` | the zygote (fork server): imports once what children need, then forks children on demand |
+| `child` | a child as its caller sees it: a connection, a log, an end with a deadline |
+| `stacks`, `logs` | Python stacks and exceptions, read from the log of a child |
+| `linux` | facts from /proc: children, sessions, shared memory, threads, listening sockets |
+| `ports` | TCP ports that stay free until an engine binds them |
+| `huge_pages` | huge pages for the zygote's memory, so that a fork takes 11 ms instead of 37 |
+
+The way of one case through this room:
+
+1. `rigs/launch.py` starts `python -m ...processes.zygote`, with the name of a function that imports what
+   children need. The zygote calls the function, freezes its heap, and listens on a Unix socket in the run's
+   folder.
+2. `ChildProcess(address, name, "module:function", argument, deadline)` asks the zygote for a fork. The
+   child leads a session of its own, writes to a log of its own, and calls the function with a connection
+   and the argument.
+3. The caller sends and receives messages over the connection; each `receive` has a deadline.
+4. A child that died or hung has its Python stack in the log. `ChildProcess.stack` prefers a stack that
+   passes through one of the functions the caller names, such as the hooks of a connector.
+5. `ChildProcess.end` lets the zygote kill the child's session, reap it, and remove its shared memory.
+6. The zygote ends when it is closed or when its standard input ends, which is when pytest's process is
+   gone. It kills every descendant and removes the run's folder.
+
+This room imports the standard library and `pytest_kvconform.result`, and no other room.
+"""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.processes.logs import exceptions_in
+from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
 from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
 
 LOG_LINES = 12
@@ -45,7 +45,7 @@ class ChildProcess:
         self.pid: int = answer[1]
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message. Raises EOFError if the process is gone, TimeoutError if it sent nothing in time."""
+        """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time."""
         if not self.connection.poll(deadline_s):
             raise TimeoutError
         return self.connection.recv()
@@ -107,8 +107,3 @@ def connect(address: str, deadline_s: float) -> Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-
-
-def printable(line: str) -> str:
-    """The line with a dot for each character that cannot be printed."""
-    return "".join(c if c.isprintable() else "·" for c in line)

@@ -1,4 +1,6 @@
-"""Put what a process has allocated into huge pages, so that its forks have fewer entries to copy."""
+"""Huge pages for memory that a process has allocated, so that a fork of it has fewer page table entries to
+copy.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,18 @@ import ctypes
 from pathlib import Path
 
 _SIZE = 1 << 21  # bytes of a huge page on x86-64 and on ARM with pages of 4 KiB
-_COLLAPSE = 25  # MADV_COLLAPSE of linux/mman.h, since Linux 6.1; it does not ask whether huge pages are enabled for everybody
+# MADV_COLLAPSE of linux/mman.h, since Linux 6.1; it works where huge pages are not enabled for everybody too.
+_COLLAPSE = 25
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def collapse() -> int:
-    """Turn private anonymous memory into huge pages where it fills them. Returns how many were made; 0 where the kernel cannot.
+    """Turn private anonymous memory into huge pages where it fills them. Returns how many were made, 0 where
+    the kernel cannot make any.
 
-    A child that writes to one copies 4 KiB of it as before: the kernel splits the child's entry, not the page.
+    A forked child that writes to a huge page copies 4 KiB of it, as before: the kernel splits the child's
+    page table entry, not the page.
     """
     made = 0
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():

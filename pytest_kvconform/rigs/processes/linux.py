@@ -1,4 +1,8 @@
-"""Facts about processes from Linux itself (/proc, prctl), so that nothing is left whatever a connector starts."""
+"""Facts about processes from Linux itself (/proc, prctl): children, sessions, shared memory, threads,
+sockets.
+
+With them the zygote leaves nothing behind, whatever a connector starts.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become children of this process instead of init, so that they can be found and ended."""
+    """Let orphaned descendants become children of this process instead of init: it can find and end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Get SIGKILL when the parent process ends, also when it is killed itself."""
+    """Let Linux send this process SIGKILL when its parent process ends, however the parent ends."""
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between the fork and the line above
+    if os.getppid() != parent:  # the parent died between the fork and the line above
         os._exit(1)
 
 
 def _stat(pid: int) -> tuple[int, int, str]:
-    """(parent, session, state) of a process; zeros if it is gone."""
+    """(parent, session, state) of a process; zeros if the process is gone."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -60,7 +64,10 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL every process of a session (a child of the zygote leads one); processes that are gone are no error."""
+    """Send SIGKILL to every process of a session. Each child of the zygote leads a session.
+
+    Processes that are gone are no error.
+    """
     for pid in _pids():
         if _stat(pid)[1] == session:
             with contextlib.suppress(ProcessLookupError):
@@ -73,7 +80,7 @@ def shared_memory_of(session: int) -> set[str]:
 
 
 def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
-    """Files in /dev/shm that these processes, or any, have mapped; files that are removed already are left out."""
+    """Files in /dev/shm that these processes have mapped (None: all processes), without removed files."""
     found: set[str] = set()
     for pid in _pids() if pids is None else pids:
         with contextlib.suppress(OSError):
@@ -83,10 +90,12 @@ def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
 
 
 def threads() -> dict[str, str]:
-    """Id -> name of every thread of this process, native ones included. A thread may take its name some time after it was started."""
-    python = {
-        str(thread.native_id): thread.name for thread in threading.enumerate()
-    }  # Linux has the program's name for most of them
+    """Id -> name of every thread of this process, native threads included.
+
+    A thread may take its name some time after its start.
+    """
+    # Names in Python first: Linux has the program's name for most threads.
+    python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
     found = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):

@@ -1,11 +1,12 @@
-"""What a log says about exceptions that nobody raised to the harness: a connector's background thread fails, and only its log knows."""
+"""Read exceptions from a log. An exception in a background thread of a connector shows up there only."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-# What vLLM's logger puts before each line of a traceback: "(Worker pid=12) ERROR 11-21 05:26:27 [base_worker.py:1318] ".
+# What a logger may put before each line of a traceback:
+# "(Worker pid=12) ERROR 11-21 05:26:27 [base_worker.py:1318] ".
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 _END = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure))(?:: (?P<message>.+))?$")
@@ -15,9 +16,10 @@ LONGEST = 240  # characters of one sentence
 def exceptions_in(text: str) -> tuple[str, ...]:
     """Each exception once, in order: "AssertionError: sizes differ".
 
-    One without a message is said with its place and the line of source: "AssertionError in add_agent (base.py:12): assert a == b".
+    An exception without a message has its place and the line of source instead:
+    "AssertionError in add_agent (base.py:12): assert a == b".
     """
-    said: dict[str, None] = {}
+    found: dict[str, None] = {}
     place = source = ""
     for line in text.splitlines():
         line = _PREFIX.sub("", line)
@@ -30,8 +32,13 @@ def exceptions_in(text: str) -> tuple[str, ...]:
                 if end["message"]
                 else name + place + (f": {source}" if source else "")
             )
-            said["".join(c if c.isprintable() else "·" for c in sentence[:LONGEST])] = None
+            found[printable(sentence[:LONGEST])] = None
             place = source = ""
         elif place and not source:
             source = line.strip()
-    return tuple(said)
+    return tuple(found)
+
+
+def printable(line: str) -> str:
+    """The line with a dot for each character that cannot be printed."""
+    return "".join(c if c.isprintable() else "·" for c in line)

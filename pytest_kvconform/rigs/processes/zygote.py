@@ -1,21 +1,22 @@
-"""The zygote (fork server): one process that has imported all that its children need, from which they are forked.
+"""The zygote (fork server): one process that imports what its children need, and forks them on demand.
 
     python -m pytest_kvconform.rigs.processes.zygote RUN_DIR PRELOAD ARGUMENTS
 
-PRELOAD ("module:function") imports what children need; it gets ARGUMENTS, a JSON object, and returns facts. An engine
-that is forked after it is up in one second instead of thirty.
+PRELOAD ("module:function") imports what children need; it gets ARGUMENTS, a JSON object, and returns facts.
+An engine that is forked then is up in one second instead of thirty.
 
-The zygote listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request (a tuple, pickled):
+The zygote listens on the Unix socket RUN_DIR/zygote.sock. A connection carries one request, a
+pickled tuple:
 
-    ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence), answered once PRELOAD has returned
+    ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence), once PRELOAD has returned
     ("fork", name, target, arg)  -> the connection passes to a new child, which calls target(connection, arg);
                                     ("pid", pid) comes first
     ("end", pid)                 -> kills the child's whole session, reaps it; ("ended", how it ended)
     ("close",)                   -> ends every child; ("closed", [sentences about processes that did not end])
 
-The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and removes
-RUN_DIR when a client tells it to close. It does the same when the process that started it is gone, however that
-process ended: the zygote's standard input is the life line.
+The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and
+removes RUN_DIR when a client tells it to close. It does the same when the process that started it is gone,
+however that process ended: the zygote's standard input is the life line.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from pytest_kvconform.rigs.processes.linux import (
 )
 
 SOCKET = "zygote.sock"
-REQUEST_S = 5.0  # a connected client has this long to say what it wants
+REQUEST_S = 5.0  # for a connected client to send its request
 
 
 class ForkServer:
-    """The serving loop. One thread; it never waits for a child longer than it takes a killed process to be reaped."""
+    """The serving loop, in one thread. It waits for killed children to be reaped, and for nothing else."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -65,13 +66,12 @@ class ForkServer:
         self.listener.listen(64)
         self.ready: tuple[Any, ...] = ("failed", "harness", "the preloading has not ended")
         self.started = time.time()
-        self.shared_memory: set[str] = (
-            set()
-        )  # files in /dev/shm that children had mapped when they were killed
+        # Files in /dev/shm that children had mapped when they were killed.
+        self.shared_memory: set[str] = set()
         self.ended: dict[int, int] = {}  # pid -> wait status, of children already reaped
 
     def serve(self) -> None:
-        """Answer requests until told to close or until standard input ends."""
+        """Answer requests until a client sends ("close",) or standard input ends."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -84,7 +84,7 @@ class ForkServer:
                         return
 
     def _answer(self, connection: Connection) -> bool:
-        """Handle one request. False: close."""
+        """Answer one request. Returns False after a request to close."""
         with connection:
             try:
                 if not connection.poll(REQUEST_S):
@@ -100,7 +100,7 @@ class ForkServer:
                 else:
                     connection.send(self.ready)
             except (OSError, EOFError):
-                return True  # the client is gone, and with it the question
+                return True  # the client is gone
         return True
 
     def _fork(self, connection: Connection, name: str, target: str, argument: Any) -> None:
@@ -111,7 +111,7 @@ class ForkServer:
             run(target, connection, argument)
 
     def _end(self, pid: int) -> int | None:
-        """Kill the session of one child. Returns its wait status, or None for a process that is not ours."""
+        """Kill the session of one child. Returns its wait status, or None for a process that is no child."""
         if pid not in self.ended:
             self._note_shared_memory([pid])
             kill_session(pid)
@@ -125,7 +125,7 @@ class ForkServer:
         return self.ended[pid]
 
     def _note_shared_memory(self, sessions: list[int]) -> None:
-        """Remember what these processes have mapped, before they are killed."""
+        """Note which files in /dev/shm these sessions have mapped, before they are killed."""
         self.shared_memory |= {
             file
             for session in sessions
@@ -134,7 +134,7 @@ class ForkServer:
         }
 
     def _remove_shared_memory(self) -> None:
-        """Remove what a killed process could not remove itself, unless somebody else uses it."""
+        """Remove files in /dev/shm that killed processes left, unless another process uses them."""
         if self.shared_memory:
             for file in self.shared_memory - mapped_shared_memory():
                 with contextlib.suppress(OSError):
@@ -152,7 +152,10 @@ class ForkServer:
             self.ended[pid] = status
 
     def close(self) -> list[str]:
-        """Kill every process that descends from this one. Orphans come to us, since this process is their subreaper."""
+        """Kill every descendant of this process. Orphans become its children, since it is their subreaper.
+
+        Returns a sentence for each process that did not end.
+        """
         deadline = time.monotonic() + 5
         while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
             self._note_shared_memory(pids)
@@ -177,11 +180,10 @@ def become(name: str, run_dir: Path) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, 0)
-    )  # a crash leaves no file, and takes no time to write one of several GB
+    # A crash leaves no core file, and takes no time to write one of several GB.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # a segmentation fault writes the Python stack to the log
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does a process that is asked where it hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does SIGUSR1, for a process that hangs
 
 
 def function_named(target: str) -> Callable[..., Any]:
@@ -207,7 +209,10 @@ def run(target: str, connection: Connection, argument: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def watched(run_dir: Path) -> Iterator[None]:
-    """End at once when standard input ends inside this block, which takes many seconds and does not look. No thread is left after it."""
+    """End this process at once when standard input ends inside the block, which takes many seconds.
+
+    No thread is left after the block.
+    """
     done, finish = os.pipe()
 
     def watch() -> None:
@@ -229,7 +234,8 @@ def watched(run_dir: Path) -> Iterator[None]:
 
 def main(run_dir: Path, preload: str, arguments: dict[str, Any]) -> int:
     """Call `preload` with its arguments, then fork on demand. The end of standard input ends this process."""
-    gc.disable()  # imports leave few cycles, and the collector would walk everything imported again and again: 2.5 s
+    # Imports leave few cycles, and the collector would walk everything imported again and again: 2.5 s.
+    gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
     # Last: a connector may lie in that folder, but nothing there hides a package.
@@ -246,7 +252,8 @@ def main(run_dir: Path, preload: str, arguments: dict[str, Any]) -> int:
             traceback.print_exc()
             server.ready = ("failed", "harness", f"{type(error).__name__}: {error}")
         gc.enable()
-        gc.freeze()  # children inherit the heap; without this each spends a second in the collector walking it
+        # Children inherit the heap; without this the collector of each child walks it for a second.
+        gc.freeze()
         huge_pages.collapse()  # 0.7 s, and a fork takes 11 ms instead of 37
         server.serve()
     finally:

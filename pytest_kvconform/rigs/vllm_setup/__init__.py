@@ -1,1 +1,30 @@
-"""pytest_kvconform/rigs/vllm_setup."""
+"""All that changes with a version of vLLM, torch or NIXL. To support another vLLM minor, begin at `compat`.
+
+| module | what it has |
+|---|---|
+| `compat` | the supported minor, and functions of vLLM whose arguments differ between minors |
+| `preload` | what the zygote imports and does once before it forks |
+| `overrides` | every override of vLLM and of torch, one function each |
+| `nixl_agents` | the overrides of NIXL |
+| `optional_packages` | imports of vLLM beside packages that were built for another torch |
+| `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |
+| `kv_cache_specs` | vLLM's KV cache specs of a geometry, without building the model |
+| `forked_executor` | vLLM's executor for tensor parallel workers that are forked |
+| `hooks` | the one list of the connector interface's hooks, and how vLLM calls each |
+| `classes` | classes of vLLM that cases compare with |
+| `probe` | the look at the connector's class, in a child process |
+
+The way of one hand-over through this room:
+
+1. The zygote calls `preload.preload`: packages are mended, vLLM and the rigs' modules are imported,
+   overrides are made, model classes are registered.
+2. `probe.probe` looks at the connector's class in a fork.
+3. P and D are forked. `engine_config` builds the VllmConfig of each: for a checkpoint, or for a geometry,
+   whose KV cache layers `kv_cache_specs` describes. With several ranks `forked_executor` forks the workers.
+4. After an engine has built its connector, `overrides.release_cores` undoes the pinning of its threads.
+5. The scheduler rig records the calls of `hooks.RECORDED`; a stack through a hook of `hooks.IN_STACKS`
+   shows where the connector was when an engine died or hung.
+
+This room imports `rigs/processes`, `model_matrix`, vLLM, torch and NIXL. vLLM, torch and NIXL are imported
+inside functions, except in `forked_executor`, which only engines import.
+"""

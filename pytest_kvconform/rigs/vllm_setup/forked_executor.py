@@ -1,8 +1,9 @@
-"""Tensor parallel workers that are forked, and talked to over socket pairs.
+"""An executor whose tensor parallel workers are forked and answer calls over socket pairs.
 
-vLLM's CPU platform sets the start method `spawn` (15 s a worker), and its multiprocessing executor spins on shared memory, which costs a
-second per token when there are more workers than cores. This executor forks its workers before the engine has touched a device, blocks
-while it waits, and leaves nothing behind in /dev/shm. The workers are vLLM's own.
+vLLM's CPU platform sets the start method `spawn` (15 s a worker), and its multiprocessing executor spins on
+shared memory, which costs a second per token when there are more workers than cores. This executor forks its
+workers before the engine has touched a device, sleeps while it waits for them, and leaves nothing in
+/dev/shm. The workers are vLLM's own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class WorkerDied(RuntimeError):
 class ForkedExecutor(Executor):
     """One forked process per rank; the engine core stays in the caller's process.
 
-    Device calls happen in the workers alone, so that forking from a process that has imported everything is safe on CUDA too.
+    Device calls happen in the workers alone, so that forking from a process that has imported everything is
+    safe on CUDA too.
     """
 
     def _init_executor(self) -> None:
@@ -68,7 +70,10 @@ class ForkedExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call a method of every worker, or a function of the worker. Returns the list of results, or a done future of it."""
+        """Call a method of every worker, or a function with every worker.
+
+        Returns the list of results; with `non_block` a future that has it already.
+        """
         message = cloudpickle.dumps((method, args, kwargs or {}))
         for rank, (pid, connection) in enumerate(self.workers):
             try:
@@ -113,7 +118,10 @@ class ForkedExecutor(Executor):
                 raise WorkerDied(rank, pid)
 
     def shutdown(self) -> None:
-        """End every worker, whatever the others do; then raise what the first of them raised, as an executor of one rank does."""
+        """End every worker, whatever the others do.
+
+        Then raise what the first of them raised, as vLLM's executor of one rank does.
+        """
         raised: list[BaseException] = []
         for rank, (pid, connection) in enumerate(self.workers):
             try:
@@ -148,7 +156,7 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
             try:
                 message = connection.recv_bytes()
             except EOFError:
-                break  # the engine is gone, and with it everybody whom this worker serves
+                break  # the engine is gone
             method, args, kwargs = cloudpickle.loads(message)
             try:
                 result = run_method(wrapper, method, args, kwargs)
@@ -159,7 +167,7 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
                 result = error
             connection.send_bytes(cloudpickle.dumps(result))
         code = 0
-    except BaseException:  # the engine will say that this worker died, and its log says of what
+    except BaseException:  # the engine reports that this worker died, and the log has the reason
         traceback.print_exc()
     finally:
         sys.stdout.flush()

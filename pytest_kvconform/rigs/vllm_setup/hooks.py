@@ -1,8 +1,9 @@
 """The hooks of vLLM's KV connector interface as data: which half has each, and how vLLM 0.32 calls it.
 
-The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The calls were read in
-v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py, v1/worker/kv_connector_model_runner_mixin.py,
-model_executor/layers/attention/kv_transfer_utils.py, config/vllm.py and distributed/kv_transfer/kv_connector/v1/metrics.py.
+The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The
+calls were read in v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py,
+v1/worker/kv_connector_model_runner_mixin.py, model_executor/layers/attention/kv_transfer_utils.py,
+config/vllm.py and distributed/kv_transfer/kv_connector/v1/metrics.py.
 
 This module imports neither torch nor vLLM.
 """

@@ -1,8 +1,9 @@
-"""From a geometry to vLLM's own KV cache specs, as its layers would make them at a tensor parallel size, without building the model.
+"""vLLM's KV cache specs of a geometry, as the model's layers make them, without building the model.
 
-Sources in vLLM: `get_kv_cache_spec` of model_executor/layers/attention/attention.py, mla_attention.py and layers/mamba/abstract.py; shapes
-of states from layers/mamba/mamba_utils.py; the block size of hybrids from `_align_hybrid_block_size` of platforms/interface.py.
-tests/rigs compares the results with those of the models themselves.
+Sources in vLLM: `get_kv_cache_spec` of model_executor/layers/attention/attention.py, mla_attention.py and
+layers/mamba/abstract.py; shapes of states from layers/mamba/mamba_utils.py; the block size of hybrids from
+`_align_hybrid_block_size` of platforms/interface.py. tests/rigs compares the results with those of the models
+themselves.
 
 vLLM and torch are imported inside functions only.
 """
@@ -23,7 +24,7 @@ SEGMENTS = ("conv Q", "conv K", "conv V", "ssm")
 
 
 def possible(geometry: Geometry, tp: int) -> str:
-    """Empty if vLLM runs the model at tensor parallel size `tp`; else the reason, as one sentence."""
+    """Why vLLM cannot run the model at tensor parallel size `tp`, as one sentence; "" if it can."""
     heads = geometry.config["num_attention_heads"]
     if heads % tp:
         return f"{geometry.id} has {heads} attention heads, which do not divide by {tp}."
@@ -34,16 +35,19 @@ def possible(geometry: Geometry, tp: int) -> str:
         if isinstance(kind, State):
             for what, number in (("key", kind.key_heads), ("value", kind.value_heads)):
                 if number % tp:
-                    return f"Layers of kind {word!r} of {geometry.id} have {number} {what} heads, which do not divide by {tp}."
+                    heads_of = f"Layers of kind {word!r} of {geometry.id} have {number} {what} heads"
+                    return f"{heads_of}, which do not divide by {tp}."
         elif not isinstance(kind, Mla) and kind.kv_heads % tp and tp % kind.kv_heads:
-            return f"Layers of kind {word!r} of {geometry.id} have {kind.kv_heads} KV heads, which neither divide by {tp} nor divide it."
+            heads_of = f"Layers of kind {word!r} of {geometry.id} have {kind.kv_heads} KV heads"
+            return f"{heads_of}, which neither divide by {tp} nor divide it."
     return ""
 
 
 def kv_heads(kind: Attention, tp: int, rank: int) -> tuple[int, int]:
-    """(first global KV head, number of KV heads) of one rank. With more ranks than heads, neighbouring ranks hold the same head.
+    """(first global KV head, number of KV heads) of one rank.
 
-    Latent attention is one head that every rank holds.
+    With more ranks than heads, ranks next to each other hold the same head. Latent attention is one head that
+    every rank holds.
     """
     if isinstance(kind, Mla):
         return 0, 1
@@ -55,10 +59,12 @@ def kv_heads(kind: Attention, tp: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Where the rows of one part of a state lie within one rank's page of it. A row is a channel of the convolution, or one of the
-    `head_v` rows of a head's matrix.
+    """Where the rows of one part of a state lie within a page of one rank.
 
-    Element e of row r is at `offset + r * row_stride + e * element_stride`. With layout SD a row of the convolution is not contiguous.
+    A row is a channel of the convolution, or one of the `head_v` rows of a head's matrix.
+
+    Element e of row r is at `offset + r * row_stride + e * element_stride`. With layout SD a row of the
+    convolution is not contiguous.
     """
 
     name: str
@@ -78,8 +84,10 @@ class Segment:
 def state_segments(
     geometry: Geometry, kind: State, tp: int, layout: Literal["DS", "SD"] = "DS"
 ) -> tuple[Segment, ...]:
-    """The four parts of one rank's state in the order of memory. `layout` is that of the convolution: DS = (channel, token), SD = (token,
-    channel), see VLLM_SSM_CONV_STATE_LAYOUT. Raises ValueError if the topology is impossible.
+    """The four parts of one rank's state in the order of memory.
+
+    `layout` of the convolution: DS = (channel, token), SD = (token, channel), see VLLM_SSM_CONV_STATE_LAYOUT.
+    Raises ValueError if the topology is impossible.
     """
     _check(geometry, tp)
     size, tokens = _size(kind.conv_dtype), kind.kernel - 1
@@ -114,12 +122,13 @@ def state_segments(
 def block_size_of(
     geometry: Geometry, tp: int, wanted: int, cache_dtype: str = "auto", kernel_block: int = KERNEL_BLOCK
 ) -> int:
-    """Tokens a block of the attention layers has when `wanted` is asked for: raised, for a model with states, until a block of KV is as
-    large as a state.
+    """Tokens of a block of the attention layers when a user asks for `wanted`.
 
-    `kernel_block` is the smallest block of the attention kernels. The CPU platform also sets 16 for every model with latent attention if
-    the machine has no AMX, whatever is asked for; that is the limit of a kernel, not of the geometry, and is left out here.
-    Raises ValueError if the topology is impossible.
+    For a model with states vLLM raises it until a block of KV is as large as a state.
+
+    `kernel_block` is the smallest block of the attention kernels. The CPU platform also sets 16 for every
+    model with latent attention if the machine has no AMX, whatever is asked for. That is the limit of a
+    kernel, not of the geometry, and is left out here. Raises ValueError if the topology is impossible.
     """
     _check(geometry, tp)
     states = [kind for kind in geometry.kinds.values() if isinstance(kind, State)]
@@ -145,9 +154,10 @@ def layer_specs(
 ) -> dict[str, Any]:
     """Layer name -> KVCacheSpec of one rank, in the order of the model, the draft's layers last.
 
-    `block_size`: tokens, what `block_size_of` gives; `cache_dtype`: the engine option kv_cache_dtype; `max_model_len`: tokens, matters to
-    states without prefix caching only. Without prefix caching a state is kept once a request, with it at the end of every block.
-    Raises ValueError if the topology is impossible, or if a state does not fit into a block.
+    `block_size`: tokens, what `block_size_of` gives; `cache_dtype`: the engine option kv_cache_dtype;
+    `max_model_len`: tokens, which matter to states without prefix caching only. Without prefix caching a
+    request keeps one state, with it one state at the end of every block. Raises ValueError if the topology is
+    impossible, or if a state does not fit into a block.
     """
     _check(geometry, tp)
     specs: dict[str, Any] = {}
@@ -178,7 +188,7 @@ def _main_attention(geometry: Geometry) -> Attention:
 
 
 def _bytes_per_token(kind: Attention, geometry: Geometry, tp: int, cache_dtype: str) -> int:
-    """Bytes of one token in one layer on one rank. Cases are planned with it, so it must do without vLLM."""
+    """Bytes of one token in one layer on one rank. Cases are planned with it where vLLM is not imported."""
     size = (
         1
         if cache_dtype.startswith("fp8")
@@ -225,7 +235,8 @@ def _state_spec(
     needed = _state_bytes(geometry, kind, tp)
     if needed > page:
         raise ValueError(
-            f"A state of {geometry.id} has {needed} bytes at tensor parallel size {tp}, a block of attention {page}."
+            f"A state of {geometry.id} has {needed} bytes at tensor parallel size {tp}, "
+            f"a block of attention {page}."
         )
     if kind.mechanism == "kda":
         shapes = MambaStateShapeCalculator.kda_state_shape(

@@ -1,14 +1,15 @@
-"""Overrides of NIXL: its UCX plugin is loaded once, agents have no progress thread, and their class can be replaced.
+"""Overrides of NIXL: load its UCX plugin once, turn progress threads off, replace the class of agents.
 
-A NIXL agent's progress thread polls without a pause (nixl/_api.py sets pthrDelay = 0): one core per agent, all the
-time, half of it in the kernel. P at TP 1 and D at TP 2 are three agents; on two cores UCX's spin locks then wait for
-threads that are not running, and a hand-over of 0.2 s takes up to 28 s (docs/findings.md). Without the thread an agent
-makes progress in every call: connectors poll in each step of their engine, and the engine rig steps both engines while
-a transfer is under way. On a GPU machine nothing is changed.
+A NIXL agent's progress thread polls without a pause (nixl/_api.py sets pthrDelay = 0): one core per agent,
+all the time, half of it in the kernel. P at TP 1 and D at TP 2 are three agents; on two cores UCX's spin
+locks then wait for threads that are not running, and a hand-over of 0.2 s takes up to 28 s
+(docs/findings.md). Without the thread an agent makes progress in every call: connectors poll in each step of
+their engine, and the engine rig steps both engines while a transfer is under way. On a GPU machine nothing is
+changed.
 
-Without that thread an agent is not for several threads at once unless it is asked to be, and the push connector has a
-thread that writes while the engine's own asks for states. Unsynchronised, one of two writes was lost in 3 runs of 3;
-otherwise in none.
+Without that thread an agent is not for several threads at once unless it is asked to be, and the push
+connector has a thread that writes while the engine's own asks for states. Unsynchronised, one of two writes
+was lost in 3 runs of 3; otherwise in none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Modules that refer to NIXL's agent class, and their name for it; the module that was loaded last when they were found.
+# Modules that refer to NIXL's agent class, with their name for it; then the module that had been loaded last
+# when these were found.
 _users: list[tuple[Any, str]] = []
 _last = ""
 
@@ -27,8 +29,8 @@ _last = ""
 def preload() -> bool:
     """Load the library of NIXL's UCX backend, so that forked engines find it loaded (0.4 s each).
 
-    Returns whether NIXL is installed. The agent made for this has no backend and no thread, and is gone before
-    anything is forked.
+    Returns whether NIXL is installed. The agent made for this has no backend and no thread, and is gone
+    before anything is forked.
     """
     try:
         from nixl._api import nixl_agent, nixl_agent_config
@@ -41,7 +43,9 @@ def preload() -> bool:
 
 
 def without_progress_threads() -> None:
-    """Turn the progress thread of agents off that are made from now on, and let their callers wait for each other."""
+    """Turn the progress thread of agents off that are made from now on, and let their callers wait for each
+    other.
+    """
     from nixl._api import nixl_agent_config, nixl_thread_sync_t
 
     original = nixl_agent_config.__init__
@@ -57,9 +61,9 @@ def without_progress_threads() -> None:
 def replace_agent_class(replacement: Callable[[Any, type[Exception]], Any]) -> bool:
     """Put another class in the place of `nixl_agent`, in this process and in what it forks.
 
-    `replacement` gets the class in use and the exception that NIXL's backends raise, and returns the class to use.
-    Modules that imported the class already (vLLM's nixl_utils and its connectors among them) get the new one under
-    the name that they gave it. Returns whether NIXL is installed.
+    `replacement` gets the class in use and the exception that NIXL's backends raise, and returns the class to
+    use. Modules that imported the class already (vLLM's nixl_utils and its connectors among them) get the new
+    one under the name that they gave it. Returns whether NIXL is installed.
     """
     try:
         from nixl import _api, _bindings
@@ -78,8 +82,8 @@ def replace_agent_class(replacement: Callable[[Any, type[Exception]], Any]) -> b
 def find_users_of_agent_class() -> None:
     """Find the modules that refer to `nixl_agent` by now.
 
-    What is forked after this call looks only at modules that were loaded later: a look at all modules copies the
-    whole inherited heap (0.3 s).
+    What is forked after this call looks only at modules that were loaded later: a look at all modules copies
+    the whole inherited heap (0.3 s).
     """
     global _last
     with contextlib.suppress(ImportError):

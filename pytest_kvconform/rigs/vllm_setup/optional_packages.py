@@ -1,8 +1,9 @@
 """Make `import vllm` work beside packages that were built for another torch.
 
-PyPI's torchvision, torchaudio and torchcodec are built for CUDA torch. Beside a CPU torch their native parts do not load, and vLLM's
-import chain (through transformers) fails with them although no text model needs any of their kernels. A build that matches, such as
-those of PyTorch's own CPU index, loads and is left alone: what is found decides, nothing is assumed.
+PyPI's torchvision, torchaudio and torchcodec are built for CUDA torch. Beside a CPU torch their native parts
+do not load, and vLLM's import chain (through transformers) fails with them although no text model needs any
+of their kernels. A build that matches, such as those of PyTorch's own CPU index, loads and is left alone:
+each package is tried.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import sys
 # An import of these fails cleanly, and transformers and vLLM take them for not installed.
 OPTIONAL = ("torchaudio", "torchcodec")
 
-# torchvision must import (Qwen3.5's module imports its vision processors); what fails is the registration of fake kernels for two
-# operators that its native part would have defined. https://github.com/pytorch/vision/blob/main/torchvision/_meta_registrations.py
+# torchvision must import (Qwen3.5's module imports its vision processors); what fails is the registration of
+# fake kernels for two operators that its native part would have defined.
+# https://github.com/pytorch/vision/blob/main/torchvision/_meta_registrations.py
 OPERATORS = ("nms", "qnms")
 SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def mend_imports() -> list[str]:
-    """Import each extra once; replace what does not load. Returns one sentence per package that had to be mended."""
-    said = []
+    """Import each optional package once and replace what does not load. Returns one sentence per replaced
+    package.
+    """
+    replaced = []
     for name in OPTIONAL:
         error = _import_error(name)
         if error:
             _forget(name)
             sys.modules[name] = None  # type: ignore[assignment]  # the documented way to make an import fail
-            said.append(f"{name} does not load beside this torch and is treated as not installed ({error})")
+            replaced.append(
+                f"{name} does not load beside this torch and is treated as not installed ({error})"
+            )
     error = _import_error("torchvision")
     if error:
         _forget("torchvision")
@@ -36,10 +42,11 @@ def mend_imports() -> list[str]:
         for operator in OPERATORS:
             torch.library.define(f"torchvision::{operator}", SIGNATURE)
         importlib.import_module("torchvision")
-        said.append(
-            f"torchvision's native part does not load beside this torch; its operators are declared without kernels ({error})"
+        replaced.append(
+            "torchvision's native part does not load beside this torch; "
+            f"its operators are declared without kernels ({error})"
         )
-    return said
+    return replaced
 
 
 def _import_error(name: str) -> str:

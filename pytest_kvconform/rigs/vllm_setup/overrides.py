@@ -1,7 +1,8 @@
-"""Every override of vLLM and of torch: each function changes one thing, for the whole process and for what it forks.
+"""Every override of vLLM and of torch: each function changes one thing, for the whole process and for what it
+forks.
 
-`preload.py` calls those that hold for every process of a run. `keep_configured_limits` and `release_cores` are for
-the processes that need them. Overrides of NIXL are in `nixl_agents.py`.
+`preload.py` calls those that hold for every process of a run. `keep_configured_limits` and `release_cores`
+are for the processes that need them. Overrides of NIXL are in `nixl_agents.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow i
 
 
 def configure_loggers() -> None:
-    """Configure vLLM's loggers now, which touches every logger there is: 0.4 s, once instead of in each engine."""
+    """Configure vLLM's loggers now, which touches every logger there is: 0.4 s, once instead of in each
+    engine.
+    """
     from vllm.config import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -25,7 +28,8 @@ def configure_loggers() -> None:
 def keep_heap_frozen() -> None:
     """Make `gc.unfreeze` do nothing.
 
-    vLLM's worker calls it at shutdown and then walks the whole inherited heap (1 s); its process ends right after.
+    vLLM's worker calls it at shutdown and then walks the whole inherited heap (1 s); its process ends right
+    after.
     """
     gc.unfreeze = lambda: None
 
@@ -33,8 +37,8 @@ def keep_heap_frozen() -> None:
 def broadcast_without_shared_memory() -> None:
     """Let groups of ranks broadcast through torch.distributed, which is vLLM's own fallback.
 
-    vLLM's broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and `ForkedExecutor`
-    never uses it.
+    vLLM's broadcaster is a file of 25 MB in /dev/shm that stays there when a worker is killed, and
+    `ForkedExecutor` never uses it.
     """
     from vllm.distributed import parallel_state
 
@@ -44,10 +48,11 @@ def broadcast_without_shared_memory() -> None:
 
 
 def communicate_without_shared_memory() -> None:
-    """Let ranks on CPU communicate through torch.distributed, vLLM's own fallback for ranks that share no memory.
+    """Let ranks on CPU communicate through torch.distributed, vLLM's own fallback for ranks that share no
+    memory.
 
-    vLLM's shared memory spins, which is slow when there are more ranks than cores, and stays in /dev/shm when a
-    worker is killed.
+    vLLM's shared memory spins, which is slow when there are more ranks than cores, and stays in /dev/shm when
+    a worker is killed.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -55,11 +60,12 @@ def communicate_without_shared_memory() -> None:
 
 
 def accept_prefill_of_one_token() -> None:
-    """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token, whatever its strides.
+    """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token, whatever its
+    strides.
 
-    On CPUs with AVX512-BF16 the kernel asks for rows whose stride is their width. One row that was cut out of a wider
-    projection keeps the wider stride, because `Tensor.contiguous` takes every single row for contiguous, and the
-    kernel raises "expect x to be transposed" (docs/findings.md).
+    On CPUs with AVX512-BF16 the kernel asks for rows whose stride is their width. One row that was cut out of
+    a wider projection keeps the wider stride, because `Tensor.contiguous` takes every single row for
+    contiguous, and the kernel raises "expect x to be transposed" (docs/findings.md).
     """
     from vllm import _custom_ops
 
@@ -75,8 +81,8 @@ def accept_prefill_of_one_token() -> None:
 def share_gloo_devices() -> None:
     """Let the process groups of a process share one gloo device.
 
-    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank: with a
-    dozen ranks on two cores that is a tenth of the time.
+    Each device has a thread that wakes up every 10 ms, and vLLM makes more than ten groups in every rank:
+    with a dozen ranks on two cores that is a tenth of the time.
     """
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
@@ -96,8 +102,8 @@ def share_gloo_devices() -> None:
 def override_triton_kernels_once(now: bool) -> None:
     """Let workers skip `register_triton_kernel_overrides`, which looks through every module: 0.8 s.
 
-    `now`: call it here instead, for workers that run kernels. It must come before numba is imported, whose objects
-    break that look through every module.
+    `now`: call it here instead, for workers that run kernels. It must come before numba is imported, whose
+    objects break that look through every module.
     """
     from vllm.platforms import current_platform
 
@@ -138,8 +144,8 @@ def keep_configured_limits() -> None:
 def release_cores(worker: Any) -> None:
     """Let every thread of this worker run on any core again.
 
-    vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py), so
-    that P and D would share one core. That is a matter of speed, and the rigs are about bytes.
+    vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py),
+    so that P and D would share one core. That is a matter of speed, and the rigs are about bytes.
     """
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):

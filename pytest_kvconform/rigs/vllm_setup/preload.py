@@ -1,4 +1,6 @@
-"""What the zygote does before it forks: import torch, vLLM and the rigs, and do once what each engine would do again."""
+"""What the zygote does before it forks: import torch, vLLM and the rigs, and do once what each engine would
+do again.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
-    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list. Returns facts about vLLM.
+    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list. Returns facts
+    about vLLM.
 
-    `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of engines
-    without a model; "modules": modules of the rigs to import. The order of the steps matters where a comment says so.
+    `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
+    engines without a model; "modules": modules of the rigs to import. The order of the steps matters where a
+    comment says so.
     """
     architectures, geometries = arguments["architectures"], arguments["geometries"]
     mended = mend_imports()  # before vLLM is imported
@@ -92,7 +96,9 @@ def _import_scheduler() -> None:
 
 
 def _register(architecture: str) -> None:
-    """Register a model class: vLLM inspects one that is not registered in a subprocess, which imports vLLM (7 s)."""
+    """Register a model class: vLLM inspects one that is not registered in a subprocess, which imports vLLM (7
+    s).
+    """
     from vllm.model_executor.models import ModelRegistry
 
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())

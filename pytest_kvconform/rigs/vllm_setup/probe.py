@@ -1,4 +1,7 @@
-"""The inside of the process that looks at a connector's class. Nothing of the connector is ever imported anywhere else but in engines."""
+"""Look at the connector's class, in a child of the zygote. rigs/probe.py starts it.
+
+The connector's modules are imported here and in engines, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -67,21 +70,23 @@ def _check(found: Any, spec: str) -> None:
         raise _Bad(f"{found.__name__} does not implement {', '.join(missing)}")
     if "kv_cache_config" not in inspect.signature(found.__init__).parameters:
         raise _Bad(
-            f"{found.__name__}.__init__ has no parameter named kv_cache_config; vLLM builds (vllm_config, role, kv_cache_config)"
+            f"{found.__name__}.__init__ has no parameter named kv_cache_config; "
+            "vLLM builds (vllm_config, role, kv_cache_config)"
         )
 
 
 def _import(module: str, name: str) -> Any:
-    """Import the module and return the class, with a sentence for each way in which that fails."""
+    """Import the module and return the class, and raise _Bad with a sentence for each way in which that
+    fails.
+    """
     import importlib
 
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise _Bad(
-                f"there is no module {error.name!r} (looked in the current folder and in this Python's packages)"
-            ) from None
+            places = "(looked in the current folder and in this Python's packages)"
+            raise _Bad(f"there is no module {error.name!r} {places}") from None
         raise _Bad(f"importing {module} failed: no module named {error.name!r}{_where(error)}") from None
     except BaseException as error:
         traceback.print_exc()
