@@ -44,8 +44,8 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
     What D computed itself proves nothing about the connector.
     """
     observed = completed(bench, transfer)
-    judged = requests_owed_kv(bench, observed)
-    names = {r.name for r in judged}
+    owed = requests_owed_kv(bench, observed)
+    names = {r.name for r in owed}
     for r, prompt in zip(observed.requests, transfer.prompts, strict=True):
         if (
             prompt.warm > observed.decoder.block_size
@@ -67,7 +67,7 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
                 f"{r.name} of {transfer}",
                 refused=True,
             )
-    return replace(observed, requests=judged)
+    return replace(observed, requests=owed)
 
 
 def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Received, ...]:

@@ -117,7 +117,7 @@ def nothing_is_written_after_a_failed_load(bench: Bench, transfer: Transfer) -> 
     found = _completed(bench, transfer)
     for check in (
         check
-        for check in _others(found.transfer)
+        for check in _all_checks(found.transfer)
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong)
     ):
         raise Violation(
@@ -182,7 +182,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
                 log=after.failed.log if after.failed else after.logged,
             )
         )
-    for check in [*_others(after), *after.audits[0]]:
+    for check in [*_all_checks(after), *after.audits[0]]:
         if not check.pool.words.get(COLLATERAL) and (check.request or not check.pool.wrong):
             continue
         raise Violation(
@@ -209,14 +209,14 @@ def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
             raise HarnessError("vLLM's own NIXL connector made no agent that the suite can control")
         raise NotApplicable(NEEDS_NIXL)
     found = bench.faults.observe(bench.cell, transfer)
-    struck = found.reports[0] + found.reports[1]
+    report = found.reports[0] + found.reports[1]
     done = not (found.transfer.failed or found.transfer.stuck)
-    if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not struck.changed:
+    if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not report.changed:
         raise Blocked(
             f"{_fault_sentence(transfer)}: the connector started no transfer that this fault is for "
-            f"({struck.transfers} in all)"
+            f"({report.transfers} in all)"
         )
-    if done and any(f.notifications for f in transfer.faults) and not struck.notifications:
+    if done and any(f.notifications for f in transfer.faults) and not report.notifications:
         raise Blocked(f"{_fault_sentence(transfer)}: no notification came, so none could be disturbed")
     return found
 
@@ -256,7 +256,7 @@ def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evid
     )
 
 
-def _others(observed: TransferObservation) -> list[Check]:
+def _all_checks(observed: TransferObservation) -> list[Check]:
     """Return all comparisons of D's pools. A difference is reported once, so a late write may be in the check
     of another request.
     """
@@ -285,10 +285,10 @@ def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) 
 
 def _fault_sentence(transfer: Transfer) -> str:
     """What the transport did, in words: "on rank 1 transfer 0 failed"."""
-    told: list[str] = []
+    sentences: list[str] = []
     for f in transfer.faults:
         where = f"on rank {', '.join(map(str, f.ranks))} " if f.ranks else ""
-        every = "every other transfer" if told else "every transfer"
+        every = "every other transfer" if sentences else "every transfer"
         which = f"transfer {', '.join(map(str, f.transfers))}" if f.transfers else every
         if f.fail:
             how = {
@@ -296,21 +296,21 @@ def _fault_sentence(transfer: Transfer) -> str:
                 POST: "could not be started (transfer() raised)",
                 POLL: "failed (check_xfer_state() raised)",
             }
-            told.append(
+            sentences.append(
                 f"{where}{which} {how[f.fail]}"
                 + (" and could not be cancelled for a while" if f.linger else "")
             )
         elif f.hold or f.late:
-            told.append(
+            sentences.append(
                 f"{where}{which} {'was started' if f.hold else 'was reported as complete'} "
                 f"{f.hold or f.late} rounds late"
             )
         if f.notifications:
-            told.append(
+            sentences.append(
                 {
                     TWICE: "every notification came twice",
                     LATE: "notifications came late",
                     NEVER: "no notification came",
                 }.get(f.notifications, "notifications came in another order")
             )
-    return " and ".join(told)
+    return " and ".join(sentences)

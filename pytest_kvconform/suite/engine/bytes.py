@@ -97,16 +97,16 @@ def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
                 "a synchronous load writes the state inside the step that uses it, where the suite cannot "
                 "read it yet"
             )
-        stands, goes_on = r.state_tokens
-        if stands != goes_on:
+        state_tokens, continues_at = r.state_tokens
+        if state_tokens != continues_at:
             raise Violation(
                 Finding(
                     rule="KV-STATE-001",
-                    happened=f"{r.name}: P's state is the one after {stands} tokens, and D continues at "
-                    f"token {goes_on}",
-                    diagnosis=f"D runs {stands - goes_on:+d} tokens through a state that includes them "
-                    "already"
-                    if stands > goes_on
+                    happened=f"{r.name}: P's state is the one after {state_tokens} tokens, and D continues "
+                    f"at token {continues_at}",
+                    diagnosis=f"D runs {state_tokens - continues_at:+d} tokens through a state that includes "
+                    "them already"
+                    if state_tokens > continues_at
                     else "D skips tokens that the state does not include",
                 )
             )

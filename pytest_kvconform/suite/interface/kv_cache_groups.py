@@ -16,15 +16,15 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     """
     p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))
     prompt = rig.prompt(3 * d.block_size + 5)
-    first, second = rig.hand_over(p, d, prompt)
-    step = rig.step_until_matched(d, second)  # it is no fault to load nothing for such a model
+    p_id, d_id = rig.hand_over(p, d, prompt)
+    step = rig.step_until_matched(d, d_id)  # it is no fault to load nothing for such a model
     last, observed = len(d.group_sizes) - 1, 0
     blocks = {
         "P hands over": (
-            p.calls_of("request_finished", first)[0].arguments["blocks"],
-            integers(p.kv_transfer_params(first)),
+            p.calls_of("request_finished", p_id)[0].arguments["blocks"],
+            integers(p.kv_transfer_params(p_id)),
         ),
-        "D orders its workers to load": (d.blocks(second), step.block_ids_for(second)),
+        "D orders its workers to load": (d.blocks(d_id), step.block_ids_for(d_id)),
     }
     for what, (groups, found) in blocks.items():
         *others, own = (set(group) - {0} for group in groups)
@@ -42,7 +42,7 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
             "neither P's params nor the metadata for D's workers name a block in a form that the suite can "
             "read"
         )
-    return Evidence(looked_at=observed, unit="blocks", external_tokens=d.first_external_tokens(second))
+    return Evidence(looked_at=observed, unit="blocks", external_tokens=d.first_external_tokens(d_id))
 
 
 def _without_last_group(rig: Rig, role: str, index: int) -> Side:

@@ -29,7 +29,7 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     prompts = [rig.prompt(token_count(PROMPT, d.block_size), seed=seed) for seed in range(2)]
     _, alone = rig.hand_over_and_load(p, twin := rig.side("D"), prompts[1])
     _, id = rig.hand_over(p, d, prompts[0], max_tokens=4)
-    _bring(d, id, state)
+    _bring_to_state(d, id, state)
     _, other = rig.hand_over(p, d, prompts[1], max_tokens=2)
     loading = d.waits_for_remote_kv(id)
     d.abort(id)
@@ -58,7 +58,7 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=given)
 
 
-def _bring(d: Side, id: str, state: str) -> None:
+def _bring_to_state(d: Side, id: str, state: str) -> None:
     """Bring a request of D into a state. asked: no block is free; begun: it waits for remote KV; loading:
     some steps later; loaded: its load was reported.
     """
@@ -93,7 +93,7 @@ def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
     params = p.kv_transfer_params(first)
     waiting = places_while_waiting(rig.side("D"), prompt, params)
     d.add(prompt, params, id=SAME)
-    _bring(d, SAME, state)
+    _bring_to_state(d, SAME, state)
     d.abort(SAME)
     d.return_taken_blocks()
     d.step()

@@ -65,16 +65,16 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
     prompt = rig.prompt(1 if situation == "one_token" else token_count(PROMPT, d.block_size))
     if situation == "hit":
         d.warm_prefix_cache(prompt, d.block_size)
-    _, second = rig.hand_over_and_load(p, d, prompt, max_tokens=2)
+    _, d_id = rig.hand_over_and_load(p, d, prompt, max_tokens=2)
     for _ in range(3):
         d.step()
     d.run()
-    steps = [step.number for step in d.steps if any(map(d.owns_block, step.block_ids_for(second)))]
+    steps = [step.number for step in d.steps if any(map(d.owns_block, step.block_ids_for(d_id)))]
     if not steps:
         raise NotApplicable("the metadata names no block in a form that the suite can read")
     if len(steps) > 1:
         raise rig.violation(
-            "", f"the load of {second} is ordered in steps {steps}: a load must be ordered once"
+            "", f"the load of {d_id} is ordered in steps {steps}: a load must be ordered once"
         )
     return Evidence(looked_at=len(d.steps), unit="steps")
 
@@ -86,11 +86,11 @@ def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
     """
     side, id, sides = run_to_end(rig, ending)
     last = len(side.steps)
-    told = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
-    if len(told) > 1:
+    steps = [step.number for step in [side.step() for _ in range(4)] if step.mentions(id)]
+    if len(steps) > 1:
         raise rig.violation(
             "",
-            f"{id} ended before step {last + 1}, and the metadata of steps {told} mentions it: the state of "
+            f"{id} ended before step {last + 1}, and the metadata of steps {steps} mentions it: the state of "
             "a step is not reset",
         )
     report_all(*sides)
@@ -102,9 +102,9 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
     """The metadata of a second step in which nothing happens mentions no request."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    first, second = rig.hand_over_and_load(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
+    p_id, d_id = rig.hand_over_and_load(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     p.step()
-    for side, id in ((p, first), (d, second)):
+    for side, id in ((p, p_id), (d, d_id)):
         if (again := side.step()).mentions(id):
             raise rig.violation(
                 "",

@@ -80,15 +80,15 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     answers = []
     for asked in (whole, few):
         p, d = rig.side("P"), rig.side("D")
-        first = p.add(prompt, asked)
+        p_id = p.add(prompt, asked)
         p.run()
-        if asked is few and (first not in p.results or p.results[first].params is None):
+        if asked is few and (p_id not in p.results or p.results[p_id].params is None):
             raise rig.violation("", f"asked with {asked}, P hands nothing over")
-        second = d.add(prompt, p.kv_transfer_params(first))
+        d_id = d.add(prompt, p.kv_transfer_params(p_id))
         d.run()
         p.run(sent=True)
         rig.require_no_leaks(p, d)
-        answers.append((sorted(p.kv_transfer_params(first)), d.first_external_tokens(second)))
+        answers.append((sorted(p.kv_transfer_params(p_id)), d.first_external_tokens(d_id)))
     if answers[0] != answers[1]:
         raise rig.violation(
             "",
@@ -104,14 +104,14 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     needs_hand_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
-    first, _ = rig.hand_over_and_load(p, plain, prompt)
-    params = p.kv_transfer_params(first)
+    p_id, _ = rig.hand_over_and_load(p, plain, prompt)
+    params = p.kv_transfer_params(p_id)
     if way == "reordered":
         params = dict(reversed(params.items()))
     elif way == "with_more":
         params = {"trace": None} | params | (STRANGE["of_a_router"] or {})
-    second = d.add(prompt, params)
-    rig.step_until_matched(d, second)
+    d_id = d.add(prompt, params)
+    rig.step_until_matched(d, d_id)
     if way == "twice":
         third = d.add(prompt, params)
         if not rig.step_until_matched(d, third).mentions(third) or not d.waits_for_remote_kv(third):
@@ -122,19 +122,19 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
             )
     begun = _loads(plain, p)
     if (
-        d.first_external_tokens(second) != plain.first_external_tokens(next(iter(plain.prompts)))
+        d.first_external_tokens(d_id) != plain.first_external_tokens(next(iter(plain.prompts)))
         or _loads(d, p) != begun
     ):
         raise rig.violation(
             "",
-            f"with the same params, {way}, D announces {d.first_external_tokens(second)} tokens and orders "
+            f"with the same params, {way}, D announces {d.first_external_tokens(d_id)} tokens and orders "
             "another load",
         )
     d.run()
     plain.run()
     p.run(sent=True)
     rig.require_no_leaks(p, plain, d)
-    return Evidence(looked_at=len(params), unit="params", external_tokens=d.first_external_tokens(second))
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.first_external_tokens(d_id))
 
 
 def _loads(side: Side, p: Side) -> frozenset[int]:
@@ -171,12 +171,12 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
-    first, second = rig.hand_over_and_load(p, d, prompt)
-    names = any(map(p.owns_block, d.steps[-1].block_ids_for(second)))
+    p_id, d_id = rig.hand_over_and_load(p, d, prompt)
+    names = any(map(p.owns_block, d.steps[-1].block_ids_for(d_id)))
     return _run_each(
         rig,
         "D",
-        corrupted(p.kv_transfer_params(first), how, lists),
+        corrupted(p.kv_transfer_params(p_id), how, lists),
         how,
         lambda d, params: _run_request(d, prompt, params, names),
     )
@@ -202,8 +202,8 @@ def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     needs_hand_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(max(LONG, token_count(PROMPT, p.block_size)))
-    first, _ = rig.hand_over_and_load(p, rig.side("D"), prompt)
-    turn = p.kv_transfer_params(first) | {
+    p_id, _ = rig.hand_over_and_load(p, rig.side("D"), prompt)
+    turn = p.kv_transfer_params(p_id) | {
         key: value for key, value in rig.prefill_params().items() if value is not None
     }
     return _run_each(

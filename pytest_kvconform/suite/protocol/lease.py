@@ -21,7 +21,7 @@ from pytest_kvconform.suite._peer_observations import (
     violation,
 )
 
-COMES = {
+LEASE_ENDS = {
     "lease_ends_before_load": "its lease had ended and P had overwritten its blocks before D read them",
     "lease_ends_during_load": "its lease ended and P overwrote its blocks while D was stopped during the "
     "load",
@@ -45,7 +45,7 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     return observed
 
 
-@case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(COMES))
+@case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(LEASE_ENDS))
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request, or computes it: it does not use what P has written into the blocks since their
     lease.
@@ -60,7 +60,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
         }
         raise violation(
             "KV-LEASE-001",
-            f"a request of D {words[what]}: {COMES[variant]}",
+            f"a request of D {words[what]}: {LEASE_ENDS[variant]}",
             observed,
             ended,
             diagnosis="D reads blocks without knowing whether their lease has ended, and does not check it "
@@ -111,13 +111,13 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     is right.
     """
     looked_at = 0
-    for name in COMES:
+    for name in LEASE_ENDS:
         observed = _freed(bench, name, "KV-LEASE-003", "P6")
         looked_at += check_right(
             "KV-LEASE-003",
             observed,
             bench.peers.lease_s,
-            {"after": f"{COMES[name]}: the next request of D"},
+            {"after": f"{LEASE_ENDS[name]}: the next request of D"},
         )
     return evidence(looked_at, "rows", observed)
 

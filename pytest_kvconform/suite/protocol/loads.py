@@ -40,11 +40,11 @@ def _pair(rig: Rig, count: int = 1, **more: object) -> tuple[Side, Side, list[st
     return p, d, ids
 
 
-def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
+def _done(rig: Rig, p: Side, d: Side, requests: list[str]) -> Evidence:
     """Check loads that have succeeded: D computed only what it did not load, and nothing is left."""
     report_all(p)
     rig.require_no_leaks(p, d)
-    for id in seconds:
+    for id in requests:
         given, computed = d.first_external_tokens(id), d.locally_computed_tokens(id)
         if computed > max(1, len(d.prompts[id]) - given):
             raise rig.violation(
@@ -55,8 +55,8 @@ def _done(rig: Rig, p: Side, d: Side, seconds: list[str]) -> Evidence:
     return Evidence(
         looked_at=len(d.steps),
         unit="steps",
-        external_tokens=sum(map(d.first_external_tokens, seconds)),
-        computed_tokens=sum(map(d.locally_computed_tokens, seconds)),
+        external_tokens=sum(map(d.first_external_tokens, requests)),
+        computed_tokens=sum(map(d.locally_computed_tokens, requests)),
     )
 
 
@@ -70,22 +70,22 @@ def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     only what it did not load.
     """
     count = 2 if when in ("in_turn", "backwards") else 1
-    p, d, seconds = _pair(rig, count)
+    p, d, requests = _pair(rig, count)
     if when == "beside_another":
         d.add(rig.prompt(d.block_size, seed=9), max_tokens=4)
     for _ in range(0 if when == "at_once" else 10):
-        if early := [id for id in seconds if not d.waits_for_remote_kv(id)]:
+        if early := [id for id in requests if not d.waits_for_remote_kv(id)]:
             raise rig.violation(
                 "", f"{early[0]} is {d.status(early[0])}, and no worker has reported its load"
             )
         d.step()
-    for id in reversed(seconds) if when == "backwards" else seconds:
+    for id in reversed(requests) if when == "backwards" else requests:
         d.step(received=[id])
         d.step()
         if d.waits_for_remote_kv(id):
             raise rig.violation("", f"the load of {id} was reported, and it still waits")
     d.run()
-    return _done(rig, p, d, seconds)
+    return _done(rig, p, d, requests)
 
 
 @case(
@@ -204,22 +204,22 @@ def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
     """With kv_load_failure_policy=fail the request of a failed load ends with an error, once, and no other
     request does.
     """
-    p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
-    step = d.step(failed=seconds[:1])
-    if (reported := step.outputs.get(seconds[0])) is None or reported.finish != "error":
+    p, d, requests = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
+    step = d.step(failed=requests[:1])
+    if (reported := step.outputs.get(requests[0])) is None or reported.finish != "error":
         raise rig.violation(
             "",
-            f"the load of {seconds[0]} failed, and its request ends with "
+            f"the load of {requests[0]} failed, and its request ends with "
             f"{reported.finish if reported else 'nothing'!r}",
         )
     d.run()
-    if bad := [id for id in seconds[1:] if d.results[id].finish != "length"]:
+    if bad := [id for id in requests[1:] if d.results[id].finish != "length"]:
         raise rig.violation(
-            "", f"the load of {seconds[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}"
+            "", f"the load of {requests[0]} failed, and {bad[0]} ends with {d.results[bad[0]].finish!r}"
         )
     report_all(p)
     rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(seconds), unit="requests")
+    return Evidence(looked_at=len(requests), unit="requests")
 
 
 @case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two", "preempted_later"), rig="scheduler")
@@ -227,8 +227,8 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
     """With kv_load_failure_policy=recompute get_num_new_matched_tokens returns (0, False) after a failed
     load, and D computes the whole prompt.
     """
-    p, d, seconds = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
-    id, asked = seconds[0], len(d.calls_of(ASKED, seconds[0]))
+    p, d, requests = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
+    id, asked = requests[0], len(d.calls_of(ASKED, requests[0]))
     d.step(failed=[id])
     if what == "preempted_later":
         d.run(lambda: d.status(id) == "RUNNING")
@@ -284,8 +284,8 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
     """Blocks of a request that is aborted while it loads are kept until the load is reported, and are freed
     then.
     """
-    p, d, seconds = _pair(rig, count=2 if when == "one_of_two" else 1)
-    id = seconds[0]
+    p, d, requests = _pair(rig, count=2 if when == "one_of_two" else 1)
+    id = requests[0]
     if when == "under_way":
         d.step()
     if when == "reported":
@@ -320,10 +320,10 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
 @case("KV-LOAD-006", variants=first_in_quick("loading", "sending", "idle"), rig="scheduler")
 def reset_cache_works_at_any_time(rig: Rig, when: str) -> Evidence:
     """reset_cache raises no error while transfers are under way, and they come to their end."""
-    p, d, seconds = _pair(rig)
+    p, d, requests = _pair(rig)
     if when == "idle":
         d.run()
     side = p if when == "sending" else d
     side.reset_prefix_cache()
     d.run()
-    return _done(rig, p, d, seconds)
+    return _done(rig, p, d, requests)

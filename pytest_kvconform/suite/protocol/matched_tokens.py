@@ -15,11 +15,11 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 
-ASKED = "get_num_new_matched_tokens"
+ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
 TIMES = 4  # calls of get_num_new_matched_tokens for one request
 
 
-def _tour(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
+def _hand_over_once(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
     """Hand a prompt over to a D that has `warm` tokens of it; the recorder checks every answer."""
     p, d = rig.side("P"), rig.side("D")
     if warm:
@@ -46,7 +46,7 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     """get_num_new_matched_tokens returns (int or None, bool) in every situation."""
     length = token_count(PROMPT, rig.side("P").block_size)
     if situation in ("handed_over", "hit"):
-        return _tour(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
+        return _hand_over_once(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
     side = rig.side("P")
     id = side.add(rig.prompt(length), max_tokens=3)
     if situation == "preempted":
@@ -60,14 +60,14 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
 def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
     """The announced tokens of a prompt of any length are at most those that are not computed yet."""
     p = rig.side("P")
-    return _tour(rig, rig.prompt(token_count(length, p.block_size)))
+    return _hand_over_once(rig, rig.prompt(token_count(length, p.block_size)))
 
 
 @case("KV-MATCH-002", variants=first_in_quick("b", "2b", "3b"), rig="scheduler")
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
     """After a hit in D's own prefix cache, fewer tokens are left to announce."""
     b = rig.side("P").block_size
-    return _tour(rig, rig.prompt(3 * b + 1), warm=token_count(warm, b))
+    return _hand_over_once(rig, rig.prompt(3 * b + 1), warm=token_count(warm, b))
 
 
 @case("KV-MATCH-003", variants=first_in_quick("b+1", "2b+1", "3b+1"), rig="scheduler")
@@ -77,7 +77,7 @@ def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     """
     b = rig.side("P").block_size
     size = token_count(length, b)
-    return _tour(rig, rig.prompt(size), warm=size)
+    return _hand_over_once(rig, rig.prompt(size), warm=size)
 
 
 @case("KV-MATCH-004", rig="scheduler")
@@ -87,26 +87,26 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
-    answers = [d.call_hook(ASKED, d.request(second), 0) for _ in range(TIMES)]
+    _, d_id = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
+    answers = [d.call_hook(ASKED, d.request(d_id), 0) for _ in range(TIMES)]
     answers = [answer for answer in answers if answer[0] is not None] or [
-        d.call_hook(ASKED, d.request(second), 0)
+        d.call_hook(ASKED, d.request(d_id), 0)
     ]
     if len(set(answers)) > 1:
         raise rig.violation(
             "", f"called {TIMES} times for one request, {ASKED} returned {', '.join(map(repr, answers))}"
         )
     d.run()
-    told = d.calls_of("update_state_after_alloc", second)[0].arguments["num_external_tokens"]
-    if told != answers[0][0]:
+    external = d.calls_of(PLACED, d_id)[0].arguments["num_external_tokens"]
+    if external != answers[0][0]:
         raise rig.violation(
             "",
-            f"{ASKED} returned {answers[0]} when the case called it, and {told} tokens when the scheduler "
-            "did",
+            f"{ASKED} returned {answers[0]} when the case called it, and {external} tokens when the "
+            "scheduler did",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=told)
+    return Evidence(looked_at=len(answers) + 1, unit="answers", external_tokens=external)
 
 
 @case("KV-MATCH-004", rig="scheduler")
@@ -116,15 +116,15 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
+    _, d_id = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     d.take_all_free_blocks()
     waiting = [d.step() for _ in range(TIMES)]
-    if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(second)))]:
+    if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(d_id)))]:
         raise rig.violation(
             "",
-            f"step {ordered[0]} orders a load for {second}, which has no block yet",
+            f"step {ordered[0]} orders a load for {d_id}, which has no block yet",
         )
-    answers = {call.result for call in d.calls_of(ASKED, second) if call.result[0] is not None}
+    answers = {call.result for call in d.calls_of(ASKED, d_id) if call.result[0] is not None}
     if len(answers) > 1:
         raise rig.violation(
             "",
@@ -135,15 +135,15 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
         raise NotApplicable(f"{rig.subject.connector} returned None in every step")
     d.return_taken_blocks()
     d.run()
-    if (told := d.first_external_tokens(second)) != (reported := answers.pop())[0]:
+    if (external := d.first_external_tokens(d_id)) != (reported := answers.pop())[0]:
         raise rig.violation(
             "",
-            f"without a free block {ASKED} returned {reported}; when there were blocks, {told} tokens were "
-            "loaded",
+            f"without a free block {ASKED} returned {reported}; when there were blocks, {external} tokens "
+            "were loaded",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(waiting), unit="steps", external_tokens=told)
+    return Evidence(looked_at=len(waiting), unit="steps", external_tokens=external)
 
 
 @case("KV-MATCH-004", rig="scheduler")
@@ -166,15 +166,15 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
         (call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False)
     )
     d.run()
-    if (told := d.first_external_tokens(ids[1])) != reported[0]:
+    if (external := d.first_external_tokens(ids[1])) != reported[0]:
         raise rig.violation(
             "",
-            f"without enough free blocks {ASKED} returned {reported}; when there were enough, {told} "
+            f"without enough free blocks {ASKED} returned {reported}; when there were enough, {external} "
             "tokens were loaded",
         )
     report_all(p)
     rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=told)
+    return Evidence(looked_at=len(d.calls_of(ASKED)), unit="answers", external_tokens=external)
 
 
 @case("KV-MATCH-005", variants=first_in_quick("preempted", "preempted_twice", "one_token"), rig="scheduler")
@@ -221,7 +221,7 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
     for _ in range(50):
         if d.step(
             received=[one for one in d.unfinished_requests() if d.waits_for_remote_kv(one)]
-        ) and d.calls_of("update_state_after_alloc", id):
+        ) and d.calls_of(PLACED, id):
             return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
     raise rig.violation(
         "",
@@ -237,22 +237,22 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if why == "discarded":
-        _, second = rig.hand_over(
+        _, d_id = rig.hand_over(
             p, d, prompt, read_cache=False
         )  # the scheduler calls the hook, and drops the answer
     else:
-        _, second = rig.hand_over_and_load(p, d, prompt)
-        d.step(received=[second])
+        _, d_id = rig.hand_over_and_load(p, d, prompt)
+        d.step(received=[d_id])
     start = len(d.steps)
     d.run()
-    told = [call.arguments["num_external_tokens"] for call in d.calls_of("update_state_after_alloc", second)]
-    if told[-1:] != [0]:
-        raise NotApplicable(f"vLLM called update_state_after_alloc with {told} tokens")
+    counts = [call.arguments["num_external_tokens"] for call in d.calls_of(PLACED, d_id)]
+    if counts[-1:] != [0]:
+        raise NotApplicable(f"vLLM called update_state_after_alloc with {counts} tokens")
     for step in d.steps[start:]:
-        if blocks := sorted(filter(d.owns_block, step.block_ids_for(second))):
+        if blocks := sorted(filter(d.owns_block, step.block_ids_for(d_id))):
             raise rig.violation(
                 "",
-                f"update_state_after_alloc got 0 tokens, and the metadata names blocks {blocks} for {second}",
+                f"update_state_after_alloc got 0 tokens, and the metadata names blocks {blocks} for {d_id}",
             )
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -268,17 +268,17 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     prompt = rig.prompt(length)
     if situation == "hit":
         d.warm_prefix_cache(prompt, 2 * d.block_size)
-    _, second = rig.hand_over(p, d, prompt)
+    _, d_id = rig.hand_over(p, d, prompt)
     if situation == "starved":
         d.take_all_free_blocks()
         d.step()
         d.return_taken_blocks()
-    rig.start_loads(d, second)
-    [told] = d.calls_of("update_state_after_alloc", second)
-    named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(second)))
+    rig.start_loads(d, d_id)
+    [placed] = d.calls_of(PLACED, d_id)
+    named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(d_id)))
     if not named:
         raise NotApplicable("the metadata names no block in a form that the suite can read")
-    all_of_them = {block for group in told.arguments["blocks"] for block in group}
+    all_of_them = {block for group in placed.arguments["blocks"] for block in group}
     if wrong := sorted(named - all_of_them):
         raise rig.violation(
             "",
@@ -288,18 +288,18 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     due = {
         block
         for group in d.full_attention_groups()
-        for block in told.arguments["writable"][group][: -(-length // d.block_size)]
+        for block in placed.arguments["writable"][group][: -(-length // d.block_size)]
     }
     if missing := sorted(due - named):
         raise rig.violation(
             "",
-            f"{told.arguments['num_external_tokens']} tokens were announced, and no load is ordered into "
+            f"{placed.arguments['num_external_tokens']} tokens were announced, and no load is ordered into "
             f"blocks {missing}",
         )
     d.run()
     report_all(p)
     return Evidence(
-        looked_at=len(named), unit="blocks", external_tokens=told.arguments["num_external_tokens"]
+        looked_at=len(named), unit="blocks", external_tokens=placed.arguments["num_external_tokens"]
     )
 
 

@@ -42,8 +42,8 @@ def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
 def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
     """Return how many tokens of a prompt D loads if the connector is alone."""
     p, d = rig.side("P"), rig.side("D")
-    _, second = rig.hand_over_and_load(p, d, prompt)
-    return d.first_external_tokens(second)
+    _, d_id = rig.hand_over_and_load(p, d, prompt)
+    return d.first_external_tokens(d_id)
 
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
@@ -56,9 +56,9 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     p, d = _pair(rig, where)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, fake = multi_connector_children(d)
-    first = p.add(prompt, rig.prefill_params())
+    p_id = p.add(prompt, rig.prefill_params())
     p.run()
-    params = p.kv_transfer_params(first)
+    params = p.kv_transfer_params(p_id)
     waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
     fake.connector.loads = True
     id = d.add(
@@ -71,9 +71,11 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
         )
     d.run()
     d.step()
-    told = [call.arguments["num_external_tokens"] for call in subject.calls_of(PLACED, id)]
-    if any(told):
-        raise rig.violation("", f"the fake connector loads, and {rig.subject.connector} got {told} tokens")
+    token_counts = [call.arguments["num_external_tokens"] for call in subject.calls_of(PLACED, id)]
+    if any(token_counts):
+        raise rig.violation(
+            "", f"the fake connector loads, and {rig.subject.connector} got {token_counts} tokens"
+        )
     for step in d.steps:
         if ordered := sorted(filter(d.owns_block, integers(step.metadata.metadata[subject.index]))):
             raise rig.violation(
@@ -104,7 +106,7 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     p, d = _pair(rig, place)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, fake = multi_connector_children(d)
-    first, id = rig.hand_over(p, d, prompt, max_tokens=2)
+    p_id, id = rig.hand_over(p, d, prompt, max_tokens=2)
     fake.connector.none_answers = LATER if how else 0
     for _ in range(fake.connector.none_answers):
         step = d.step()
@@ -115,24 +117,24 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
                 "dropped had an effect",
             )
     step = rig.step_until_matched(d, id)
-    told, due = d.first_external_tokens(id), _alone(rig, prompt)
+    external, due = d.first_external_tokens(id), _alone(rig, prompt)
     if (
-        told != due
+        external != due
         or not d.waits_for_remote_kv(id)
         or not any(map(d.owns_block, integers(step.metadata.metadata[subject.index])))
     ):
         raise rig.violation(
             "",
-            f"alone the connector loads {due} tokens, beside a fake connector ({where}) {told}, and {id} is "
-            f"{d.status(id)}",
+            f"alone the connector loads {due} tokens, beside a fake connector ({where}) {external}, and {id} "
+            f"is {d.status(id)}",
         )
     d.run()
-    p.step(sent=[first])
+    p.step(sent=[p_id])
     rig.require_no_leaks(p, d)
     return Evidence(
         looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)),
         unit="answers",
-        external_tokens=told,
+        external_tokens=external,
     )
 
 
@@ -190,9 +192,9 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     ids = []
     for number, prompt in enumerate(prompts):
         fake.connector.params = {f"fake-{number}": [number]}
-        first, second = rig.hand_over(p, d, prompt)
-        ids.append(second)
-        if (keys := sorted(key for key in p.kv_transfer_params(first) if key.startswith("fake"))) != [
+        p_id, d_id = rig.hand_over(p, d, prompt)
+        ids.append(d_id)
+        if (keys := sorted(key for key in p.kv_transfer_params(p_id) if key.startswith("fake"))) != [
             f"fake-{number}"
         ]:
             raise rig.violation(

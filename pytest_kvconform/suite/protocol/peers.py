@@ -29,7 +29,7 @@ PLACES = {
 }
 OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
-HELD_UP = 0.8  # part of the other request's time: a request that takes longer has waited for it
+DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
 @case(
@@ -74,16 +74,16 @@ def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evid
     """Requests from a peer with which D has shaken hands, and requests that need no peer, do not wait until
     the other request has failed.
     """
-    met = (
+    known = (
         {"good": "a request whose P has shaken hands with D before"} if variant == "unreachable_peer" else {}
     )
-    return _not_held_up("KV-PEER-003", bench, variant, met | {"own": "a request that D computes itself"})
+    return _not_delayed("KV-PEER-003", bench, variant, known | {"own": "a request that D computes itself"})
 
 
 @case("KV-PEER-004", rig="peers", applies=one_rank)
 def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence:
     """A request from a peer with which D has not shaken hands yet does not wait, either."""
-    return _not_held_up(
+    return _not_delayed(
         "KV-PEER-004",
         bench,
         "silent_peer",
@@ -91,11 +91,11 @@ def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence
     )
 
 
-def _not_held_up(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
+def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
     observed = completed(bench, scenario, rule, "")
     bad = seconds(observed.decodes["bad"])
     for name, words in others.items():
-        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.decodes[name]) > HELD_UP * bad:
+        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.decodes[name]) > DELAYED * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "

@@ -33,9 +33,9 @@ def has_states(cell: Cell) -> bool:
     return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
-def _end_of(p: Side, first: str) -> int:
+def _end_of(p: Side, p_id: str) -> int:
     """Return how many tokens of a request P has computed."""
-    return max(step.scheduled[first][1] for step in p.steps if first in step.scheduled)
+    return max(step.scheduled[p_id][1] for step in p.steps if p_id in step.scheduled)
 
 
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
@@ -46,9 +46,9 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(2 * d.block_size + 1)
-    first = p.add(prompt, rig.prefill_params())
+    p_id = p.add(prompt, rig.prefill_params())
     p.run()
-    params = p.kv_transfer_params(first)
+    params = p.kv_transfer_params(p_id)
     waiting = places_while_waiting(rig.side("D"), prompt, params)
     if why == "whole":
         d.warm_prefix_cache(prompt, len(prompt))
@@ -60,7 +60,7 @@ def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
             f"{external} tokens"
         )
     d.step()
-    if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
+    if p_id in p.delayed_free_requests() and not notifies_p(d, params, waiting):
         raise rig.violation(
             "",
             f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} "
@@ -80,9 +80,9 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     length, warm = (token_count(words, d.block_size) for words in hit.split("_"))
     prompt = rig.prompt(length)
     d.warm_prefix_cache(prompt, warm)
-    first, second = rig.hand_over_and_load(p, cold, prompt)
-    stop = cold.first_external_tokens(second)
-    id = d.add(prompt, p.kv_transfer_params(first))
+    p_id, d_id = rig.hand_over_and_load(p, cold, prompt)
+    stop = cold.first_external_tokens(d_id)
+    id = d.add(prompt, p.kv_transfer_params(p_id))
     rig.step_until_matched(d, id)
     asked = d.calls_of(ASKED, id)[-1]
     local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
@@ -123,11 +123,11 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
         d.warm_prefix_cache(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
         d.warm_prefix_cache(prompt, 2 * b)
-    _, second = rig.hand_over_and_load(p, d, prompt)
-    step, asked = d.steps[-1], d.calls_of(ASKED, second)[-1]
-    [placed] = d.calls_of(PLACED, second)
+    _, d_id = rig.hand_over_and_load(p, d, prompt)
+    step, asked = d.steps[-1], d.calls_of(ASKED, d_id)[-1]
+    [placed] = d.calls_of(PLACED, d_id)
     named, names = (
-        step.block_ids_for(second),
+        step.block_ids_for(d_id),
         [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups],
     )
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
@@ -158,8 +158,8 @@ def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(length, d.block_size))
-    first, second = rig.hand_over_and_load(p, d, prompt)
-    end, loaded, states = _end_of(p, first), d.first_external_tokens(second), has_states(rig.cell)
+    p_id, d_id = rig.hand_over_and_load(p, d, prompt)
+    end, loaded, states = _end_of(p, p_id), d.first_external_tokens(d_id), has_states(rig.cell)
     if loaded > end or (states and loaded != end):
         why = "the state is of another token" if states else "the rest was never computed"
         raise rig.violation(

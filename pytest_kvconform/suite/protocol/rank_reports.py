@@ -30,7 +30,7 @@ OWNS = " ".join(RANKS)
 @case("KV-RANK-001", rig="peers")
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank reports every request once, whichever rank was slow."""
-    _look_at_reports(bench, "hand_overs", "KV-RANK-001")
+    _check_reported_once(bench, "hand_overs", "KV-RANK-001")
     observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
     looked_at = 0
     for name, handed in observed.prefills.items():
@@ -53,7 +53,7 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "reports", observed)
 
 
-def _look_at_reports(bench: Bench, scenario: str, rule: str) -> None:
+def _check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
     """Raise Violation if a rank has reported a request twice in any scenario, also if that, or something
     else, has ended the engine.
     """
@@ -148,13 +148,13 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
                 diagnosis="the rank does not forget what it has reported, and by the next step the blocks "
                 "may be another request's",
             )
-    told = [
+    reports = [
         report
         for watched in engine(observed, ENGINES["D"]).ranks
         for report in watched.reports
         if request.id in report.failed or report.blocks
     ]
-    if not told and outcome_of(request) != RIGHT:
+    if not reports and outcome_of(request) != RIGHT:
         raise violation(
             "KV-RANK-003",
             "a load failed on the last rank of D, and no rank reported it as failed",
@@ -162,7 +162,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             request,
         )
     check_right("KV-RANK-003", observed, bench.peers.lease_s, {"last": "the next request of D"})
-    return evidence(looked_at, "calls", observed, reports=len(told))
+    return evidence(looked_at, "calls", observed, reports=len(reports))
 
 
 @case("KV-RANK-004", rig="peers")
@@ -220,12 +220,12 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
             observed,
             diagnosis="loads of aborted requests are forgotten instead of reported in finished_recving",
         )
-    _audited(observed)
+    _check_audits(observed)
     check_right("KV-RANK-005", observed, bench.peers.lease_s, {"last": "the next request of D"})
     return evidence(observed.usage["after"].total_blocks, "blocks", observed)
 
 
-def _audited(observed: ScenarioObservation) -> None:
+def _check_audits(observed: ScenarioObservation) -> None:
     """Raise Violation if an aborted load has changed blocks that are not its own any more."""
     for check in observed.audits:
         if check.pool.wrong:

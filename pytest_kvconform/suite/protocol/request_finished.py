@@ -36,16 +36,16 @@ def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
 def params_survive_json(rig: Rig, ending: str) -> Evidence:
     """JSON does not change the params that P returns, and D accepts them after JSON."""
     needs_hand_over(rig)
-    p, first, _ = run_to_end(rig, ending)
-    params, d = p.kv_transfer_params(first), rig.side("D")
-    second = d.add(p.prompts[first], params)
+    p, p_id, _ = run_to_end(rig, ending)
+    params, d = p.kv_transfer_params(p_id), rig.side("D")
+    d_id = d.add(p.prompts[p_id], params)
     d.run()
-    if d.results[second].finish != "length":
+    if d.results[d_id].finish != "length":
         raise rig.violation(
-            "", f"with P's params, after JSON, D's request ends with {d.results[second].finish!r}"
+            "", f"with P's params, after JSON, D's request ends with {d.results[d_id].finish!r}"
         )
     report_all(p)
-    return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(second)[0])
+    return Evidence(looked_at=len(params), unit="params", external_tokens=d.matched_tokens(d_id)[0])
 
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")

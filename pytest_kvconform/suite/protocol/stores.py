@@ -110,13 +110,13 @@ def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     id = side.add(prompt)
     answers = [side.call_hook(ASKED, side.request(id), 0) for _ in range(4)]
     side.run()
-    told = side.first_external_tokens(id)
-    if not told and {answer[0] for answer in answers} <= {0, None}:
+    external = side.first_external_tokens(id)
+    if not external and {answer[0] for answer in answers} <= {0, None}:
         raise NotApplicable(f"{rig.subject.connector} announced no token of a prompt that it could save")
-    if wrong := [answer for answer in answers if answer[0] not in (None, told)]:
+    if wrong := [answer for answer in answers if answer[0] not in (None, external)]:
         raise rig.violation(
             "",
-            f"called four times for one request {ASKED} returned {answers}, and {told} tokens were loaded, "
-            f"not {wrong[0][0]}",
+            f"called four times for one request {ASKED} returned {answers}, and {external} tokens were "
+            f"loaded, not {wrong[0][0]}",
         )
-    return Evidence(looked_at=len(answers), unit="answers", external_tokens=told)
+    return Evidence(looked_at=len(answers), unit="answers", external_tokens=external)
