@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PRELOAD = "pytest_kvconform.rigs.vllm_setup.preload:preload"
 # Modules of the rigs that the zygote imports after vLLM, in this order, so that no fork imports them again.
-ENGINE_MODULES = ("pytest_kvconform.rigs.engine.process",)
+ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine",)
 GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.bytes.process",
     "pytest_kvconform.rigs.bytes.worker",

@@ -128,7 +128,7 @@ class Pair:
     def hand_over(self, *prompts: tuple[int, ...]) -> list[tuple[Check, ...]]:
         """From prompts to checks, one tuple per request; then wait until no block is held."""
         names = self.decode(list(prompts), self.prefill(*prompts))
-        checks = [self.d.taken(name) for name in names]
+        checks = [self.d.pop_checks(name) for name in names]
         self.release()
         return checks
 

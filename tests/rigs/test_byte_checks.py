@@ -26,8 +26,9 @@ def test_another_look_while_a_load_is_written(
         dirty=np.zeros(4, dtype=bool),
     )
     memory.page_views = lambda of: [of.reshape(4, 8)]
-    memory.held, memory.fetch, memory.adopt = lambda *_: {}, lambda _: None, lambda: None
-    memory.forgive, memory.as_forgiven = partial(Memory.forgive, memory), partial(Memory.as_forgiven, memory)
+    memory.held, memory.fetch, memory.accept_all = lambda *_: {}, lambda _: None, lambda: None
+    memory.accept = partial(Memory.accept, memory)
+    memory.still_as_accepted = partial(Memory.still_as_accepted, memory)
     memory.regions = {}
     seen: list[int] = []
 
@@ -39,5 +40,5 @@ def test_another_look_while_a_load_is_written(
 
     monkeypatch.setattr(checks, "compare_pool", compare_pool)
     groups: Any = SimpleNamespace(of={})
-    checks.Inspector(memory, groups)._compare(np.zeros(4), {}, None, np.array([1]))
+    checks.PoolChecker(memory, groups)._compare(np.zeros(4), {}, None, np.array([1]))
     assert len(seen) == looks

@@ -88,7 +88,7 @@ def test_clean_on_every_rank(start: Callable[..., Pair], topology: tuple[int, in
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_flipped_byte_is_found_where_it_is(llama: Pair, side: str) -> None:
     names = llama.decode([prompt(100)], llama.prefill(prompt(100)), max_tokens=3)
-    _assert_clean(llama.d.taken(names[0]), 1, 99)
+    _assert_clean(llama.d.pop_checks(names[0]), 1, 99)
     engine = getattr(llama, side)
     assert all(check.clean for check in engine.audit())
     # A block of this geometry is 32 tokens x heads x 2 planes x 256 bytes.
@@ -112,7 +112,7 @@ def test_wrong_byte_that_is_handed_over_is_found_on_d(llama: Pair) -> None:
     block = handed["remote_block_ids"][0][1]
     llama.p.flip(1, "model.layers.7.self_attn.attn", block, 9 * 4 * 512 + 512)  # token 32 + 9, head 4 + 1, K
     (name,) = llama.decode([prompt(100)], params)
-    (check,) = llama.d.taken(name)
+    (check,) = llama.d.pop_checks(name)
     assert check.pool.words == {GARBLED: 1} and check.computed == 99
     wrong = check.pool.runs[check.pool.runs["kind"] == GARBLED][0]
     assert check.pool.regions[int(wrong["region"])].layer == "model.layers.7.self_attn.attn"
@@ -168,7 +168,7 @@ def test_preempted_on_either_side(llama: Pair) -> None:
     llama.d.step()
     assert llama.d.trace(target.id).status == "PREEMPTED"
     llama.run(llama.d, [target.id])
-    _assert_clean(llama.d.taken(target.id)[:1], 1, 249)
+    _assert_clean(llama.d.pop_checks(target.id)[:1], 1, 249)
     llama.release()
     assert llama.audit() == []
 
@@ -215,7 +215,7 @@ def test_synchronous_load(start: Callable[..., Pair], tmp_path: Path) -> None:
     (name,) = pair.decode([prompt(200)], [None])
     trace = pair.d.trace(name)
     assert trace.external_tokens == 192 and not trace.asynchronous
-    _assert_clean(pair.d.taken(name), 1, 192)
+    _assert_clean(pair.d.pop_checks(name), 1, 192)
     assert pair.audit() == []
 
 

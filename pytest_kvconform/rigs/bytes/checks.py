@@ -14,7 +14,7 @@ from pytest_kvconform.kvspace.pools.compare import compare_pool
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.kvspace.pools.words import ATTENTION, Array, decode
 from pytest_kvconform.rigs.bytes.memory import Memory
-from pytest_kvconform.rigs.bytes.messages import Check, Judge, Missing, Work
+from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, StepWork
 
 LOOKS = 5  # at a pool that another process writes to; each takes milliseconds
 
@@ -46,7 +46,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Lack:
+class Unwritten:
     """Bytes that were due at the check of a request and had not been written."""
 
     where: Array  # bool [byte] of the storage, eight to a byte; words as a whole, although a byte of them may have been right by accident
@@ -55,32 +55,32 @@ class Lack:
     due: dict[str, Array]
 
 
-class Inspector:
+class PoolChecker:
     """Keeps the checks of one rank."""
 
     def __init__(self, memory: Memory, groups: Groups, store: bool = False):
         self.memory, self.groups, self.store = memory, groups, store
         self.regions = [region for of_layer in memory.regions.values() for region in of_layer]
         self.checks: list[Check] = []
-        self.lacks: dict[str, Lack] = {}  # request -> what a second look is to find
+        self.unwritten: dict[str, Unwritten] = {}  # request -> what a second look is to find
         self.failed: set[int] = (
             set()
         )  # blocks whose load the connector reported as failed, until a check has said so
 
-    def judge(self, work: Work) -> None:
+    def check_loads(self, work: StepWork) -> None:
         """Compare everything with what should be there, now that the loads of some requests are said to be complete."""
         self.memory.fetch()
-        for judge in work.judge:
+        for load in work.load_checks:
             started = time.perf_counter()
-            self.memory.forgive(work.loading)
-            rows, size, due, missing = self._expect(judge)
-            first = {group: table[table != 0] for group, table in enumerate(judge.tables)}
+            self.memory.accept(work.loading)
+            rows, size, due, missing = self._expect(load)
+            first = {group: table[table != 0] for group, table in enumerate(load.tables)}
             check = self._compare(
-                work.groups, first, due, np.setdiff1d(work.loading, judge.loaded), judge.request
+                work.groups, first, due, np.setdiff1d(work.loading, load.loaded), load.request
             )
             seconds = time.perf_counter() - started
             loaded = replace(
-                check, request=judge.request, local=judge.local, computed=judge.computed, seconds=seconds
+                check, request=load.request, local=load.local, computed=load.computed, seconds=seconds
             )
             self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
 
@@ -88,13 +88,13 @@ class Inspector:
         """Compare everything now. `groups`: per block the group whose content it has; `loading`: blocks that loads may write."""
         started = time.perf_counter()
         self.memory.fetch()
-        self.memory.forgive(loading)
+        self.memory.accept(loading)
         late = self._second_look()
         return replace(
             self._compare(groups, {}, None, loading), late=late, seconds=time.perf_counter() - started
         )
 
-    def taken(self, request: str) -> list[Check]:
+    def pop_checks(self, request: str) -> list[Check]:
         """The checks of a request's loads, once."""
         mine = [check for check in self.checks if check.request == request]
         self.checks = [check for check in self.checks if check.request != request]
@@ -121,34 +121,34 @@ class Inspector:
             if not pool.wrong:
                 break
             memory.fetch(loading)
-            if memory.as_forgiven(loading):  # so nobody was writing, and what was found is so
+            if memory.still_as_accepted(loading):  # so nobody was writing, and what was found is so
                 break
-            memory.forgive(loading)
+            memory.accept(loading)
         if due is not None and pool.words.keys() == {UNWRITTEN}:
             where = _whole_words(memory.storage != memory.shadow)
-            self.lacks[request] = Lack(np.packbits(where), memory.shadow[where], held, due)
+            self.unwritten[request] = Unwritten(np.packbits(where), memory.shadow[where], held, due)
         if pool.wrong or pool.rows:
-            memory.adopt()
+            memory.accept_all()
         return Check(rank=memory.rank, pool=pool)
 
     def _second_look(self) -> tuple[str, ...]:
         """Requests that lacked words at their check and now have them all; from here on these are what should be there."""
         memory, late = self.memory, []
-        for request, lack in self.lacks.items():
-            where = np.unpackbits(lack.where, count=len(memory.storage)).view(bool)
+        for request, late_bytes in self.unwritten.items():
+            where = np.unpackbits(late_bytes.where, count=len(memory.storage)).view(bool)
             if np.array_equal(memory.storage[where], memory.shadow[where]):
                 continue  # nothing has come since
             should = memory.shadow.copy()
-            should[where] = lack.want
+            should[where] = late_bytes.want
             if not compare_pool(
-                memory.storage, should, self.regions, lack.held, due=lack.due, ignore=~where
+                memory.storage, should, self.regions, late_bytes.held, due=late_bytes.due, ignore=~where
             ).wrong:
                 memory.shadow[where] = memory.storage[where]
                 late.append(request)
-        self.lacks.clear()
+        self.unwritten.clear()
         return tuple(late)
 
-    def _expect(self, judge: Judge) -> tuple[int, int, dict[str, Array], list[Missing]]:
+    def _expect(self, load: LoadCheck) -> tuple[int, int, dict[str, Array], list[Missing]]:
         """Put what is due into the shadow. Returns rows and bytes of it, its blocks as the layers' regions count them, what is missing."""
         memory, groups, rows, size = self.memory, self.groups, 0, 0
         due: dict[str, Array] = {}
@@ -156,23 +156,23 @@ class Inspector:
         spans: dict[tuple[int, int], _Span] = {}  # (group, window): the same for all layers
         blocks: dict[tuple[int, int], Array] = {}  # likewise
         attention: list[tuple[str, _Span]] = []
-        for name, group in groups.of.items() if judge.computed > judge.local else ():
+        for name, group in groups.of.items() if load.computed > load.local else ():
             if name in groups.states:
-                slot = groups.state_slot(judge.tables[group], judge.computed, group)
+                slot = groups.state_slot(load.tables[group], load.computed, group)
                 if not slot:
-                    missing[group] = 0, (judge.computed,)
+                    missing[group] = 0, (load.computed,)
                     continue
                 for region in memory.regions[name]:
                     engine = self._writer_of_state(region, slot)
                     memory.write_state(
-                        (memory.shadow,), region, slot, int(judge.owners[-1]), judge.computed, engine
+                        (memory.shadow,), region, slot, int(load.owners[-1]), load.computed, engine
                     )
                     rows, size = rows + region.shape[1], size + region.shape[1] * region.width
                 due[name] = np.array([slot])
                 continue
             key = group, groups.windows[name]
             if key not in spans:
-                spans[key] = _span(judge, *key, groups.block_sizes[group])
+                spans[key] = _span(load, *key, groups.block_sizes[group])
             if spans[key].gone:
                 missing[group] = key[1], spans[key].gone
             if len(spans[key].tokens):
@@ -268,18 +268,18 @@ class _Span:
     gone: tuple[int, ...]  # positions of which the block is the null block
 
 
-def _span(judge: Judge, group: int, window: int, size: int) -> _Span:
-    first = max(judge.local, judge.computed - window + 1 if window else 0)
+def _span(load: LoadCheck, group: int, window: int, size: int) -> _Span:
+    first = max(load.local, load.computed - window + 1 if window else 0)
     # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and the window of a later request
     # that hits it may begin earlier.
-    tokens = np.arange(max(judge.local, first // size * size if judge.cached else first), judge.computed)
-    blocks = judge.tables[group][tokens // size]
+    tokens = np.arange(max(load.local, first // size * size if load.cached else first), load.computed)
+    blocks = load.tables[group][tokens // size]
     gone = tuple(tokens[(blocks == 0) & (tokens >= first)].tolist())
     tokens, blocks = tokens[blocks != 0], blocks[blocks != 0]
     return _Span(
         tokens,
         blocks,
-        token_parts(tokens, judge.owners[tokens]),
+        token_parts(tokens, load.owners[tokens]),
         np.array(list(dict.fromkeys(blocks.tolist()))),
         gone,
     )

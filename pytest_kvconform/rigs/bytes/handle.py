@@ -5,7 +5,6 @@ from __future__ import annotations
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
-from pytest_kvconform.rigs.engine.messages import Leftovers
 
 
 class ByteEngineHandle(EngineHandle):
@@ -17,9 +16,9 @@ class ByteEngineHandle(EngineHandle):
         super().__init__(address, name, spec, deadline_s, start_s)
         self.ranks = spec.tensor_parallel
 
-    def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
+    def pop_checks(self, request_id: str) -> tuple[Check, ...]:
         """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
-        return self.call("taken", request_id)
+        return self.call("pop_checks", request_id)
 
     def audit(self) -> tuple[Check, ...]:
         """The whole pool of every rank against what should be there. What differs is reported once."""
@@ -28,10 +27,6 @@ class ByteEngineHandle(EngineHandle):
     def source(self) -> Source:
         """Where the rows of rank 0 lie, for the diagnosis of what D received."""
         return self.call("source")
-
-    def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens; 0: as configured."""
-        self.call("budget", tokens)
 
     def preempt(self, request_id: str) -> None:
         """Preempt a running request in the next step."""
@@ -44,7 +39,3 @@ class ByteEngineHandle(EngineHandle):
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Spoil a byte of one rank's pool: for tests of the rig."""
         self.call("flip", rank, layer, block, byte)
-
-    def shutdown(self) -> Leftovers:
-        """Shut the engine down and say what its process still has. The process itself ends with `end`."""
-        return self.call("shutdown")

@@ -131,7 +131,7 @@ def _run(
             if stuck := _until_finished(d, p, [warm.id], {}, deadline):
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
     if any(prompt.warm for prompt in transfer.prompts):
-        d.call("poison", True)
+        d.poison(keep_cache=True)
     targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
     for request in targets:
         d.add(request)
@@ -149,7 +149,7 @@ def _run(
             prefill=p.trace(sources[i].id),
             decode=d.trace(targets[i].id),
             finish=(ends[targets[i].id].finish or "") if targets[i].id in ends else "",
-            checks=d.taken(targets[i].id),
+            checks=d.pop_checks(targets[i].id),
         )
         for i, prompt in enumerate(transfer.prompts)
     )

@@ -166,21 +166,21 @@ class Memory:
             for base, size, stride in self.pages
         ]
 
-    def forgive(self, blocks: Array) -> None:
+    def accept(self, blocks: Array) -> None:
         """Whatever these blocks hold is right."""
         if len(blocks):
             self.dirty[blocks] = True
             for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True):
                 should[blocks] = mine[blocks]
 
-    def as_forgiven(self, blocks: Array) -> bool:
+    def still_as_accepted(self, blocks: Array) -> bool:
         """Whether these blocks still hold what was forgiven them."""
         return all(
             np.array_equal(mine[blocks], should[blocks])
             for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True)
         )
 
-    def adopt(self) -> None:
+    def accept_all(self) -> None:
         """Whatever stands anywhere is right."""
         self.dirty[:] = True
         self.shadow[:] = self.storage

@@ -85,7 +85,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What one step computes of one request."""
 
     request: str
@@ -97,7 +97,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Judge:
+class LoadCheck:
     """A request whose loaded KV the step reads for the first time."""
 
     request: str
@@ -110,11 +110,11 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a rank does in one step, beside vLLM's scheduler output."""
 
-    parts: tuple[Part, ...]
-    judge: tuple[Judge, ...]
+    parts: tuple[StepPart, ...]
+    load_checks: tuple[LoadCheck, ...]
     after_load: bool  # the loads happen within the step
     groups: np.ndarray  # int8 per block: the KV cache group whose content it has, -1: none
-    loading: np.ndarray  # blocks that loads may write right now, those of `judge` included
+    loading: np.ndarray  # blocks that loads may write right now, those of `load_checks` included

@@ -13,9 +13,9 @@ import numpy as np
 
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, Judge, Part, Work
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Group, Request
+from pytest_kvconform.rigs.engine.messages import Request
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -77,27 +77,23 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
     # ---- calls ----------------------------------------------------------------------------------------------------------------
 
-    def _backend(self) -> str:
-        name: str = self._workers("pattern_facts")[0]["backend"]
-        return name
-
     def add(self, request: Request) -> None:
         """Hand a request (ByteRequest) to the scheduler."""
         self.requests[request.id] = request
         super().add(request)
 
-    def taken(self, request_id: str) -> tuple[Check, ...]:  # type: ignore[override]
+    def pop_checks(self, request_id: str) -> tuple[Check, ...]:
         """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
-        return tuple(check for checks in self._workers("pattern_taken", request_id) for check in checks)
+        return tuple(check for checks in self._workers("kv_pop_checks", request_id) for check in checks)
 
     def audit(self) -> tuple[Check, ...]:
         """Compare the whole pool of every rank with what should be there. What differs is reported once."""
-        return tuple(self._workers("pattern_audit", self.owner_of_block, self._loading()))
+        return tuple(self._workers("kv_audit", self.owner_of_block, self._loading()))
 
     def source(self) -> Source:
         """Where rank 0 has the rows of every request since the last call."""
         tables, self.tables = self.tables, {}
-        return Source(self._workers("pattern_regions")[0], tables)
+        return Source(self._workers("kv_regions")[0], tables)
 
     def preempt(self, request_id: str) -> None:
         """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
@@ -113,27 +109,17 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
     # ---- watching -------------------------------------------------------------------------------------------------------------
 
-    def _groups(self) -> tuple[Group, ...]:
-        states = self._workers("pattern_facts")[0]["states"]
-        return tuple(
-            Group(
-                kind="state" if group.layer_names[0] in states else "attention",
-                block_size=manager.block_size,
-                layers=tuple(group.layer_names),
-                window=getattr(group.kv_cache_spec, "sliding_window", None) or 0,
-            )
-            for group, manager in zip(
-                self.kv_config.kv_cache_groups, self.manager.coordinator.single_type_managers, strict=True
-            )
-        )
+    def _state_layers(self) -> frozenset[str]:
+        return frozenset(self._workers("kv_layer_facts")[0]["states"])
 
-    def _digest(self) -> np.ndarray:
-        return np.empty(0)  # the ranks compare everything with their shadows
+    def _backend(self) -> str:
+        name: str = self._workers("kv_layer_facts")[0]["backend"]
+        return name
 
     def _poison_blocks(self, blocks: list[int]) -> None:
         ids = np.array(blocks, dtype=np.int64)
         self.owner_of_block[ids] = -1
-        self._workers("pattern_poison", ids)
+        self._workers("kv_poison", ids)
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
@@ -164,20 +150,20 @@ class ByteEngineProcess(engine_process.EngineProcess):
         execute = self.core.model_executor.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            scheduler_output.pattern = self._work(scheduler_output)
+            scheduler_output.byte_work = self._work(scheduler_output)
             return execute(scheduler_output, *args, **kwargs)
 
         self.core.model_executor.execute_model = execute_model
 
-    def _work(self, scheduler_output: Any) -> Work:
+    def _work(self, scheduler_output: Any) -> StepWork:
         """What the ranks are to write and to look at in this step."""
-        parts, judges = [], []
+        parts, load_checks = [], []
         loading = self._loading()
         for request_id, position in positions_of(scheduler_output).items():
             scheduled = scheduler_output.num_scheduled_tokens[request_id]
             request, end = self.scheduler.requests[request_id], position + scheduled
             trace = self.traces[request_id]
-            first = position < request.num_prompt_tokens and self._count(
+            first = position < request.num_prompt_tokens and self._note_computed(
                 trace, request.num_prompt_tokens, position, scheduled
             )
             self._note_blocks(request_id)
@@ -186,12 +172,12 @@ class ByteEngineProcess(engine_process.EngineProcess):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
             token = said(end) if end >= request.num_tokens else None
-            parts.append(Part(request_id, position, end, owners[position:], tables, token))
+            parts.append(StepPart(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
                 loaded = np.array(sorted(blocks), dtype=np.int64)
-                judges.append(
-                    Judge(
+                load_checks.append(
+                    LoadCheck(
                         request_id,
                         local,
                         position,
@@ -201,8 +187,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
                         self.spec.prefix_caching,
                     )
                 )
-        return Work(
-            tuple(parts), tuple(judges), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading
+        return StepWork(
+            tuple(parts), tuple(load_checks), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading
         )
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:
@@ -243,7 +229,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """Blocks have become free: what loads left in them is nobody's any more."""
         ids = {block.block_id for block in blocks}
         if late := ids & {b for _, loading in self.loading.values() for b in loading}:
-            self._workers("pattern_forgive", np.array(sorted(late), dtype=np.int64))
+            self._workers("kv_accept", np.array(sorted(late), dtype=np.int64))
             self.loading = {
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
@@ -254,4 +240,4 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:
     if worker.rank == rank:
-        worker.pattern_flip(layer, block, byte)
+        worker.kv_flip(layer, block, byte)

@@ -31,10 +31,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
-from pytest_kvconform.rigs.bytes.checks import Groups, Inspector
+from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
-from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, Work
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
@@ -118,7 +118,7 @@ class ByteWorker(WorkerBase):
             },
             of={name: of[name] for name in self.layers},
         )
-        self.memory, self.inspector = memory, Inspector(memory, self.groups, self.spec.store)
+        self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
 
     def kernel_blocks(self, config: Any) -> list[int]:
@@ -154,7 +154,7 @@ class ByteWorker(WorkerBase):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """One step: vLLM's order of hooks around the pattern model."""
-        work: Work = scheduler_output.pattern
+        work: StepWork = scheduler_output.byte_work
         if scheduler_output.new_block_ids_to_zero:
             self.memory.zero(np.array(scheduler_output.new_block_ids_to_zero))
         if scheduler_output.kv_cache_block_copies:
@@ -163,15 +163,15 @@ class ByteWorker(WorkerBase):
             output = self.connector.no_forward(scheduler_output)
             self._note_failures(output.kv_connector_output)
             return output
-        inspector, before, states = self.inspector, len(self.inspector.checks), self.groups.states
+        checker, before, states = self.checker, len(self.checker.checks), self.groups.states
         with set_forward_context(self._metadata(work), self.vllm_config):
             self.connector.pre_forward(scheduler_output)
             group = get_kv_transfer_group()
             if work.after_load:
                 for name in (name for name in self.layers if name not in states):
                     group.wait_for_layer_load(name)
-            if work.judge:
-                inspector.judge(work)
+            if work.load_checks:
+                checker.check_loads(work)
             slots = [self._slots(work, index) for index in range(len(self.groups.layers))]
             for name in self.layers:
                 if name in states:
@@ -184,27 +184,27 @@ class ByteWorker(WorkerBase):
             self.connector.finish_forward()
         output = self.connector.post_forward(scheduler_output.finished_req_ids)
         self._note_failures(output)
-        for index, judge in enumerate(
-            work.judge, before
+        for index, load in enumerate(
+            work.load_checks, before
         ):  # loads within the step have said only now whether they failed
-            failed = inspector.failed & set(judge.loaded.tolist())
-            inspector.checks[index] = replace(inspector.checks[index], failed=tuple(sorted(failed)))
-            inspector.failed -= failed
-        said = {part.request: part.token for part in work.parts}
+            failed = checker.failed & set(load.loaded.tolist())
+            checker.checks[index] = replace(checker.checks[index], failed=tuple(sorted(failed)))
+            checker.failed -= failed
+        tokens = {part.request: part.token for part in work.parts}
         ids = list(scheduler_output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
-            sampled_token_ids=[[] if said[name] is None else [said[name]] for name in ids],
+            sampled_token_ids=[[] if tokens[name] is None else [tokens[name]] for name in ids],
             prompt_logprobs_dict={},
             kv_connector_output=output,
         )
 
     def _note_failures(self, output: Any) -> None:
         if output is not None:
-            self.inspector.failed |= set(output.invalid_block_ids or ())
+            self.checker.failed |= set(output.invalid_block_ids or ())
 
-    def _slots(self, work: Work, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _slots(self, work: StepWork, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(block, position, share) of each scheduled token whose block is not the null block; see `token_parts`."""
         if self.groups.is_state(group):
             nothing = np.zeros(0, dtype=np.int64)
@@ -218,7 +218,7 @@ class ByteWorker(WorkerBase):
         real = blocks != 0
         return blocks[real], positions[real], token_parts(positions[real], owners[real])
 
-    def _metadata(self, work: Work) -> dict[str, Any]:
+    def _metadata(self, work: StepWork) -> dict[str, Any]:
         """Layer name -> attention metadata of this step."""
         made: dict[Any, Any] = {}
         for name, group in self.groups.of.items():
@@ -245,7 +245,7 @@ class ByteWorker(WorkerBase):
         )
         memory.flush(blocks)
 
-    def _write_states(self, work: Work, name: str) -> None:
+    def _write_states(self, work: StepWork, name: str) -> None:
         memory, group = self.memory, self.groups.of[name]
         for part in work.parts:
             if slot := self.groups.state_slot(part.tables[group], part.end, group):
@@ -263,20 +263,20 @@ class ByteWorker(WorkerBase):
 
     # ---- calls of the engine --------------------------------------------------------------------------------------------------
 
-    def pattern_taken(self, request: str) -> list[Check]:
-        return self.inspector.taken(request)
+    def kv_pop_checks(self, request: str) -> list[Check]:
+        return self.checker.pop_checks(request)
 
-    def pattern_audit(self, groups: np.ndarray, loading: np.ndarray) -> Check:
-        return self.inspector.audit(groups, loading)
+    def kv_audit(self, groups: np.ndarray, loading: np.ndarray) -> Check:
+        return self.checker.audit(groups, loading)
 
-    def pattern_poison(self, blocks: np.ndarray) -> None:
+    def kv_poison(self, blocks: np.ndarray) -> None:
         self.memory.poison(blocks)
 
-    def pattern_forgive(self, blocks: np.ndarray) -> None:
+    def kv_accept(self, blocks: np.ndarray) -> None:
         self.memory.fetch(blocks)
-        self.memory.forgive(blocks)
+        self.memory.accept(blocks)
 
-    def pattern_flip(self, layer: str, block: int, byte: int) -> None:
+    def kv_flip(self, layer: str, block: int, byte: int) -> None:
         """Spoil one byte of the storage, `byte` counted within the block's rows of a layer: what tests of this rig do."""
         view = self.memory.regions[layer][0].of(self.memory.storage)
         block = int(self.memory.expand(layer, np.array([block]))[0])
@@ -285,12 +285,12 @@ class ByteWorker(WorkerBase):
 
     def forget_failed_loads(self) -> None:
         """Forget blocks of loads that failed, where no check has looked at them."""
-        self.inspector.failed.clear()
+        self.checker.failed.clear()
 
-    def pattern_regions(self) -> tuple[Region, ...]:
-        return tuple(self.inspector.regions)
+    def kv_regions(self) -> tuple[Region, ...]:
+        return tuple(self.checker.regions)
 
-    def pattern_facts(self) -> dict[str, Any]:
+    def kv_layer_facts(self) -> dict[str, Any]:
         attention = [layer for name, layer in self.layers.items() if name not in self.groups.states]
         return {
             "states": self.groups.states,

@@ -56,7 +56,7 @@ class EngineHandle:
     Methods are those of `engine.process.EngineProcess`. Every call raises EngineFailed if the process cannot answer.
     """
 
-    target = "pytest_kvconform.rigs.engine.process:serve"
+    target = ""  # "module:function" that the zygote calls in the child
 
     def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
         self.role, self.deadline_s = spec.role, deadline_s
@@ -100,9 +100,6 @@ class EngineHandle:
 
     def trace(self, request_id: str) -> Trace:
         return self.call("trace", request_id)
-
-    def taken(self, request_id: str) -> Snapshot | None:
-        return self.call("taken", request_id)
 
     def poison(self, keep_cache: bool = False) -> int:
         """Fill unowned blocks with poison, see `EngineProcess.poison`."""

@@ -1,0 +1,231 @@
+"""An engine of the engine rig: a real vLLM engine with a tiny checkpoint, whose KV cache the harness reads and writes.
+
+Before the first step that reads loaded KV, the process takes a snapshot of a watched request's KV. In the oracle's run
+the harness itself puts P's snapshot into D's cache, and the connector never hears of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from pytest_kvconform.rigs.engine import kv_access
+from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
+from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
+from pytest_kvconform.rigs.engine.process import serve as serve_engine
+from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
+
+
+def serve(connection: Connection, spec: EngineSpec) -> None:
+    """Run the engine in a child of the zygote, see `engine.process.serve`."""
+    serve_engine(connection, spec, ModelEngineProcess)
+
+
+class ModelEngineProcess(EngineProcess):
+    """One engine with a model."""
+
+    def __init__(self, spec: EngineSpec):
+        self.watched: dict[
+            str, np.ndarray
+        ] = {}  # request -> digest of every block when the request was added
+        # Watched request -> blocks that any request held since it was added.
+        self.held: dict[str, set[int]] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.oracles: dict[str, Snapshot] = {}  # request -> KV that the harness puts in place
+        super().__init__(spec)
+
+    def _configure(self, spec: EngineSpec) -> Any:
+        return engine_config(
+            spec.checkpoint,
+            dtype=spec.dtype,
+            block_size=spec.block_size,
+            max_model_len=spec.max_model_len,
+            max_batched_tokens=spec.max_batched_tokens,
+            max_seqs=8,
+            tensor_parallel=spec.tensor_parallel,
+            kv_transfer=spec.kv_transfer_config,
+            num_blocks=spec.num_blocks,
+            more={"max_logprobs": -1} | spec.engine_arguments,
+        )
+
+    def _state_layers(self) -> frozenset[str]:
+        layers = self._workers(kv_access.describe)[0]
+        return frozenset(name for name, layer in layers.items() if layer["kind"] == "state")
+
+    def _backend(self) -> str:
+        layers = self._workers(kv_access.describe)[0]
+        return next((layer["backend"] for layer in layers.values() if layer["kind"] == "attention"), "")
+
+    def _poison_blocks(self, blocks: list[int]) -> None:
+        self._workers(kv_access.poison, blocks)
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        if request.watch:
+            self.watched[request.id] = self._digest() if self.spec.role == "D" else np.empty(0)
+        if request.oracle is not None:
+            self.oracles[request.id] = request.oracle
+        super().add(request)
+
+    def pop_snapshot(self, request_id: str) -> Snapshot | None:
+        """The snapshot of a watched request, once; None if no forward has read loaded KV."""
+        return self.snapshots.pop(request_id, None)
+
+    # ---- watching -------------------------------------------------------------------------------------------------
+
+    def _watch_connector(self) -> None:
+        """Keep the hooks of the connector's scheduler half away from requests that the oracle serves."""
+        super()._watch_connector()
+        self._hide_oracle("get_num_new_matched_tokens", lambda r, n: (max(0, r.num_tokens - 1 - n), False))
+        self._hide_oracle("update_state_after_alloc", lambda r, blocks, n: self._note_allocation(r, n))
+        self._hide_oracle("request_finished", lambda r, block_ids: (False, None))
+        self._hide_oracle("request_finished_all_groups", lambda r, block_ids: (False, None))
+        self._hide_oracle("on_new_request", lambda r: None)
+
+    def _hide_oracle(self, name: str, answer: Callable[..., Any]) -> None:
+        """Let a hook of the connector answer for requests of the oracle what `answer` returns."""
+        connector = self.scheduler.connector
+        if (hook := getattr(connector, name, None)) is not None:
+            setattr(
+                connector,
+                name,
+                lambda request, *args: (answer if request.request_id in self.oracles else hook)(
+                    request, *args
+                ),
+            )
+
+    def _watch_steps(self) -> None:
+        execute = self.core.model_executor.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            positions = positions_of(scheduler_output)
+            later: dict[str, int] = {}
+            writable = self._writable()
+            for request_id in self.watched:
+                self.held.setdefault(request_id, set()).update(
+                    writable
+                )  # also blocks of requests that have ended by then
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+                if request_id in self.traces:
+                    self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)
+            result = execute(scheduler_output, *args, **kwargs)
+            for request_id, tokens in later.items():
+                self.snapshots[request_id] = self._read(request_id, tokens)
+            return result
+
+        self.core.model_executor.execute_model = execute_model
+
+    def _before_step(
+        self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]
+    ) -> None:
+        """Count what is about to be computed. Look at the cache now, or note in `later` to look at it after the step."""
+        trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
+        if position >= prompt:
+            return
+        first = self._note_computed(trace, prompt, position, scheduled)
+        if first and request_id in self.oracles and trace.external_tokens:
+            self._write(request_id, self.oracles[request_id], position)
+            self._keep_from_zeroing(request_id, scheduler_output)
+        if request_id not in self.watched:
+            return
+        if self.spec.role == "P":
+            if position + scheduled >= prompt:
+                later[request_id] = prompt  # the whole prompt's KV, before anyone can free a block of it
+        elif first and scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
+            later[request_id] = position  # a synchronous load happens inside the step
+        elif first:
+            self.snapshots[request_id] = self._read(request_id, position)
+
+    def _writable(self) -> set[int]:
+        """Blocks that a load or a step may change: those that requests hold, without the ones they share through the prefix cache."""
+        return {
+            b
+            for r in self.scheduler.requests
+            for group, ids in zip(self.groups, self.manager.get_block_ids(r), strict=True)
+            for b in ids[
+                self.traces[r].local_tokens // group.block_size
+                if group.kind == "attention" and r in self.traces
+                else 0 :
+            ]
+            if b
+        }
+
+    def _keep_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
+        """Blocks that the oracle has just filled are not to be zeroed by the step, as vLLM spares those of an asynchronous load."""
+        if scheduler_output.new_block_ids_to_zero:
+            filled = {b for ids in self.manager.get_block_ids(request_id) for b in ids}
+            scheduler_output.new_block_ids_to_zero = [
+                b for b in scheduler_output.new_block_ids_to_zero if b not in filled
+            ] or None
+
+    # ---- reading and writing the KV cache -------------------------------------------------------------------------
+
+    def _digest(self) -> np.ndarray:
+        return np.stack(self._workers(kv_access.digest))
+
+    def _read(self, request_id: str, tokens: int) -> Snapshot:
+        tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
+        rows, present, state = {}, {}, {}
+        for group, table in zip(self.groups, tables, strict=True):
+            for name in group.layers:
+                if group.kind == "state":
+                    state[name] = kv_access.join_state(
+                        self._workers(kv_access.read_state, name, _slot(table, tokens, group.block_size))
+                    )
+                else:
+                    shards = self._workers(kv_access.read_rows, name, list(table))
+                    rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
+                    present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]
+        changed: tuple[int, ...] = ()
+        if self.spec.role == "D":
+            differs = (self._digest() != self.watched[request_id]).any(axis=0)
+            changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self.held[request_id])
+        return Snapshot(
+            request=request_id,
+            tokens=tokens,
+            groups=self.groups,
+            tables=tables,
+            rows=rows,
+            present=present,
+            state=state,
+            changed=changed,
+        )
+
+    def _total_heads(self) -> int:
+        return self.config.model_config.get_total_num_kv_heads()
+
+    def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
+        """Put the oracle's KV of the tokens before `position` where vLLM's own block tables say it belongs."""
+        local = self.traces[request_id].local_tokens
+        for group, table in zip(self.groups, self.manager.get_block_ids(request_id), strict=True):
+            for name in group.layers:
+                if group.kind == "state":
+                    if position:
+                        self._workers(
+                            kv_access.write_state,
+                            name,
+                            _slot(table, position, group.block_size),
+                            oracle.state[name],
+                        )
+                    continue
+                first = local  # tokens hit locally stand there already, in blocks that others may share
+                while first < position and not table[first // group.block_size]:
+                    first = (first // group.block_size + 1) * group.block_size
+                if first < position:
+                    self._workers(
+                        kv_access.write_rows, name, list(table), first, oracle.rows[name][first:position]
+                    )
+
+
+def _slot(table: Any, tokens: int, block_size: int) -> int:
+    """The block of a state group that holds the state after `tokens` tokens.
+
+    With prefix caching off there is one block per request; otherwise (vLLM's mamba_cache_mode "align") a state stays in the block in
+    which its last token lies, and the next step goes on from there, in the next block if that one is full.
+    """
+    return table[min((max(tokens, 1) - 1) // block_size, len(table) - 1)]
