@@ -48,7 +48,7 @@ KINDS = {"full_attention": "full attention", "sliding_attention": "window", "lin
 
 def tiers_table() -> str:
     """One row for each tier: its rigs, the number of its cases, and what its package's docstring says."""
-    quick, full = (plan.make_plan(Settings(matrix=matrix), ()).asked for matrix in ("quick", "full"))
+    quick, full = (plan.make_plan(Settings(matrix=matrix), ()).selected for matrix in ("quick", "full"))
     rows = []
     for tier in dict.fromkeys(planned.case.tier for planned in full):
         numbers = [sum(planned.case.tier == tier for planned in cases) for cases in (quick, full)]
@@ -62,7 +62,7 @@ def families_table() -> str:
     """One row for each tiny model and each geometry of the full matrix."""
     tiers: dict[str, dict[str, None]] = {}
     cells: dict[str, dict[tuple[str, str], None]] = {}
-    for planned in plan.make_plan(Settings(matrix="full"), ()).asked:
+    for planned in plan.make_plan(Settings(matrix="full"), ()).selected:
         tiers.setdefault(planned.cell.family, {})[planned.case.tier] = None
         cells.setdefault(planned.cell.family, {})[planned.cell.topology, planned.cell.setup] = None
     rows = []
@@ -122,7 +122,7 @@ def first_sentence(path: Path) -> str:
 def rules_table() -> str:
     """One row for each rule, with the files of its cases."""
     files: dict[str, set[str]] = {}
-    for planned in plan.make_plan(Settings(matrix="full"), ()).asked:
+    for planned in plan.make_plan(Settings(matrix="full"), ()).selected:
         files.setdefault(planned.case.rule, set()).add(
             f"`pytest_kvconform/suite/{planned.module}.py`: `{planned.case.name}`"
         )

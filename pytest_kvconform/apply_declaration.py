@@ -161,9 +161,7 @@ def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[
     rule, sentence = "", ""
     if why == "" and observed == "refused":
         rule = REFUSED_THOUGH_SUPPORTED
-        sentence = (
-            f"{name} is declared supported, but the connector refused it and no case shows that it works"
-        )
+        sentence = f"{name} is declared supported, but was refused, and no case shows that it works"
     elif why and observed == "works":
         rule = WORKS_THOUGH_UNSUPPORTED
         sentence = f"hidden ability: {name} is declared unsupported ({why}), but it works"

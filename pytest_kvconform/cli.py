@@ -79,7 +79,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _cases(matrix: str) -> list[Sequence[str]]:
-    return [(planned.id, planned.case.rule) for planned in plan.make_plan(Settings(matrix=matrix), ()).asked]
+    return [
+        (planned.id, planned.case.rule) for planned in plan.make_plan(Settings(matrix=matrix), ()).selected
+    ]
 
 
 def _rules(matrix: str) -> list[Sequence[str]]:
@@ -157,7 +159,7 @@ def _explain(options: argparse.Namespace) -> int:
     checking = sorted(
         {
             planned.id.partition("[")[0]
-            for planned in plan.make_plan(Settings(), ()).asked
+            for planned in plan.make_plan(Settings(), ()).selected
             if planned.case.rule == rule.id
         }
     )
@@ -186,7 +188,7 @@ def _compare_with_suite(report: document.Report) -> list[str]:
         )
         return []
     known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
-    expected, planned = known.manifest, {one.id: one for one in known.asked}
+    expected, planned = known.manifest, {one.id: one for one in known.selected}
     lacking, strange = (
         sorted(set(expected) - set(report.selection.manifest)),
         sorted(set(report.selection.manifest) - set(expected)),

@@ -1,12 +1,13 @@
-"""What a connector says of itself: the features it supports or not, and the failures its author knows of. Judged in settle.py.
+"""Declaration of a connector: the features that it supports or not, and its known failures.
 
-It stands in `[tool.kvconform]` of pyproject.toml, or in a TOML file that `--kv-declare` names, with the same keys at its top level:
+A declaration stands in `[tool.kvconform]` of pyproject.toml, or in a TOML file that `--kv-declare` names,
+with the same keys at its top level. apply_declaration.py applies it to results.
 
-    [features]                                  # every feature of the list, see features.toml
+    [features]                                  # each feature of features.toml
     sliding-window = true
     tp-heterogeneous = { unsupported = "same size on both sides only" }
 
-    [[known]]                                   # strict: see `KnownFailure`
+    [[known]]                                   # see `KnownFailure`
     case = "kv::bytes/pool::attention_kv_arrives[gemma3_1b-*]"
     issue = "https://example.org/issues/57"
     expires = 2027-01-31
@@ -35,39 +36,46 @@ _URL = re.compile(r"https?://[^\s/]+\S*")
 
 
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure that the connector's author knows of. A FAIL of its cases is KNOWN; a PASS, or a date that is over, is a mistake."""
+    """A failure that the author of the connector knows. A FAIL of a matching case becomes KNOWN.
 
-    case: str  # id of a case, or a glob of * and ? over ids
+    An entry is strict: if a matching case passes, or the last day is over, the verdict is INCOMPLETE.
+    """
+
+    case: str  # id of a case, or a glob of * and ?
     issue: str  # URL
-    expires: datetime.date  # its last day
+    expires: datetime.date  # last day on which the entry holds
     reason: str
-    vllm: str = ""  # versions it is for, as pip writes them: ">=0.32,<0.33"; empty: any
-    day: datetime.date | None = None  # of the run
-    state: KnownFailureState = "open"  # on that day, with the vLLM of the run: see `known_failure_state`
-    place: str = ""  # where it stands: "pyproject.toml: tool.kvconform.known[0]"
+    vllm: str = ""  # versions of vLLM, as pip writes them: ">=0.32,<0.33"; empty: any
+    day: datetime.date | None = None  # the day of the run
+    state: KnownFailureState = "open"  # on that day, with the installed vLLM
+    place: str = ""  # such as "pyproject.toml: tool.kvconform.known[0]"
 
     def matches(self, name: str) -> bool:
-        """Whether it is for the case with this id. A bracket of an id stands for itself."""
+        """Whether the entry matches the case with this id. A bracket in the glob matches a bracket in the
+        id.
+        """
         return features.matches(self.case, name)
 
 
 class Declaration(msgspec.Struct, frozen=True, kw_only=True):
-    """What was declared of one connector."""
+    """The declaration of one connector."""
 
     profile: str = ""
     handover: str = ""
-    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads
-    features: dict[
-        str, str
-    ] = {}  # name -> why it is not supported, "" if it is; a name that is not here is not declared
+    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps KV which no D reads
+    # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
+    features: dict[str, str] = {}
     known: tuple[KnownFailure, ...] = ()
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------------
+# ---- reading ----------------------------------------------------------------------------------------------
 
 
 def read(table: Mapping[str, Any], place: str) -> Declaration:
-    """A declaration, keys profile, handover, lease, features and known. Raises BadSetting: a sentence that begins with the place."""
+    """Return the declaration of a table with the keys profile, handover, lease, features and known.
+
+    Raises BadSetting: a sentence that begins with the place.
+    """
     dot = "." if "tool" in place else ": "
     refuse_unknown(table, ("profile", "handover", "lease", "features", "known"), place, dot)
     lease = table.get("lease", "")
@@ -77,7 +85,8 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         if (value := table.get(key, "")) not in ("", *valid):
             raise BadSetting(
-                f"{place}{dot}{key}: expected {' or '.join(valid)}, got {value!r}{did_you_mean(str(value), valid)}"
+                f"{place}{dot}{key}: expected {' or '.join(valid)}, got "
+                f"{value!r}{did_you_mean(str(value), valid)}"
             )
         words[key] = value
     return Declaration(
@@ -88,7 +97,7 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
 
 
 def read_file(path: Path, place: str) -> dict[str, Any]:
-    """The tables of a TOML file. Raises BadSetting."""
+    """Return the tables of a TOML file. Raises BadSetting."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,7 +111,9 @@ def read_file(path: Path, place: str) -> dict[str, Any]:
 
 
 def read_features(table: Any, place: str) -> dict[str, str]:
-    """Name -> why it is not supported, "" if it is; in the order of the list. Raises BadSetting."""
+    """Return name -> why it is not supported, "" if it is supported; in the order of the list. Raises
+    BadSetting.
+    """
     if not isinstance(table, Mapping):
         raise BadSetting(f"{place}: expected a table of features, got {table!r}")
     refuse_unknown(table, features.load(), place, what="feature")
@@ -121,7 +132,7 @@ def _feature(value: Any, place: str) -> str:
 
 
 def read_known(rows: Any, place: str) -> tuple[KnownFailure, ...]:
-    """The known failures. Raises BadSetting. Which are over, or for another vLLM, is settled now: it holds for the whole run."""
+    """Return the known failures, each with its state, which holds for the whole run. Raises BadSetting."""
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
         raise BadSetting(f"{place}: expected a list of tables ([[known]]), got {rows!r}")
     return tuple(_known_failure(row, f"{place}[{number}]") for number, row in enumerate(rows))
@@ -132,7 +143,7 @@ def _known_failure(row: Mapping[str, Any], place: str) -> KnownFailure:
     for key in _KNOWN_KEYS[:4]:
         if key not in row:
             raise BadSetting(
-                f"{place}: {key} is missing; an entry has {', '.join(_KNOWN_KEYS[:4])}, and may have vllm"
+                f"{place}: {key} is missing; an entry needs {', '.join(_KNOWN_KEYS[:4])}, and may have vllm"
             )
     for key in ("case", "issue", "reason", "vllm"):
         if not isinstance(row.get(key, ""), str) or (key in row and not row[key].strip()):
@@ -154,7 +165,7 @@ def _known_failure(row: Mapping[str, Any], place: str) -> KnownFailure:
 
 
 def known_failure_state(entry: KnownFailure, installed: str | None) -> KnownFailureState:
-    """What has become of an entry by the day of the run, with the vLLM that is installed there. Raises BadSetting."""
+    """Return the state of an entry on the day of the run, with the installed vLLM. Raises BadSetting."""
     if not _version_matches(entry.vllm, installed, f"{entry.place}.vllm"):
         return "other-vllm"
     return "expired" if entry.day is not None and entry.expires < entry.day else "open"
@@ -165,14 +176,14 @@ def _date(value: Any, place: str) -> datetime.date:
         try:
             return datetime.date.fromisoformat(value)
         except ValueError:
-            pass  # it is refused below, as everything else that is no date
+            pass  # the error is raised below, as for every other value that is no date
     if not isinstance(value, datetime.date) or isinstance(value, datetime.datetime):
         raise BadSetting(f"{place}: expected a date such as 2027-01-31, got {value!r}")
     return value
 
 
 def _version_matches(versions: str, installed: str | None, place: str) -> bool:
-    """Whether a vLLM is one of these versions. Without any, nothing is excluded."""
+    """Whether the installed vLLM is one of these versions; True without vLLM. Raises BadSetting."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
@@ -185,7 +196,7 @@ def _version_matches(versions: str, installed: str | None, place: str) -> bool:
 def refuse_unknown(
     table: Mapping[str, Any], valid: Iterable[str], place: str, dot: str = ".", what: str = "key"
 ) -> None:
-    """Raise BadSetting for a key that does not exist, with the nearest one that does."""
+    """Raise BadSetting for a key that does not exist, with a hint to the nearest valid key."""
     valid = list(valid)
     for key in table:
         if key not in valid:
@@ -194,7 +205,7 @@ def refuse_unknown(
 
 
 def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:
-    """Raise BadSetting for an entry that is for none of these ids: a mistake in writing, or a case that is gone."""
+    """Raise BadSetting for an entry that matches none of these ids: a typing mistake, or a removed case."""
     ids = list(ids)
     for entry in known:
         if not any(entry.matches(name) for name in ids):
@@ -202,30 +213,36 @@ def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:
                 entry.case, dict.fromkeys([*ids, *(name.partition("[")[0] + "[*]" for name in ids)])
             )
             raise BadSetting(
-                f"{entry.place}.case: no case of the suite is called {entry.case!r}{hint}; see: kvconform list cases"
+                f"{entry.place}.case: no case of the suite is called {entry.case!r}{hint}; see: "
+                "kvconform list cases"
             )
 
 
 def version(*distributions: str) -> str | None:
-    """Version of the first of these distributions that is installed: vLLM's CPU build has a name of its own."""
+    """Return the version of the first installed distribution; None if none is installed. vLLM's CPU build has
+    another name than vLLM.
+    """
     for name in distributions:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # perhaps the next one is installed; None says that none is
+            continue  # perhaps the next one is installed
     return None
 
 
-# ---- what is missing ---------------------------------------------------------------------------------------------------------
+# ---- what is missing --------------------------------------------------------------------------------------
 
 
 def undeclared(declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Features of the list that a declaration does not name."""
+    """Return the features of the list that a declaration does not name."""
     return tuple(name for name in features.load() if name not in declared)
 
 
 def block_to_paste(declared: Mapping[str, str]) -> str:
-    """What pyproject.toml lacks, as TOML; "" if it lacks nothing. A table cannot be opened twice, so an existing one is added to."""
+    """Return the features that are not declared as TOML to paste into pyproject.toml; "" if all are declared.
+
+    TOML does not allow a table twice, so the text names an existing table to add to.
+    """
     missing = undeclared(declared)
     if not missing:
         return ""

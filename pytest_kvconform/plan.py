@@ -1,8 +1,9 @@
-"""Which cases there are, what they are called, and in which order they run. Nothing here knows pytest.
+"""Plan of a run: which cases there are, their ids, and their order. This module does not import pytest.
 
-An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, of the byte rig `[<geometry>-<topology>.<setup>-<variant>]`. Every
-prefix that ends at one of its separators selects: the tier `kv::engine`, the module `kv::engine/bytes`, the case
-`kv::engine/bytes::attention_kv_arrives`. A variant of None adds no word.
+An id is `kv::<tier>/<module>::<case>[<family>-<topology>-<variant>]`, and for the byte rig
+`[<geometry>-<topology>.<setup>-<variant>]`. Each of these prefixes of an id is an argument that selects
+cases: the tier `kv::engine`, the module `kv::engine/bytes`, the case
+`kv::engine/bytes::attention_kv_arrives`, the whole id. A variant of None adds no word to the id.
 """
 
 from __future__ import annotations
@@ -22,22 +23,17 @@ from pytest_kvconform.setting_parsers import did_you_mean
 from pytest_kvconform.settings import BadSetting, Settings
 
 PREFIX = "kv::"
-TIERS = (
-    "interface",
-    "protocol",
-    "bytes",
-    "engine",
-    "accuracy",
-)  # from cheap to dear: the first answer comes early
+# From cheap to dear, so that the first results come early.
+TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")
 
 
 class BadSuite(Exception):
-    """A file of the suite breaks the suite's own rules: a defect of this project."""
+    """Error: a file of the suite breaks the rules for such files. It is a defect of this project."""
 
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """One case at one cell with one variant: one item of a run, one line of the report."""
+    """One case in one cell with one variant: one pytest item, and one result of the report."""
 
     module: str  # "engine/bytes"
     case: Case
@@ -56,46 +52,50 @@ class PlannedCase:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run could do and was asked to do."""
+    """The cases of a run."""
 
-    asked: tuple[PlannedCase, ...]  # what settings and kv:: arguments leave
-    manifest: tuple[str, ...]  # ids of all cases that the matrix has when nothing is left out, sorted
+    selected: tuple[PlannedCase, ...]  # by the settings and the kv:: arguments
+    manifest: tuple[str, ...]  # ids of all cases of the matrix, sorted
 
 
 def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
-    """The cases of the run. `arguments` are those that begin with kv::; none means everything.
+    """Return the cases of the run. `arguments`: those that begin with kv::; none selects everything.
 
-    Raises BadSetting for a tier, family, topology, rule, feature or argument that matches nothing, BadSuite for a file without cases.
+    Raises BadSetting if a tier, family, topology, rule, feature or argument matches nothing, BadSuite for a
+    file without cases.
     """
     tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
     for tier in settings.tier:
         if tier not in tiers:
             raise BadSetting(
-                f"--kv-tier: there is no tier {tier!r}{did_you_mean(tier, tiers)}; there are {', '.join(tiers)}"
+                f"--kv-tier: there is no tier {tier!r}{did_you_mean(tier, tiers)}; there are "
+                f"{', '.join(tiers)}"
             )
     for pattern in settings.rule:
         if not fnmatch.filter(rules.load(), pattern):
             raise BadSetting(
-                f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: kvconform list rules"
+                f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: "
+                "kvconform list rules"
             )
     for name in settings.feature:
         if name not in features.load():
             known = features.load()
             raise BadSetting(
-                f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+                f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are "
+                f"{', '.join(known)}"
             )
     every = _cases_of(loading.expand_matrix(settings.matrix), settings.matrix)
-    asked = every
+    selected = every
     if settings.family or settings.topology:
         try:
-            asked = _cases_of(
+            selected = _cases_of(
                 loading.expand_matrix(settings.matrix, settings.family, settings.topology), settings.matrix
             )
         except ValueError as error:
             raise BadSetting(f"--kv-family, --kv-topology: {error}") from None
-    asked = [
+    selected = [
         planned
-        for planned in asked
+        for planned in selected
         if (not settings.tier or planned.case.tier in settings.tier)
         and (
             not settings.rule
@@ -106,13 +106,15 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
         )
     ]
     return Plan(
-        tuple(_selected_by(asked, arguments, every)),
-        tuple(sorted({planned.id for planned in [*every, *asked]})),
+        tuple(_selected_by(selected, arguments, every)),
+        tuple(sorted({planned.id for planned in [*every, *selected]})),
     )
 
 
 def module_names() -> list[str]:
-    """`<tier>/<module>` for every file of cases, tiers from cheap to dear, then by name. What begins with _ holds no cases."""
+    """Return `<tier>/<module>` for every file of cases: tiers from cheap to dear, then by name. A name that
+    begins with _ holds no cases.
+    """
     root = loading.package_folder(loading.suite_package())
     paths = [path.relative_to(root).with_suffix("") for path in root.glob("*/*.py")]
     names = [path.as_posix() for path in paths if not any(part.startswith(("_", ".")) for part in path.parts)]
@@ -120,7 +122,9 @@ def module_names() -> list[str]:
 
 
 def load_module(name: str) -> tuple[ModuleType, tuple[Case, ...]]:
-    """The module "<tier>/<module>" and its cases in the order of the file. Raises BadSuite if it has none."""
+    """Return the module "<tier>/<module>" and its cases in the order of the file. Raises BadSuite if it has
+    none.
+    """
     module = importlib.import_module(f"{loading.suite_package()}.{name.replace('/', '.')}")
     found = [
         function.kv_case
@@ -128,12 +132,12 @@ def load_module(name: str) -> tuple[ModuleType, tuple[Case, ...]]:
         if isinstance(getattr(function, "kv_case", None), Case) and function.__module__ == module.__name__
     ]
     if not found:
-        raise BadSuite(f"{name}.py: no function has @case; a file that holds no cases begins with _")
+        raise BadSuite(f"{name}.py: no function has @case; the name of a file without cases begins with _")
     return module, tuple(found)
 
 
 def tier_order(tier: str) -> tuple[int, str]:
-    """Sorts tiers from cheap to dear."""
+    """Return the sort key of a tier: from cheap to dear, then unknown tiers by name."""
     return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 
@@ -156,39 +160,45 @@ def _cases_of(places: Iterable[Any], matrix: str) -> list[PlannedCase]:
 
 
 def _selected_by(
-    asked: list[PlannedCase], arguments: Sequence[str], every: list[PlannedCase]
+    selected: list[PlannedCase], arguments: Sequence[str], every: list[PlannedCase]
 ) -> list[PlannedCase]:
-    """Those that an argument selects. One that names nothing in the whole suite is a mistake; one that other settings exclude is not."""
+    """Return the cases that an argument selects.
+
+    Raises BadSetting for an argument that matches no case of the whole suite. An argument whose cases other
+    settings exclude is no error.
+    """
     if not arguments:
-        return asked
+        return selected
     names = [
         PREFIX.rstrip(":"),
         PREFIX,
-        *dict.fromkeys(prefix for planned in every + asked for prefix in _selectors(planned)),
+        *dict.fromkeys(prefix for planned in every + selected for prefix in _selectors(planned)),
     ]
     known = set(names)
     for argument in arguments:
         if argument not in known:
             raise BadSetting(
-                f"there is no case, module or tier {argument}{did_you_mean(argument, names)}; see: kvconform list cases"
+                f"there is no case, module or tier {argument}{did_you_mean(argument, names)}; see: "
+                "kvconform list cases"
             )
     wanted = set(arguments)
-    return [planned for planned in asked if wanted & {PREFIX, *_selectors(planned)}]
+    return [planned for planned in selected if wanted & {PREFIX, *_selectors(planned)}]
 
 
 def _selectors(planned: PlannedCase) -> tuple[str, str, str, str]:
-    """Every argument that selects the case, short of kv:: itself: tier, module, case, id."""
+    """Return every argument that selects the case, except kv:: itself: tier, module, case, id."""
     module = f"{PREFIX}{planned.module}"
     return module.rpartition("/")[0], module, f"{module}::{planned.case.name}", planned.id
 
 
-# ---- order -------------------------------------------------------------------------------------------------------------------
+# ---- order ------------------------------------------------------------------------------------------------
 
 
 def order_by_cell(planned: Sequence[PlannedCase], seed: int) -> list[PlannedCase]:
-    """One cell after the other, so that its engines are started once, however a shuffling plugin left the cases.
+    """Return the cases one cell after the other, so that the engines of a cell start once.
 
-    Seed 0 keeps the order in which cells and cases come. Any other seed shuffles cells, and the cases of each, the same way every time.
+    The order does not depend on a plugin that shuffled the cases before. Seed 0 keeps the order of cells
+    and cases. Any other seed shuffles the cells, and the cases of each cell, the same way every time.
     """
     by_cell: dict[Cell, list[PlannedCase]] = {}
     for one in planned if seed == 0 else sorted(planned, key=lambda one: one.id):
@@ -203,7 +213,7 @@ def order_by_cell(planned: Sequence[PlannedCase], seed: int) -> list[PlannedCase
 
 
 def cell_of_id(name: str) -> str:
-    """`gemma3-P1D2` of an id; "" if it is no id of ours."""
+    """Return the cell of an id, such as `gemma3-P1D2`; "" if it is no id of a case."""
     if not name.startswith(PREFIX) or "[" not in name:
         return ""
     return "-".join(name.partition("[")[2].rstrip("]").split("-")[:2])

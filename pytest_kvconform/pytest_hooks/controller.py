@@ -79,7 +79,7 @@ class Controller:
                 f"{type(error).__name__}: {error}",
             )
         if self._distributed():
-            self._selected = [planned.id for planned in self.runner.plan().asked]
+            self._selected = [planned.id for planned in self.runner.plan().selected]
             if self._zygote is not None:  # workers start while vLLM is being loaded
                 self.runner.link = ZygoteLink(later=str(Path(self._zygote.address).with_name("link.json")))
 

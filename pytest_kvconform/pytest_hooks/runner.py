@@ -172,7 +172,7 @@ class CaseRunner:
         report: Any = yield
         if isinstance(collector, pytest.Session):
             suite = Suite.from_parent(collector, name="kv", nodeid="kv")
-            suite.runner, suite.planned = self, self.plan().asked
+            suite.runner, suite.planned = self, self.plan().selected
             report.result = [*report.result, suite]
         return report
 

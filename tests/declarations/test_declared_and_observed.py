@@ -95,9 +95,7 @@ def test_what_is_supported_and_refused_fails(kv):
     row = row_of(run, "tp-heterogeneous")
     assert (row["declared"], row["observed"], row["rule"]) == ("supported", "refused", "KV-DECLARE-001")
     assert any(
-        line.startswith(
-            "  KV-DECLARE-001: tp-heterogeneous is declared supported, but the connector refused it"
-        )
+        line.startswith("  KV-DECLARE-001: tp-heterogeneous is declared supported, but was refused")
         for line in run.lines
     )
     assert row_of(run, "sliding-window")["rule"] == ""  # it works where the sizes are equal

@@ -26,7 +26,7 @@ def test_the_list_is_closed():
 
 
 def test_every_glob_is_for_a_case_of_the_suite():
-    planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).asked
+    planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).selected
     for name, feature in features.load().items():
         assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), (
             name
@@ -85,7 +85,7 @@ def test_facts_of_what_a_case_does(variant, facts):
 def test_what_cases_of_the_suite_need():
     needs = {
         planned.id: features.required_features(planned)
-        for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).asked
+        for planned in plan.make_plan(Settings(tier=("engine", "bytes")), ()).selected
     }
     assert needs["kv::engine/bytes::attention_kv_arrives[gemma3-P1D2-partial_hit]"] == (
         "full-attention",
@@ -111,7 +111,7 @@ def test_what_cases_of_the_suite_need():
 
 
 def test_a_feature_selects_the_cases_that_need_it():
-    chosen = plan.make_plan(Settings(tier=("engine",), feature=("abort", "state-prefix-hit")), ()).asked
+    chosen = plan.make_plan(Settings(tier=("engine",), feature=("abort", "state-prefix-hit")), ()).selected
     assert {str(planned.variant) for planned in chosen} == {
         "abort_prefill",
         "abort_waiting",

@@ -166,7 +166,7 @@ GOOD = {"case": CASE, "issue": ISSUE, "expires": "2100-01-31", "reason": "r"}
     [
         (
             {key: value for key, value in GOOD.items() if key != "issue"},
-            "p[0]: issue is missing; an entry has case, issue, expires, reason",
+            "p[0]: issue is missing; an entry needs case, issue, expires, reason",
         ),
         (GOOD | {"isue": "x"}, "p[0].isue: there is no such key (did you mean issue?)"),
         (GOOD | {"case": 3}, "p[0].case: expected a text, got 3"),

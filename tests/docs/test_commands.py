@@ -86,7 +86,7 @@ def report(outcome: Outcome) -> document.Report:
     name = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"
     evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
     plan = make_plan(Settings(), ())
-    [planned] = [one for one in plan.asked if one.id == name]
+    [planned] = [one for one in plan.selected if one.id == name]
     result = CaseResult(
         id=name,
         rule=planned.case.rule,

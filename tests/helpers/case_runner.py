@@ -129,7 +129,7 @@ class CaseRunner:
             return CellRun(
                 [
                     _result(bench, planned)
-                    for planned in order_by_cell(make_plan(settings, ()).asked, settings.seed)
+                    for planned in order_by_cell(make_plan(settings, ()).selected, settings.seed)
                     if planned.cell.setup == setup
                     and only(planned)
                     and (planned.variant is None or not variants or str(planned.variant) in variants.split())

@@ -165,7 +165,7 @@ def test_the_engine_rig_runs_no_stores(case_runner: CaseRunner) -> None:
     with pytest.raises(
         Blocked, match=r"^hand-over 'none' is declared, and the engine tier knows only 'handoff' so far$"
     ):
-        bench.use(make_plan(settings, ()).asked[0].cell)
+        bench.use(make_plan(settings, ()).selected[0].cell)
 
 
 def test_what_is_known_of_vllms_own_stores() -> None:
