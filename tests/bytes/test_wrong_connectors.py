@@ -148,7 +148,7 @@ WRONG = [
     mistake(
         "LoadsPartsOfBlocks",
         rows(
-            r"of layers with a window of 512 P has the tokens from 16 on, and D's block in which the window begins, .* those from 0 on$"
+            r"of layers with a window of 512 P has the tokens from 16 on, but D's block in which the window begins, .* those from 0 on$"
         ),
         family="gemma3_1b",
         setup="b16x64",

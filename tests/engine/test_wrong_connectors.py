@@ -104,7 +104,7 @@ WRONG = [
     mistake(
         "NoTruncation",
         {
-            "recurrent_state_arrives": r"D runs \+1 tokens through a state that has seen them already",
+            "recurrent_state_arrives": r"D runs \+1 tokens through a state that includes them already",
             "outputs_match_the_oracle": "",
         },
         family="qwen3_5",
