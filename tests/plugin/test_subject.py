@@ -10,7 +10,7 @@ import pytest
 
 from pytest_kvconform import subject as module
 from pytest_kvconform.settings import BadSetting, Settings
-from pytest_kvconform.subject import registered, resolve
+from pytest_kvconform.subject import registered_names, resolve
 
 FACTORY = """
 import torch_is_not_imported
@@ -43,7 +43,7 @@ def test_a_class(vllm):
 
 
 def test_a_registered_name(vllm):
-    assert registered() == {"OneConnector": "vllm.one", "TwoConnector": "vllm.two"}
+    assert registered_names() == {"OneConnector": "vllm.one", "TwoConnector": "vllm.two"}
     subject = resolve(Settings(connector="OneConnector"))
     assert (subject.connector, subject.module) == ("OneConnector", None)
 
@@ -59,13 +59,13 @@ def test_a_name_that_is_not_registered(vllm, monkeypatch):
 
 def test_without_vllm_a_name_is_left_to_the_probe(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert registered() is None
+    assert registered_names() is None
     assert resolve(Settings(connector="Whatever")).connector == "Whatever"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")
 def test_the_installed_vllm_is_readable():
-    names = registered()
+    names = registered_names()
     assert names is not None
     assert {"NixlConnector", "ExampleConnector", "MultiConnector"} <= set(names)
 

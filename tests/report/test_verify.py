@@ -64,27 +64,32 @@ def one(report: dict[str, Any], name: str) -> dict[str, Any]:
             YESTERDAY,
             ">=0.1",
             {"state": "open"},
-            "known[0] is open in the report, and by its last day and its versions of vLLM it is expired",
+            "known[0] is open in the report, but its last day and its versions of vLLM make it expired",
         ),
         (
             TODAY,
             "<0.1",
             {"state": "open"},
-            "known[0] is open in the report, and by its last day and its versions of vLLM it is other-vllm",
+            "known[0] is open in the report, but its last day and its versions of vLLM make it other-vllm",
         ),
         (
             TODAY,
             ">=0.1",
             {"state": "expired"},
-            "known[0] is expired in the report, and by its last day and its versions of vLLM it is open",
+            "known[0] is expired in the report, but its last day and its versions of vLLM make it open",
         ),
         (
             YESTERDAY,
             ">=0.1",
             {"state": "open", "day": None},
-            f"known[0] is judged by no day, and today is {TODAY}",
+            f"known[0] was applied on no day, but today is {TODAY}",
         ),
-        (TOMORROW, ">=0.1", {"day": "2999-01-01"}, f"known[0] is judged by 2999-01-01, and today is {TODAY}"),
+        (
+            TOMORROW,
+            ">=0.1",
+            {"day": "2999-01-01"},
+            f"known[0] was applied on 2999-01-01, but today is {TODAY}",
+        ),
     ],
 )
 def test_the_state_of_a_known_failure(kv, pytester, capsys, expires, versions, change, says):
@@ -98,11 +103,11 @@ def test_the_state_of_a_known_failure(kv, pytester, capsys, expires, versions, c
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda subject: subject["known"][0].update(expires="2999-01-01"), "known has other entries"),
-        (lambda subject: subject["known"][0].update(case="kv::*"), "known has other entries"),
-        (lambda subject: subject.update(known=[]), "known has other entries"),
-        (lambda subject: subject["features"].update(mla="not yet"), "features has another mla"),
-        (lambda subject: subject["features"].pop("abort"), "features has another abort"),
+        (lambda subject: subject["known"][0].update(expires="2999-01-01"), "known: the entries differ from"),
+        (lambda subject: subject["known"][0].update(case="kv::*"), "known: the entries differ from"),
+        (lambda subject: subject.update(known=[]), "known: the entries differ from"),
+        (lambda subject: subject["features"].update(mla="not yet"), "features: mla differs from"),
+        (lambda subject: subject["features"].pop("abort"), "features: abort differs from"),
     ],
 )
 def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, change, says):
@@ -115,7 +120,7 @@ def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, ch
     path = kv(undeclared=True, deeds={"window*": "violate"}).path
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: change(report["subject"]))
-    assert verified(path, capsys) == (1, [f"subject.{says} than the settings of the report"])
+    assert verified(path, capsys) == (1, [f"subject.{says} the settings of the report"])
 
 
 # ---- results -------------------------------------------------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def test_a_failure_that_is_called_a_refusal(kv, capsys):
     path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D2*": "violate"}).path
     edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=True))
     assert document.read(path).verdict.word == "CONFORMS"
-    said = "kv::engine/bytes::window[gemma3-P1D2] is a refusal in the report, and by what it says it is no refusal"
+    said = "kv::engine/bytes::window[gemma3-P1D2] is a refusal in the report, but its finding makes it no refusal"
     assert verified(path, capsys) == (1, [said])
 
 
@@ -152,7 +157,7 @@ def test_a_refusal_that_is_called_none(kv, capsys):
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=False))
     assert verified(path, capsys)[1][0].endswith(
-        "is no refusal in the report, and by what it says it is a refusal"
+        "is no refusal in the report, but its finding makes it a refusal"
     )
 
 
@@ -203,7 +208,7 @@ def test_what_the_verdict_says_besides_its_word_is_compared_too(kv, capsys):
     raw = json.loads(path.read_bytes())
     raw["verdict"]["features"][0]["observed"] = "fails"
     path.write_text(json.dumps(raw))
-    assert verified(path, capsys) == (1, ["verdict.features in the report is not what its results give"])
+    assert verified(path, capsys) == (1, ["verdict.features of the report does not follow from its results"])
 
 
 def test_declarations_of_another_suite_may_have_been_others(kv, pytester, capsys):
