@@ -1,11 +1,14 @@
-"""Benchmarks of the harness itself, as ratios within one run. No test: numbers are for docs/benchmarks.md, judgement is for people.
+"""Benchmarks of the harness itself, as ratios within one run.
+
+No test: numbers are for docs/benchmarks.md, judgement is for people.
 
     python ci/bench.py [start] [cell] [quick] [bytes] [bytes-full]        default: all but the last
 
-start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2
-cell    one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
-bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, CPU seconds, and where they go
-quick   a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, the largest sum of memory over its processes
+start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2 cell
+one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
+bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, CPU seconds, and
+where they go quick   a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, the
+largest sum of memory over its processes
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ MEND = "from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_impo
 
 
 def start(tensor_parallel: int) -> float:
-    """Seconds for two plain engine starts as a user would make them. The environment is only made to work, not made fast."""
+    """Seconds for two plain engine starts as a user would make them.
+
+    The environment is only made to work, not made fast.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(MEND)
         (Path(folder) / "plain.py").write_text(PLAIN)
@@ -99,7 +105,9 @@ def cell(topology: str) -> float:
 
 
 def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
-    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes, last line, report)."""
+    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes,
+    last line, report).
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -136,7 +144,9 @@ def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
 
 
 def by_cell(report: dict[str, Any]) -> list[str]:
-    """Lines: cell, checked hand-overs, seconds of its cases, those of the first one, in which engines start, apart."""
+    """Lines: cell, checked hand-overs, seconds of its cases, those of the first one, in which engines start,
+    apart.
+    """
     rows: dict[str, list[Any]] = {}
     for result in report["results"]:
         row = rows.setdefault("{family}-{topology}.{setup}".format(**result["cell"]), [0, []])
@@ -154,7 +164,9 @@ def by_cell(report: dict[str, Any]) -> list[str]:
 
 
 def cpu() -> float:
-    """CPU seconds of all processes that this one has waited for, and of theirs: a busy machine lengthens these less than the others."""
+    """CPU seconds of all processes that this one has waited for, and of theirs: a busy machine lengthens
+    these less than the others.
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

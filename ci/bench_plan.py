@@ -1,10 +1,13 @@
-"""Speed of the reference connector's planning on one core. No test: numbers are for docs/benchmarks.md, judgement is for people.
+"""Speed of the reference connector's planning on one core.
+
+No test: numbers are for docs/benchmarks.md, judgement is for people.
 
     python ci/bench_plan.py [tokens, default 131072]
 
-One rank of D plans to read a prompt in blocks of 16 tokens from P: 61 layers, TP 8 to 4, blocks in shuffled order (nothing to coalesce
-between them) and in ascending order. Printed are the time to pair (once per peer) and to plan (once per request), the same in copies of the
-arrays that it makes, and the runs beside the pieces (one a layer, block and rank of P) that they are made of.
+One rank of D plans to read a prompt in blocks of 16 tokens from P: 61 layers, TP 8 to 4, blocks in shuffled
+order (nothing to coalesce between them) and in ascending order. Printed are the time to pair (once per peer)
+and to plan (once per request), the same in copies of the arrays that it makes, and the runs beside the pieces
+(one a layer, block and rank of P) that they are made of.
 """
 
 from __future__ import annotations

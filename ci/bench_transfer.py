@@ -1,18 +1,22 @@
-"""The reference connector's hand-overs beside NixlConnector's and beside one raw NIXL read. No test: numbers are for docs/benchmarks.md.
+"""The reference connector's hand-overs beside NixlConnector's and beside one raw NIXL read.
+
+No test: numbers are for docs/benchmarks.md.
 
     python ci/bench_transfer.py [cpu|cuda, default cpu] [ROUNDS, default 5]
 
-Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the same settings, each in the memory
-layout that it asks vLLM for. A round starts engines of a real geometry with the one and then with the other, and reads as many bytes raw,
-so that whatever else the machine does meets all three. The first hand-over of a pair of engines, in which peers meet, does not count.
+Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the
+same settings, each in the memory layout that it asks vLLM for. A round starts engines of a real geometry with
+the one and then with the other, and reads as many bytes raw, so that whatever else the machine does meets all
+three. The first hand-over of a pair of engines, in which peers meet, does not count.
 
-Timed is what a connector does on D, from the hook that orders a load (`start_load_kv`) to the return of the one that reports it
-(`get_transfer_results`), called without a pause. P steps without a pause meanwhile: a read after a notification ends when P's agent has
-made progress (docs/findings.md), which in a server its thread does. In host memory UCX copies within the call that begins a read: CPU time
-is the transfer's, and other work disturbs it less. Blocks lie in ascending order on both sides, or shuffled on each. Bytes and descriptors
-are NIXL's count of every transfer of D (`get_xfer_telemetry`). The raw read is between two agents without a connector, as many bytes in one
-descriptor. Ratios are of medians, in time and in CPU time; brackets are quartiles. The second table is what hand-overs of models with
-windows move.
+Timed is what a connector does on D, from the hook that orders a load (`start_load_kv`) to the return of the
+one that reports it (`get_transfer_results`), called without a pause. P steps without a pause meanwhile: a
+read after a notification ends when P's agent has made progress (docs/findings.md), which in a server its
+thread does. In host memory UCX copies within the call that begins a read: CPU time is the transfer's, and
+other work disturbs it less. Blocks lie in ascending order on both sides, or shuffled on each. Bytes and
+descriptors are NIXL's count of every transfer of D (`get_xfer_telemetry`). The raw read is between two agents
+without a connector, as many bytes in one descriptor. Ratios are of medians, in time and in CPU time; brackets
+are quartiles. The second table is what hand-overs of models with windows move.
 """
 
 from __future__ import annotations
@@ -83,7 +87,10 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
             self._workers(_expect)
 
         def transferred(self) -> tuple[np.ndarray, np.ndarray]:
-            """Since `expect`: (seconds and CPU seconds of the slowest rank, (bytes, descriptors) of all of them)."""
+            """Since `expect`:
+
+            (seconds and CPU seconds of the slowest rank, (bytes, descriptors) of all of them).
+            """
             times, counts = zip(*self._workers(lambda worker: (took[0], counted)), strict=True)
             return np.max(times, axis=0), np.sum(counts, axis=0)
 
@@ -126,7 +133,10 @@ def _expect(worker: Any) -> None:
 
 
 def serve_raw(connection: Any, spec: tuple[int, str]) -> None:
-    """An agent with some memory, which says where that lies. Told about another one's, it reads that some times and says what it took."""
+    """An agent with some memory, which says where that lies.
+
+    Told about another one's, it reads that some times and says what it took.
+    """
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
@@ -217,7 +227,10 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
 def hand_over(
     p: Engine, d: Engine, name: str, length: int, timed: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One prompt from P to D: what `Timed.transferred` says. A load that is timed is one long step of D, and many of P."""
+    """One prompt from P to D: what `Timed.transferred` says.
+
+    A load that is timed is one long step of D, and many of P.
+    """
     params, deadline = PREFILL, time.monotonic() + PATIENCE_S
     for engine, peer, id in ((p, d, f"{name}-{ON_P}"), (d, p, f"{name}-{ON_D}")):
         more = {"kv_transfer_params": params, "owners": np.zeros(length, dtype=int), "number": 0}
@@ -255,7 +268,9 @@ def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
 
 
 def planned(model: str, length: int, windows: bool = True) -> int:
-    """Bytes of the blocks that the reference connector reads of a prompt, if D has nothing of it: of what its scheduler orders."""
+    """Bytes of the blocks that the reference connector reads of a prompt, if D has nothing of it: of what its
+    scheduler orders.
+    """
     total, fresh = (
         0,
         [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))],

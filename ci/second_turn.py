@@ -1,10 +1,13 @@
-"""The second turn of a conversation: D has the first turn in its own cache, and pulls what is new. Once with that cache and once without.
+"""The second turn of a conversation:
+
+D has the first turn in its own cache, and pulls what is new. Once with that cache and once without.
 
     python ci/second_turn.py [CONNECTOR] [GEOMETRY] [TOPOLOGY]      default: ReferenceConnector, qwen3_5_35b_a3b, P2D2
 
-Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has whole blocks of turn 1's
-attention, but no state at their end: the connector brings the state that belongs to the end of turn 2. What D finds in its pool is
-compared byte by byte (pytest_kvconform/rigs/bytes/checks.py); bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
+Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has
+whole blocks of turn 1's attention, but no state at their end: the connector brings the state that belongs to
+the end of turn 2. What D finds in its pool is compared byte by byte (pytest_kvconform/rigs/bytes/checks.py);
+bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ PATIENCE_S = 60.0
 
 
 def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple[Trace, np.ndarray, int]:
-    """What D did, [bytes, descriptors], and the words of D's pool that are wrong or missing. Raises SystemExit if it does not end well."""
+    """What D did, [bytes, descriptors], and the words of D's pool that are wrong or missing.
+
+    Raises SystemExit if it does not end well.
+    """
     before, over = np.array(d.moved()), time.monotonic() + PATIENCE_S
     params: dict[str, Any] | None = PREFILL
     for engine, peer, side in ((p, d, ON_P), (d, p, ON_D)):

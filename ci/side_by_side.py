@@ -1,10 +1,11 @@
-"""Two connectors side by side: every combination that the first one refuses or gets wrong, and what becomes of it with the second.
+"""Two connectors side by side: every combination that the first one refuses or gets wrong, and what becomes
+of it with the second.
 
     python ci/side_by_side.py REPORT... > table.md      folders of runs, or their report.json; those of one connector are joined
 
-The connector of the first report is the one whose trouble is listed. What counts on the other side are the very cases that failed or were
-blocked. Cells of one model with one rule, cause and result share a row. A table that would say nothing is an error. Runs with KV-OUTPUT-001
-get a second table: log-probabilities.
+The connector of the first report is the one whose trouble is listed. What counts on the other side are the
+very cases that failed or were blocked. Cells of one model with one rule, cause and result share a row. A
+table that would say nothing is an error. Runs with KV-OUTPUT-001 get a second table: log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def joined(paths: list[str]) -> list[tuple[str, Results]]:
 
 
 def outcomes(one: Results, two: Results) -> list[Row]:
-    """Rows: model, its combinations, rule, what became of the cases, why, what became of them with the other connector. Raises Vacuous."""
+    """Rows: model, its combinations, rule, what became of the cases, why, what became of them with the other
+    connector. Raises Vacuous.
+    """
     bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(
         list
     )  # (cell, rule); what is blocked by what it stands on, if that is known
@@ -100,7 +103,10 @@ def _word(result: CaseResult) -> str:
 
 
 def _count(results: list[CaseResult]) -> str:
-    """ "2 FAIL, 7 PASS (3.1 MB)". MB are of what arrived right, and count once for all cases that judge one hand-over."""
+    """ "2 FAIL, 7 PASS (3.1 MB)".
+
+    MB are of what arrived right, and count once for all cases that judge one hand-over.
+    """
     moved: dict[str, int] = defaultdict(int)
     for result in results:
         moved[_handover(result.id)] = max(
@@ -118,7 +124,9 @@ def _handover(id: str) -> str:
 
 
 def differences(one: Results, two: Results) -> list[Row]:
-    """Rows: model, window, block, tokens, topologies, largest difference of a log-probability, that of the other one; last all the rest."""
+    """Rows: model, window, block, tokens, topologies, largest difference of a log-probability, that of the
+    other one; last all the rest.
+    """
     pairs = {
         _handover(id): (_largest(one[id]), _largest(two[id]))
         for id in one.keys() & two.keys()

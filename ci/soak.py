@@ -1,15 +1,19 @@
-"""Soak: thousands of hand-overs between two pattern engines over real NIXL, disturbed as users disturb them. Nothing wrong, nothing left?
+"""Soak: thousands of hand-overs between two pattern engines over real NIXL, disturbed as users disturb them.
+
+Nothing wrong, nothing left?
 
     python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0] [--lease 2]
 
-P computes up to four prompts at a time, some with a common beginning, and D takes them. The seed says what becomes of each (`FATES`). At a
-fifth of the way P is killed before D has read what it answered, and started anew at the same port. P overwrites blocks the moment they are
-free. The whole pool of D is compared byte by byte whenever a load has ended (pytest_kvconform/rigs/bytes/checks.py), both at every rest.
+P computes up to four prompts at a time, some with a common beginning, and D takes them. The seed says what
+becomes of each (`FATES`). At a fifth of the way P is killed before D has read what it answered, and started
+anew at the same port. P overwrites blocks the moment they are free. The whole pool of D is compared byte by
+byte whenever a load has ended (pytest_kvconform/rigs/bytes/checks.py), both at every rest.
 
-At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests held must be none; NIXL's
-objects, threads and open files no more than in the first half. Python's objects and the resident set leak if the straight line through
-the second half rises by more than the first half strays from its own, and by a tenth for each hand-over. The largest step that stays is
-left out, since an allocator takes a large piece now and then, and a leak comes again. In runs of fewer than 1,000 hand-overs, in which
+At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests
+held must be none; NIXL's objects, threads and open files no more than in the first half. Python's objects and
+the resident set leak if the straight line through the second half rises by more than the first half strays
+from its own, and by a tenth for each hand-over. The largest step that stays is left out, since an allocator
+takes a large piece now and then, and a leak comes again. In runs of fewer than 1,000 hand-overs, in which
 processes still warm up, that is printed and not judged. P's halves are of its second life.
 """
 
@@ -174,7 +178,9 @@ class Soak:
         ]
 
     def _steps(self, role: str, waiting: dict[str, Handover]) -> Iterator[Output | None]:
-        """Step both engines until no request of one is waiting; what it says of those, and None after each step."""
+        """Step both engines until no request of one is waiting; what it says of those, and None after each
+        step.
+        """
         engine, over = self.engines[role], time.monotonic() + PATIENCE_S
         while waiting:
             yield from [output for output in engine.step().outputs if output.id in waiting]
@@ -309,7 +315,8 @@ class Soak:
 
 
 def growth(values: list[int]) -> tuple[float, float]:
-    """By how much the second half rises but for its largest step that stays, and how far the first half strays, as straight lines.
+    """By how much the second half rises but for its largest step that stays, and how far the first half
+    strays, as straight lines.
 
     (0, 0): too few.
     """

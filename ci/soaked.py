@@ -1,6 +1,7 @@
 """Pattern engines that say what their process has and what NIXL has moved: for soak.py and second_turn.py.
 
-NIXL's objects are counted where its Python API (nixl/_api.py) makes them and takes them back, whoever asks for it.
+NIXL's objects are counted where its Python API (nixl/_api.py) makes them and takes them back, whoever asks
+for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HANDLES = ("nixl_xfer_handle", "nixl_prepped_dlist_handle")
 counted = Counter[str]()  # in this process: what NIXL has given out and not taken back, and what it has moved
 
 
-# ---- inside of an engine's process ---------------------------------------------------------------------------------------------
+# ---- inside of an engine's process ---------------------------------------------------------------
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -111,7 +112,7 @@ class Soaked(byte_process.ByteEngineProcess):
         }
 
 
-# ---- outside -------------------------------------------------------------------------------------------------------------------
+# ---- outside -------------------------------------------------------------------------------------
 
 
 class Engine(pattern.ByteEngineHandle):
@@ -152,7 +153,10 @@ def start(
     port: int,
     **more: Any,
 ) -> Engine:
-    """An engine with a pool of `blocks`, for requests of up to `longest` tokens. `more`: of kv_connector_extra_config."""
+    """An engine with a pool of `blocks`, for requests of up to `longest` tokens.
+
+    `more`: of kv_connector_extra_config.
+    """
     transfer = transfer_config(resolve(Settings(connector=connector)), role, "cpu")
     extra = more | transfer.get("kv_connector_extra_config", {})
     spec = ByteEngineSpec(

@@ -1,4 +1,6 @@
-"""Tokens without a block in a group without a window: vLLM makes no such table, so the observation is made up here."""
+"""Tokens without a block in a group without a window: vLLM makes no such table, so the observation is made up
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence; right connectors pass."""
+"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence;
+right connectors pass.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +48,34 @@ WRONG = [
     mistake(
         "WritesNull",
         {
-            "rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of model\.layers\.0"
+            "rest_of_d_pool_is_unchanged": (
+                "a load wrote outside its own blocks: block 0 holds tokens 0-15 of owner 0 of "
+                r"model\.layers\.0"
+            )
         },
     ),
     mistake(
         "WritesOutside",
         {
-            "rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of model"
+            "rest_of_d_pool_is_unchanged": (
+                r"a load wrote outside its own blocks: block [1-9]\d* holds tokens 0-15 of owner 0 of "
+                "model"
+            )
         },
     ),
     mistake(
         "FirstGroupForAll",
         rows(
-            r"the block ids of one group were used for the layers of another: this explains all 152064 words in .* and 21 more layers$"
+            "the block ids of one group were used for the layers of another: this explains all "
+            "152064 words in .* and 21 more layers$"
         ),
         family="gemma3_1b",
     ),
     mistake(
         "ShortWindow",
         rows(
-            r"the first block of the window was never read \(all 45056 words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
+            r"the first block of the window was never read \(all 45056 words in "
+            r"model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
         ),
         family="gemma3_1b",
         variants="n542",
@@ -74,7 +84,8 @@ WRONG = [
     mistake(
         "ReadsFromTheWindow",
         rows(
-            r"tokens 16-29 were never written \(all \d+ words in model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
+            r"tokens 16-29 were never written \(all \d+ words in model\.layers\.0\.self_attn\.attn "
+            r"and 21 more layers\)$"
         ),
         family="gemma3_1b",
         variants="n542",
@@ -104,7 +115,10 @@ WRONG = [
     mistake(
         "CutsAcrossSegments",
         {
-            "recurrent_state_arrives": r"the convolution state was cut in one piece across its segments: this explains all 92160 words in .* and 29 more"
+            "recurrent_state_arrives": (
+                "the convolution state was cut in one piece across its segments: this explains all "
+                "92160 words in .* and 29 more"
+            )
         },
         family="qwen3_5_35b_a3b",
         topology="P1D2",
@@ -115,15 +129,22 @@ WRONG = [
     mistake(
         "ReportsEarly",
         {
-            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
-            # What came late came over what D had computed by then: its last token, and the rest of that block.
+            "attention_kv_arrives": (
+                "884736 words were still unwritten when the load was reported complete; a later look "
+                "found them correct$"
+            ),
+            # What came late came over what D had computed by then: its last token, and the rest of that
+            # block.
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
     ),
     mistake(
         "ReportsEarly",
         {
-            "attention_kv_arrives": r"884736 words were still unwritten when the load was reported complete; a later look found them correct$",
+            "attention_kv_arrives": (
+                "884736 words were still unwritten when the load was reported complete; a later look "
+                "found them correct$"
+            ),
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
         topology="P2D1",
@@ -131,14 +152,18 @@ WRONG = [
     mistake(
         "FreesAtOnce",
         rows(
-            r"the right remote blocks were read, but after they had been freed and overwritten: this explains all 884736 words"
+            "the right remote blocks were read, but after they had been freed and overwritten: "
+            "this explains all 884736 words"
         ),
         variants="reused",
     ),
     mistake(
         "WritesToP",
         {
-            "p_pool_is_unchanged": rf"{WRITTEN_TO}: \d+ words of {LAYERS} hold memory that the decoder never wrote$",
+            "p_pool_is_unchanged": (
+                rf"{WRITTEN_TO}: \d+ words of {LAYERS} "
+                "hold memory that the decoder never wrote$"
+            ),
             "attention_kv_arrives": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
         },
     ),
@@ -148,7 +173,8 @@ WRONG = [
     mistake(
         "LoadsPartsOfBlocks",
         rows(
-            r"of layers with a window of 512 P has the tokens from 16 on, but D's block in which the window begins, .* those from 0 on$"
+            "of layers with a window of 512 P has the tokens from 16 on, but D's block in which "
+            "the window begins, .* those from 0 on$"
         ),
         family="gemma3_1b",
         setup="b16x64",

@@ -1,7 +1,9 @@
-"""Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its reads have ended.
+"""Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its
+reads have ended.
 
-All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their docstring says. Engines import this
-module under its full name; nothing here is imported by the tests themselves.
+All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their
+docstring says. Engines import this module under its full name; nothing here is imported by the tests
+themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 
-# ---- which addresses are read ------------------------------------------------------------------------------------------------
+# ---- which addresses are read --------------------------------------------------------------------
 
 
 class Worker(Right):
@@ -143,7 +145,7 @@ class ShortWindow(Right):
             self.connector_scheduler.blocks_per_sw = [count - 1 if count else 0 for count in blocks]
 
 
-# ---- what D's cache holds after the read -------------------------------------------------------------------------------------
+# ---- what D's cache holds after the read ---------------------------------------------------------
 
 
 class ReadsFromTheWindow(Spoils):
@@ -173,7 +175,7 @@ class ReadsFromTheWindow(Spoils):
 
 
 class Reorders(Spoils):
-    """`reorder` says what each block's rows, [block, head, token, plane, byte] without gaps, are taken for."""
+    """`reorder` returns the rows of each block, [block, head, token, plane, byte] without gaps, as taken."""
 
     def spoil(self, layers: list[Any], blocks: list[int]) -> None:
         for cache in layers:
@@ -219,7 +221,7 @@ class NhdInHnd(Reorders):
         return rows.transpose(1, 2).reshape(rows.shape)
 
 
-# ---- when --------------------------------------------------------------------------------------------------------------------
+# ---- when ----------------------------------------------------------------------------------------
 
 
 # What one half says to the other; both are in one process at tensor parallel size 1.
@@ -228,14 +230,16 @@ UNDER_WAY: set[str] = set()  # requests of which vLLM knows nothing any more
 
 
 class Goes(Right):
-    """`UNDER_WAY` keeps the engine going, as pushed writes do: else it would rest as soon as no request is left."""
+    """`UNDER_WAY` keeps the engine going, as pushed writes do: else it would rest as soon as no request is
+    left.
+    """
 
     def has_pending_push_work(self) -> bool:
         return bool(UNDER_WAY)
 
 
 class ReportsEarly(Goes):
-    """Reports a load as finished in the step in which it begins, and reads after the forward of the next one."""
+    """Reports a load as finished in the step that begins it, and reads after the forward of the next step."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.new, self.held = dict[str, Any](), dict[str, Any]()
@@ -301,7 +305,9 @@ class ClearsWhatWasRead(Right):
 
 
 class LoadsPartsOfBlocks(ReferenceConnector):
-    """Loads what P has of the block in which a window begins, although D's prefix cache will hold the whole block."""
+    """Loads what P has of the block in which a window begins, although D's prefix cache will hold the whole
+    block.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         vllm_config.cache_config.enable_prefix_caching, caching = (

@@ -56,14 +56,15 @@ def test_what_the_user_says_wins_over_ours(tmp_path, monkeypatch):
     assert set(found.features) == set(features.load())
 
 
-MISSING = {
-    "LMCacheConnectorV1": "LMCacheConnectorV1 needs the package lmcache, which is not installed here (pip install lmcache)",
-    "MooncakeConnector": "MooncakeConnector needs the package mooncake, which is not installed here (pip install mooncake-transfer-engine)",
-    "FlexKVConnectorV1": "FlexKVConnectorV1 needs the package flexkv, which is not installed here (FlexKV, by its own instructions)",
-    "HF3FSKVConnector": "HF3FSKVConnector needs the package hf3fs_fuse, which is not installed here (the client of 3FS; without it",
-    "MoRIIOConnector": "MoRIIOConnector needs the package mori, which is not installed here (MoRI, which is for ROCm)",
-    "DecodeBenchConnector": "DecodeBenchConnector cannot be tested by this suite: it fills D's cache with made-up values",
-    "ExampleHiddenStatesConnector": "ExampleHiddenStatesConnector cannot be tested by this suite: it saves the hidden states",
+NOT_HERE = ", which is not installed here"
+MISSING = {  # connector -> what the reason says after its name; {} is NOT_HERE
+    "LMCacheConnectorV1": "needs the package lmcache{} (pip install lmcache)",
+    "MooncakeConnector": "needs the package mooncake{} (pip install mooncake-transfer-engine)",
+    "FlexKVConnectorV1": "needs the package flexkv{} (FlexKV, by its own instructions)",
+    "HF3FSKVConnector": "needs the package hf3fs_fuse{} (the client of 3FS; without it",
+    "MoRIIOConnector": "needs the package mori{} (MoRI, which is for ROCm)",
+    "DecodeBenchConnector": "cannot be tested by this suite: it fills D's cache with made-up values",
+    "ExampleHiddenStatesConnector": "cannot be tested by this suite: it saves the hidden states",
 }
 
 
@@ -79,8 +80,8 @@ def test_what_cannot_run_here_says_so_in_one_sentence(kv, monkeypatch, name):
     run = kv(f"--kv-connector={name}", plain=True, undeclared=True)
     assert (run.code, run.word) == (10, "INCOMPLETE")
     assert set(run.outcomes.values()) == {"BLOCKED"}
+    says = f"{name} {MISSING[name].format(NOT_HERE)}"
     assert any(
-        line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {MISSING[name]}")
-        for line in run.lines
+        line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {says}") for line in run.lines
     ), run.text
     assert run.log == []  # nothing was started

@@ -161,7 +161,8 @@ def test_a_violation_outranks_a_missing_declaration(kv):
 
 def test_a_table_belongs_to_the_connector_that_it_names(kv, pytester):
     pytester.makepyprojecttoml(
-        "[tool.kvconform]\nconnector = 'theirs:Other'\nhandover = 'none'\n[tool.kvconform.features]\nmla = true"
+        "[tool.kvconform]\nconnector = 'theirs:Other'\nhandover = "
+        "'none'\n[tool.kvconform.features]\nmla = true"
     )
     run = kv(undeclared=True)
     assert "19 features are not declared" in run.text

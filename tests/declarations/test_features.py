@@ -10,8 +10,10 @@ from pytest_kvconform.rigs.scenario import NEVER, STATUS, Faults, Prompt, Scenar
 from pytest_kvconform.settings import Settings
 
 NAMES = (
-    "full-attention mla sliding-window mamba-state mla-and-state mla-and-gqa prefix-hit state-prefix-hit tp-heterogeneous "
-    "block-size-heterogeneous layout-heterogeneous speculative-draft load-failure-recompute load-failure-fail preemption abort lease "
+    "full-attention mla sliding-window mamba-state mla-and-state mla-and-gqa prefix-hit "
+    "state-prefix-hit tp-heterogeneous "
+    "block-size-heterogeneous layout-heterogeneous speculative-draft load-failure-recompute "
+    "load-failure-fail preemption abort lease "
     "peer-restart multi-connector"
 ).split()
 PROMPTS = (Prompt((5, 6, 7)),)

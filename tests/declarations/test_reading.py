@@ -1,4 +1,6 @@
-"""A declaration is read from a file or from pyproject.toml; a mistake in it is one sentence that names the key."""
+"""A declaration is read from a file or from pyproject.toml; a mistake in it is one sentence that names the
+key.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +62,9 @@ def test_a_mistake_in_pyproject_is_one_sentence(kv, pytester):
     pytester.makepyprojecttoml("[tool.kvconform.features]\nslidng-window = true")
     run = kv(undeclared=True)
     assert run.code == 4
-    says = "pyproject.toml: tool.kvconform.features.slidng-window: there is no such feature (did you mean sliding-window?)"
+    says = (
+        "pyproject.toml: tool.kvconform.features.slidng-window: there is no such feature (did you mean "
+        "sliding-window?)"
+    )
     assert f"ERROR: {says}" in run.text
     assert "Traceback" not in run.text

@@ -1,4 +1,7 @@
-"""Modules that cannot be tested, and the sentence that says why. They are written to a folder of their own, and never imported here."""
+"""Modules that cannot be tested, and the sentence that says why.
+
+They are written to a folder of their own, and never imported here.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         r"has_another_class:C is no subclass of vLLM's KVConnectorBase_V1",
     ),
     "is_abstract": (
-        "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1\nclass C(KVConnectorBase_V1): pass",
+        (
+            "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1\nclass "
+            "C(KVConnectorBase_V1): pass"
+        ),
         r"C does not implement build_connector_meta, .*wait_for_save",
     ),
     "has_the_old_constructor": (

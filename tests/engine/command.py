@@ -1,4 +1,4 @@
-"""The command itself, in a process of its own and a folder of its own, and a look at what it leaves behind."""
+"""The command itself, in a process and a folder of its own, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Command:
         """Send a signal to pytest alone."""
         self.process.send_signal(number)
 
-    # ---- what it said ----------------------------------------------------------------------------------------------------------
+    # ---- what it said ----------------------------------------------------------------------------
 
     @property
     def code(self) -> int:
@@ -107,10 +107,12 @@ class Command:
     def outcomes(self) -> dict[str, str]:
         return {result["id"]: result["outcome"] for result in self.report["results"]}
 
-    # ---- what it left ----------------------------------------------------------------------------------------------------------
+    # ---- what it left ----------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run and their command lines: they have its mark in their environment, wherever they hang in the tree."""
+        """Living processes of the run and their command lines: they have its mark in their environment,
+        wherever they hang in the tree.
+        """
         found = {}
         for process in (Path("/proc", name) for name in filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):  # it has ended while it was looked at
@@ -143,7 +145,7 @@ class Command:
 
 
 def of_nobody(files: list[str]) -> list[str]:
-    """Those of the files that no living process has mapped: other programs may use shared memory meanwhile."""
+    """Files that no living process has mapped: other programs may use shared memory meanwhile."""
     maps = ""
     for name in filter(str.isdigit, os.listdir("/proc")) if files else ():
         try:

@@ -1,4 +1,7 @@
-"""Connectors that are for one rank only, and what they do when they are given two. Found under this bare name by engines alone."""
+"""Connectors that are for one rank only, and what they do when they are given two.
+
+Found under this bare name by engines alone.
+"""
 
 from __future__ import annotations
 

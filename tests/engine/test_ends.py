@@ -1,4 +1,6 @@
-"""However a run ends, it ends with the right word, code and sentence, and leaves nothing: no process, shared memory, file or folder."""
+"""However a run ends, it ends with the right word, code and sentence, and leaves nothing: no process, shared
+memory, file or folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from .command import LEAVE_S, Command, Run, of_nobody
 
 STOPPED_S = 15.0  # for Ctrl-C: the engines are ended, and the report is written
 
-# ---- nothing to test: one sentence, before an engine is up ---------------------------------------------------------------------
+# ---- nothing to test: one sentence, before an engine is up ---------------------------------------
 
 NOT_STARTED = [
     ("NoSuchConnector", "", "vLLM registers no connector 'NoSuchConnector'"),
@@ -67,7 +69,10 @@ LOOKED_AT = [
     (
         "NixlConnector",
         '{"kv_buffer_devise": "cpu"}',
-        "--kv-config: vLLM's KVTransferConfig has no field 'kv_buffer_devise' (did you mean kv_buffer_device?)",
+        (
+            "--kv-config: vLLM's KVTransferConfig has no field 'kv_buffer_devise' (did you mean "
+            "kv_buffer_device?)"
+        ),
     ),
 ]
 
@@ -104,7 +109,7 @@ def test_a_value_that_vllm_refuses_is_one_sentence(case_runner: CaseRunner, conf
     assert "\n" not in str(raised.value)
 
 
-# ---- wrong connectors, by the command -------------------------------------------------------------------------------------------
+# ---- wrong connectors, by the command ------------------------------------------------------------
 
 ENDS = [
     (
@@ -146,7 +151,7 @@ def test_a_wrong_connector_ends_in_a_verdict(
     _ends_clean(run)
 
 
-# ---- stopped from outside --------------------------------------------------------------------------------------------------------
+# ---- stopped from outside ------------------------------------------------------------------------
 
 
 def test_ctrl_c_ends_in_a_verdict(begin: Run) -> None:

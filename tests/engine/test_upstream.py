@@ -1,4 +1,6 @@
-"""What the suite says about vLLM's own NixlConnector: one real defect at exactly the prompt lengths where it is, and nothing else."""
+"""What the suite says about vLLM's own NixlConnector: one real defect at exactly the prompt lengths where it
+is, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from tests.helpers.case_runner import CellRun
 
 from .command import Command, Run
 
-CAUSE = "D computes the last prompt token again: its window begins one token earlier, with the last token of a block that was already freed"
+CAUSE = (
+    "D computes the last prompt token again: its window begins one token earlier, with the last token "
+    "of a block that was already freed"
+)
 
 
 def lengths(family: str) -> tuple[set[int], set[int]]:
     """Prompt lengths of the suite; those of them at which upstream loses a token.
 
-    D computes token N - 1 again, whose window begins at token N - W. That token is lost where it is the last one of a block.
+    D computes token N - 1 again, whose window begins at token N - W. That token is lost where it is the last
+    one of a block.
     """
     data = load_families()[family]
     block, window = data.block_size, data.sliding_window
@@ -43,8 +49,10 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
         finding = run.findings[f"sliding_window_is_complete[n{n}]"]
         assert finding.rule == "KV-WINDOW-001"
         assert re.fullmatch(
-            rf"request 0 of {n} tokens: token {n - window} of model\.layers\.0\.(?:self_attn|attn)\.attn and {layers - 1} more layers? "
-            rf"\(window {window}\) is not in D's cache when D computes token {n - 1}, which reads tokens {n - window} to {n - 1}",
+            f"request 0 of {n} tokens: token {n - window} of "
+            rf"model\.layers\.0\.(?:self_attn|attn)\.attn and {layers - 1} more layers? "
+            rf"\(window {window}\) is not in D's cache when D computes token {n - 1}, which reads "
+            f"tokens {n - window} to {n - 1}",
             finding.happened,
         )
         assert finding.diagnosis.endswith(CAUSE)
@@ -80,7 +88,7 @@ def test_a_family_without_windows_and_states_conforms(nixl_on_llama: Command) ->
     assert nixl_on_llama.left() == []
 
 
-# ---- order and workers -----------------------------------------------------------------------------------------------------------
+# ---- order and workers ---------------------------------------------------------------------------
 
 TWO = (
     "--kv-family=llama,gemma3",

@@ -1,4 +1,6 @@
-"""Every check catches the connector that makes its mistake, says which mistake it is, and lets the right ones pass."""
+"""Every check catches the connector that makes its mistake, says which mistake it is, and lets the right ones
+pass.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Wrong, on
 
 from .command import Command
 
@@ -33,7 +35,8 @@ def bytes_and_outputs(says: str) -> dict[str, str]:
 
 
 SHORT = 0.2
-# A D that never reads has P's address only after its last step, and tells P that it is done in the next one, which may not come.
+# A D that never reads has P's address only after its last step, and tells P that it is done in the next one,
+# which may not come.
 FIRST_WORD = {"all_blocks_are_freed"}
 MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance ambiguous
 
@@ -65,7 +68,10 @@ WRONG = [
     mistake(
         "OneBit",
         {
-            "attention_kv_arrives": r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that are nowhere"
+            "attention_kv_arrives": (
+                r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that "
+                "are nowhere"
+            )
         },
     ),
     mistake(
@@ -128,9 +134,10 @@ WRONG = [
     ),
     mistake(
         "RecomputesQuietly",
-        {
-            "d_computes_only_missing_tokens": "D recomputed the prompt: get_num_new_matched_tokens announced nothing"
-        },
+        on(
+            "d_computes_only_missing_tokens",
+            "D recomputed the prompt: get_num_new_matched_tokens announced nothing",
+        ),
         blocked=DUMB,
         variants="n63 n200",
         scale=SHORT,
@@ -200,9 +207,10 @@ WRONG = [
     ),
     mistake(
         "LeavesPort",
-        {
-            "no_threads_ports_or_processes_left": r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)"
-        },
+        on(
+            "no_threads_ports_or_processes_left",
+            r"after shutdown P still has 1 listening ports \(127\.0\.0\.1:\d+\)",
+        ),
         variants="two_at_once",
     ),
     mistake(
@@ -228,9 +236,10 @@ WRONG = [
     ),
     mistake(
         "HangsInShutdown",
-        {
-            "no_threads_ports_or_processes_left": r"P did not answer within \d s in shutdown \(shutdown.py:\d+\)"
-        },
+        on(
+            "no_threads_ports_or_processes_left",
+            r"P did not answer within \d s in shutdown \(shutdown.py:\d+\)",
+        ),
         variants="two_at_once",
         scale=SHORT,
     ),

@@ -5,7 +5,8 @@ from functools import partial
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
-LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'  # seconds; NixlConnector itself gets it from the suite
+# Seconds. The suite gives NixlConnector itself a lease.
+LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.faults.wrong_connectors", "bytes", ("llama3_1_8b", "gpt_oss_20b"), "full"),
     lambda case_runner: partial(

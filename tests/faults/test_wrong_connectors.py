@@ -1,4 +1,6 @@
-"""What a connector does wrong on a bad transport is found by the case that is about it; right ones pass on the same transport."""
+"""What a connector does wrong on a bad transport is found by the case that is about it; right ones pass on
+the same transport.
+"""
 
 from __future__ import annotations
 

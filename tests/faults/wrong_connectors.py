@@ -1,4 +1,6 @@
-"""Connectors that do one thing wrong when the transport does. Without faults all of them are vLLM's NixlConnector.
+"""Connectors that do one thing wrong when the transport does.
+
+Without faults all of them are vLLM's NixlConnector.
 
 Engines import this module under its full name; nothing here is imported by the tests themselves.
 """
@@ -46,7 +48,7 @@ class Right(Worker):
         agent.get_new_notifs = new_only
 
 
-# ---- transfers that fail -----------------------------------------------------------------------------------------------------
+# ---- transfers that fail -------------------------------------------------------------------------
 
 
 class ForgetsFailure(Worker):
@@ -171,7 +173,7 @@ class BearsGrudge(Worker):
         worker._handle_failed_transfer, worker._read_blocks_for_req = failed, read_blocks
 
 
-# ---- readers that are late, and what P is told -------------------------------------------------------------------------------
+# ---- readers that are late, and what P is told ---------------------------------------------------
 
 
 class NotifiesAtOnce(Worker):
@@ -237,7 +239,7 @@ class NeverExpires(Worker):
         worker._reap_expired_send_leases = lambda done_sending: None
 
 
-# ---- no NIXL -----------------------------------------------------------------------------------------------------------------
+# ---- no NIXL -------------------------------------------------------------------------------------
 
 
 class WithoutNixl(KVConnectorBase_V1, SupportsHMA):

@@ -35,7 +35,10 @@ OF_VLLM = (
 
 @dataclass(frozen=True)
 class CellRun:
-    """The results of the cases of one cell, by the last words of their ids: "engines_start", "attention_kv_arrives[n200]"."""
+    """The results of the cases of one cell, by the last words of their ids:
+
+    "engines_start", "attention_kv_arrives[n200]".
+    """
 
     results: list[CaseResult] = field(default_factory=list)
 
@@ -67,7 +70,10 @@ def _short(result: CaseResult) -> str:
 
 
 class CaseRunner:
-    """One zygote, and a bench per connector. `module` has the connectors, `tier` the cases that run on them."""
+    """One zygote, and a bench per connector.
+
+    `module` has the connectors, `tier` the cases that run on them.
+    """
 
     def __init__(
         self,
@@ -108,8 +114,8 @@ class CaseRunner:
     ) -> CellRun:
         """Run the cases of one cell.
 
-        `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only` selects by
-        anything that a planned case has.
+        `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only`
+        selects by anything that a planned case has.
         """
         spec, config = (connector, "") if connector in OF_VLLM else (f"{self.module}:{connector}", config)
         settings = Settings(

@@ -5,7 +5,8 @@
         lambda case_runner: partial(case_runner.run, setup="b16"),
     )
 
-`run_cases("SwapsPlanes", "llama3_1_8b", variants="n55")` then returns the result of each case: see `CaseRunner.run`.
+`run_cases("SwapsPlanes", "llama3_1_8b", variants="n55")` then returns the result of each case: see
+`CaseRunner.run`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def must_be_installed() -> None:
 
 @contextlib.contextmanager
 def importable_from(*folders: Path) -> Iterator[None]:
-    """Add folders with modules of connectors: last to this process's sys.path, first to that of its children."""
+    """Add folders with modules of connectors: last to sys.path here, first to that of child processes."""
     paths = [str(folder) for folder in folders]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, *paths])
@@ -51,8 +52,9 @@ def fixtures(
 ) -> tuple[Any, Any]:
     """Make the fixtures `case_runner` and `run_cases` of a folder.
 
-    `case_runner` is one for the folder: every engine of its tests is forked from its zygote. `run_cases` is what
-    `run_function` makes of the runner. The fixture checks after each test that no process of an engine is left.
+    `case_runner` is one for the folder: every engine of its tests is forked from its zygote. `run_cases` is
+    what `run_function` makes of the runner. The fixture checks after each test that no process of an engine
+    is left.
     """
 
     @pytest.fixture(scope="package")

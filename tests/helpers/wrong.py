@@ -9,10 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wrong:
-    """One mistake, the cell on which it shows, and what the cases of that cell report. Every other case passes.
+    """One mistake, the cell on which it shows, and what the cases of that cell report.
 
-    A key of `fails` is "case", "case[variant]", or a pattern of these where a test says so. Its value is a pattern of
-    the finding; "" matches any finding. Where a folder always uses one cell, its tests give the defaults by `partial`.
+    Every other case passes.
+
+    A key of `fails` is "case", "case[variant]", or a pattern of these where a test says so. Its value is a
+    pattern of the finding; "" matches any finding. Where a folder always uses one cell, its tests give the
+    defaults by `partial`.
     """
 
     connector: str

@@ -1,4 +1,6 @@
-"""What is committed holds for everybody: no path of one machine, no address of a package index, no command that does not exist."""
+"""What is committed holds for everybody: no path of one machine, no address of a package index, no command
+that does not exist.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .checkout import ROOT, tracked_files
 FOREIGN = {
     "a path of one machine": re.compile(r"(?<![\w.}\])])/(?:work|root|Users|home/\w+)/"),
     "the address of a package index": re.compile(
-        r"(?:\bpypi|pythonhosted|download\.pytorch|pypi\.nvidia|registry\.npmjs|deb\.debian)\.(?:org|com)\b|--(?:extra-)?index-url[ =]+\S*https?://"
+        r"(?:\bpypi|pythonhosted|download\.pytorch|pypi\.nvidia|registry\.npmjs|deb\.debian)\.(?:org|com)\b"
+        r"|--(?:extra-)?index-url[ =]+\S*https?://"
     ),
     "a folder beside the checkout": re.compile(r"\.\./shared\b"),
 }

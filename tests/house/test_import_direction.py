@@ -237,7 +237,10 @@ def test_the_walk_finds_a_planted_import(tmp_path: Path, file: str, source: str,
     [
         (
             f"{PLUGIN}/case.py",
-            f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {RIGS} import bench\n    import torch",
+            (
+                f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {RIGS} import bench\n   "
+                " import torch"
+            ),
         ),
         (f"{PLUGIN}/rigs/engine/process.py", "import vllm, torch, numpy"),
         (

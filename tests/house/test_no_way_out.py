@@ -1,4 +1,7 @@
-"""A case passes, fails, or is blocked with a reason that the verdict counts. It cannot leave by pytest's skip or xfail."""
+"""A case passes, fails, or is blocked with a reason that the verdict counts.
+
+It cannot leave by pytest's skip or xfail.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ WAYS_OUT = {"skip", "skipif", "xfail", "importorskip", "SkipTest", "skipTest", "
 
 
 def ways_out(source: str) -> list[str]:
-    """Every name, attribute, import and string in the source that is one of pytest's or unittest's ways out, as line:word."""
+    """Every name, attribute, import and string in the source that is one of pytest's or unittest's ways out,
+    as line:word.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:

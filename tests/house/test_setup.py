@@ -1,4 +1,6 @@
-"""ci/setup.sh, with a stand-in for the environment's Python: it runs code for real, and writes down what pip and uv are asked to do."""
+"""ci/setup.sh, with a stand-in for the environment's Python: it runs code for real, and writes down what pip
+and uv are asked to do.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ STAND_IN = """#!/bin/sh
 case "$*" in
   "-m pip --version") ;;
   "-m pip install "*uv) echo "pip: $*" >>"$CALLS"; cp "$0" "$(dirname "$0")/uv" ;;
-  "-m pip install "*torch==*) echo "pip: $*" >>"$CALLS"; echo "ERROR: no torch in $PIP_FINDS" >&2; [ "$PIP_FINDS" = torch ] ;;
+  "-m pip install "*torch==*)
+    echo "pip: $*" >>"$CALLS"; echo "ERROR: no torch in $PIP_FINDS" >&2; [ "$PIP_FINDS" = torch ] ;;
   "-m pip install "*) echo "pip: $*" >>"$CALLS" ;;
   "pip install "*) echo "uv: $*" >>"$CALLS"; echo "error: no index" >&2; [ "$UV_FINDS" = torch ] ;;
   "-m compileall "*) echo "compileall" >>"$CALLS" ;;

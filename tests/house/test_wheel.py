@@ -62,12 +62,16 @@ def test_its_entry_points(wheel: zipfile.ZipFile) -> None:
 
 
 def test_it_works_from_an_empty_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """The modules and data files that the plugin needs are found in the wheel alone, not in the checkout beside it."""
+    """The modules and data files that the plugin needs are found in the wheel alone, not in the checkout
+    beside it.
+    """
     wheel.extractall(tmp_path / "site")
     code = (
-        f"import sys; sys.path[:] = [{str(tmp_path / 'site')!r}] + [p for p in sys.path if p not in ('', {str(ROOT)!r})]\n"
+        f"import sys; sys.path[:] = [{str(tmp_path / 'site')!r}] + [p for p in sys.path if p not in "
+        f"('', {str(ROOT)!r})]\n"
         "import pytest_kvconform.plugin, model_matrix\n"
-        "print(pytest_kvconform.__file__); print(model_matrix.__file__); print(*sorted(model_matrix.load_families()))"
+        "print(pytest_kvconform.__file__); print(model_matrix.__file__); "
+        "print(*sorted(model_matrix.load_families()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120

@@ -1,4 +1,6 @@
-"""With --kv-timeout-scale every wait inside a case is longer; what takes its time is not wrong before that is over."""
+"""With --kv-timeout-scale every wait inside a case is longer; what takes its time is not wrong before that is
+over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence; right connectors pass."""
+"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence;
+right connectors pass.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,32 @@ import pytest
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Wrong, on
 
 QUICK, FULL = "quick", "full"
 
 
 NO_RANK = r"on_new_request raised AssertionError: tensor model parallel group is not initialized"
-NO_LAYERS = r"__init__ raised AttributeError: '\w+Spec' object has no attribute 'kv_cache_specs' \(wrong_connectors\.py:\d+\)"
+NO_LAYERS = (
+    r"__init__ raised AttributeError: '\w+Spec' object has no attribute 'kv_cache_specs' "
+    r"\(wrong_connectors\.py:\d+\)"
+)
 
 WRONG = [
     # The class.
     Wrong(
         "CopiesTheConfiguration",
-        {
-            "base_class_gets_constructor_arguments": r"the base class of the (scheduler|worker) half has .* as _vllm_config"
-        },
+        on(
+            "base_class_gets_constructor_arguments",
+            r"the base class of the (scheduler|worker) half has .* as _vllm_config",
+        ),
     ),
     Wrong(
         "TakesNoKeywords",
-        {
-            "hooks_accept_vllm_arguments": r"has start_load_kv\(self, forward_context\): got an unexpected keyword argument"
-        },
+        on(
+            "hooks_accept_vllm_arguments",
+            r"has start_load_kv\(self, forward_context\): got an unexpected keyword argument",
+        ),
     ),
     Wrong(
         "WaitsInACoroutine",
@@ -37,36 +44,43 @@ WRONG = [
     ),
     Wrong(
         "ForgetsToInherit",
-        {
-            "supports_hma_matches_hybrid_allocator": r"does not inherit SupportsHMA, so vLLM turned the hybrid memory allocator off"
-        },
+        on(
+            "supports_hma_matches_hybrid_allocator",
+            r"does not inherit SupportsHMA, so vLLM turned the hybrid memory allocator off",
+        ),
         family="gemma3_1b",
     ),
     # What it says of itself.
     Wrong(
         "AnswersNothing",
-        {
-            "requires_piecewise_for_cudagraph_returns_bool": r"requires_piecewise_for_cudagraph\(\{\}\) returned None"
-        },
+        on(
+            "requires_piecewise_for_cudagraph_returns_bool",
+            r"requires_piecewise_for_cudagraph\(\{\}\) returned None",
+        ),
     ),
     Wrong(
         "PromisesByMethod",
-        {
-            "capability_properties_are_bools": r"requires_kv_delivery of the \w+ half is a method and no property"
-        },
+        on(
+            "capability_properties_are_bools",
+            r"requires_kv_delivery of the \w+ half is a method and no property",
+        ),
     ),
     Wrong(
         "LoadsTheFirstGroup",
         {
-            "get_loaded_kv_cache_group_ids_names_loaded_groups": r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the others"
+            "get_loaded_kv_cache_group_ids_names_loaded_groups": (
+                r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the "
+                "others"
+            )
         },
         family="gemma3_1b",
     ),
     Wrong(
         "NamesAGroupTwice",
-        {
-            "get_loaded_kv_cache_group_ids_names_loaded_groups": r"returned \(0, 0\), and vLLM expects group numbers, each once"
-        },
+        on(
+            "get_loaded_kv_cache_group_ids_names_loaded_groups",
+            r"returned \(0, 0\), and vLLM expects group numbers, each once",
+        ),
     ),
     Wrong(
         "CountsSourcesTwice",
@@ -86,22 +100,25 @@ WRONG = [
     ),
     Wrong(
         "FlattensMemory",
-        {
-            "register_kv_caches_takes_resolved_layout[LBNHC]": r"register_kv_caches raised RuntimeError: view size is not"
-        },
+        on(
+            "register_kv_caches_takes_resolved_layout[LBNHC]",
+            r"register_kv_caches raised RuntimeError: view size is not",
+        ),
     ),
     # The start.
     Wrong(
         "SharesTheProcess",
-        {
-            "worker_half_starts_without_scheduler_half": r"get_handshake_metadata raised RuntimeError: there is no scheduler half"
-        },
+        on(
+            "worker_half_starts_without_scheduler_half",
+            r"get_handshake_metadata raised RuntimeError: there is no scheduler half",
+        ),
     ),
     Wrong(
         "PlaysBothRoles",
-        {
-            "scheduler_half_runs_without_worker_half": r"the scheduler half built a worker half in its own process"
-        },
+        on(
+            "scheduler_half_runs_without_worker_half",
+            r"the scheduler half built a worker half in its own process",
+        ),
     ),
     Wrong(
         "AsksForItsRank",
@@ -132,64 +149,76 @@ WRONG = [
     Wrong(
         "SpeaksUnasked",
         {
-            "engine_starts_in_vllm_call_order": r"without any request the worker half reports finished_recving = \{'cmpl-of-another-engine'\}"
+            "engine_starts_in_vllm_call_order": (
+                "without any request the worker half reports finished_recving = "
+                r"\{'cmpl-of-another-engine'\}"
+            )
         },
     ),
     Wrong(
         "HasItsOwnId",
-        {
-            "both_halves_keep_engine_id": r"vLLM gave the engine the engine_id \S+, and the worker half's object"
-        },
+        on(
+            "both_halves_keep_engine_id",
+            r"vLLM gave the engine the engine_id \S+, and the worker half's object",
+        ),
     ),
     Wrong(
         "NeedsRankZero",
-        {
-            "set_xfer_handshake_metadata_takes_any_ranks[no_rank]": r"set_xfer_handshake_metadata_pp_aware raised KeyError: \(0, 0\)"
-        },
+        on(
+            "set_xfer_handshake_metadata_takes_any_ranks[no_rank]",
+            r"set_xfer_handshake_metadata_pp_aware raised KeyError: \(0, 0\)",
+        ),
     ),
     Wrong(
         "Upstream",
-        {
-            "start_on_taken_port_does_not_hang": r"another one with the same port still waits in set_xfer_handshake_metadata after 2 s"
-        },
+        on(
+            "start_on_taken_port_does_not_hang",
+            r"another one with the same port still waits in set_xfer_handshake_metadata after 2 s",
+        ),
     ),
     Wrong(
         "PublishesALock",
-        {
-            "worker_metadata_survives_pickle": r"a NixlHandshakePayload of get_handshake_metadata does not survive pickle"
-        },
+        on(
+            "worker_metadata_survives_pickle",
+            r"a NixlHandshakePayload of get_handshake_metadata does not survive pickle",
+        ),
     ),
     Wrong(
         "LooksEveryNameUp",
-        {
-            "register_kv_caches_takes_every_layer": r"register_kv_caches raised KeyError: 'model\.layers\.35\.self_attn\.attn'"
-        },
+        on(
+            "register_kv_caches_takes_every_layer",
+            r"register_kv_caches raised KeyError: 'model\.layers\.35\.self_attn\.attn'",
+        ),
     ),
     Wrong(
         "HandsOverEveryGroup",
-        {
-            "untransferred_groups_stay_out": r"group 6 is not transferred .*, and its blocks \[\d+.*\] are among what P hands over"
-        },
+        on(
+            "untransferred_groups_stay_out",
+            r"group 6 is not transferred .*, and its blocks \[\d+.*\] are among what P hands over",
+        ),
         family="gemma3_1b",
     ),
     # The end.
     Wrong(
         "LeavesAThread",
-        {
-            "no_threads_ports_or_processes_left": r"after shutdown of both halves there are still 1 threads \(poller\)"
-        },
+        on(
+            "no_threads_ports_or_processes_left",
+            r"after shutdown of both halves there are still 1 threads \(poller\)",
+        ),
     ),
     Wrong(
         "EndsOnce",
-        {
-            "shutdown_twice_is_harmless": r"shutdown raised AttributeError: 'EndsOnce' object has no attribute 'running'"
-        },
+        on(
+            "shutdown_twice_is_harmless",
+            r"shutdown raised AttributeError: 'EndsOnce' object has no attribute 'running'",
+        ),
     ),
     Wrong(
         "EndsWhatItRegistered",
-        {
-            "shutdown_twice_is_harmless[half_built]": r"shutdown raised AttributeError: .* no attribute 'registered'"
-        },
+        on(
+            "shutdown_twice_is_harmless[half_built]",
+            r"shutdown raised AttributeError: .* no attribute 'registered'",
+        ),
     ),
     Wrong(
         "KeepsAFile", {"next_engine_starts_on_same_port": r"has 2 more open files than after the first one's"}

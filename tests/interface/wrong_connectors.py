@@ -1,7 +1,8 @@
 """Connectors with one mistake each in what they are and how they start and end.
 
-They are `Nothing`, which transfers nothing, or `Right`, which is vLLM's NixlConnector, but for what the first sentence of their docstring
-says. Cases import this module under its full name; nothing here is imported by the tests themselves.
+They are `Nothing`, which transfers nothing, or `Right`, which is vLLM's NixlConnector, but for what the first
+sentence of their docstring says. Cases import this module under its full name; nothing here is imported by
+the tests themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ENDS_S = 6.0  # more than the suite waits, and less than it waits with --kv-time
 
 
 class Right(NixlPullConnector):
-    """No mistake: it looks whether its port is free before it starts the listener, which NixlConnector does not."""
+    """No mistake: it looks whether its port is free before it starts the listener, which NixlConnector does
+    not.
+    """
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         scheduler = self.connector_scheduler
@@ -64,7 +67,7 @@ def is_worker(connector: KVConnectorBase_V1) -> bool:
     return connector.role is KVConnectorRole.WORKER
 
 
-# ---- the class -----------------------------------------------------------------------------------------------------------------
+# ---- the class -----------------------------------------------------------------------------------
 
 
 class CopiesTheConfiguration(Nothing):
@@ -95,7 +98,7 @@ class ForgetsToInherit(Nothing):
         return False, None
 
 
-# ---- what it says of itself ------------------------------------------------------------------------------------------------------
+# ---- what it says of itself ----------------------------------------------------------------------
 
 
 class AnswersNothing(Nothing):
@@ -166,7 +169,7 @@ class FlattensMemory(Nothing):
         super().register_kv_caches(kv_caches)
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------------------
+# ---- start ---------------------------------------------------------------------------------------
 
 
 class SharesTheProcess(Nothing):
@@ -273,7 +276,7 @@ class HandsOverEveryGroup(Right):
         return kept, params
 
 
-# ---- end -------------------------------------------------------------------------------------------------------------------------
+# ---- end -----------------------------------------------------------------------------------------
 
 
 class LeavesAThread(Nothing):

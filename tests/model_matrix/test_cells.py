@@ -95,7 +95,7 @@ def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, said
 
 
 def test_every_size_divides_the_model():
-    """vLLM replicates KV heads where they are fewer than ranks, but for gpt_oss; everything else must divide."""
+    """vLLM replicates KV heads where ranks outnumber them, but for gpt_oss; everything else must divide."""
     for family, topology in engine("full"):
         config = load_families()[family].config
         for size in parse_topology(topology):

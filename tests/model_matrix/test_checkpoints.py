@@ -31,7 +31,8 @@ ROOT = FOLDER.parents[1]
 FAMILIES = pytest.mark.parametrize("family", load_families().values(), ids=lambda family: family.id)
 LLAMA = load_families()["llama"]
 
-# A change here is a change of every logprob that anybody has noted: raise the version of the family or of the generator with it.
+# A change here is a change of every logprob that anybody has noted: raise the version of the family or of the
+# generator with it.
 SHA256 = {
     "gemma3": "6cfdc4909a3f4c93aff582c6384fac649ee24c2914f91ff7270f5748581cc309",
     "gpt_oss": "2b944ac5fcae2e818551b023d95e54f7960c973811553c69493235f35fd237de",
@@ -206,7 +207,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
         [sys.executable, "-c", NO_ROOM, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert child.stderr.splitlines()[-1] == (
-        f"model_matrix.checkpoints.CheckpointError: cannot write the llama checkpoint to {tmp_path / 'checkpoints'}: File too large; "
+        "model_matrix.checkpoints.CheckpointError: cannot write the llama checkpoint to "
+        f"{tmp_path / 'checkpoints'}: File too large; "
         "make room there, or set KVCONFORM_CACHE_DIR to a writable folder"
     )
     assert os.listdir(tmp_path / "checkpoints") == [".lock"]

@@ -59,9 +59,11 @@ def test_tables_go_to_their_layers_only():
 
 USE = """
 import sys, model_matrix as m
-m.ensure_checkpoint(m.load_families()["llama"], sys.argv[1]), m.expand("full"), m.prompt_lengths(m.load_families()["llama"], 32, "full")
+llama = m.load_families()["llama"]
+m.ensure_checkpoint(llama, sys.argv[1]), m.expand("full"), m.prompt_lengths(llama, 32, "full")
 {extra}
-print("loaded:", sorted({{"torch", "vllm", "transformers", "pytest_kvconform", "reference_connector"}} & set(sys.modules)))
+heavy = {{"torch", "vllm", "transformers", "pytest_kvconform", "reference_connector"}}
+print("loaded:", sorted(heavy & set(sys.modules)))
 """
 
 

@@ -1,4 +1,6 @@
-"""Geometry files are read strictly, their layers are as many and of the kinds their config.json says, and every mistake is named."""
+"""Geometry files are read strictly, their layers are as many and of the kinds their config.json says, and
+every mistake is named.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -77,16 +79,16 @@ def test_channels_of_a_state():
 
 
 @pytest.fixture
-def spoilt(tmp_path: Path):
-    """spoilt(name, old, new): path of a copy of a geometry file with one text replaced, which must be there."""
+def edited(tmp_path: Path):
+    """edited(name, old, new): path of a copy of a geometry file with one of its texts replaced."""
 
-    def spoil(name: str, old: str, new: str) -> Path:
+    def edit(name: str, old: str, new: str) -> Path:
         text = (FOLDER / f"{name}.toml").read_text()
         assert old in text
         (tmp_path / f"{name}.toml").write_text(text.replace(old, new))
         return tmp_path / f"{name}.toml"
 
-    return spoil
+    return edit
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def spoilt(tmp_path: Path):
         ("llama3_1_8b", "[config]", "[config", "llama3_1_8b.toml: "),
     ],
 )
-def test_a_mistake_is_named(spoilt, name, old, new, said):
+def test_a_mistake_is_named(edited, name, old, new, said):
     file = f"{name}.toml: "
     with pytest.raises(GeometryError, match=f"^{file}.*{said.removeprefix(file)}"):
-        read_geometry(spoilt(name, old, new))
+        read_geometry(edited(name, old, new))

@@ -1,4 +1,6 @@
-"""Every residue at which an index can be off by one is among the prompt lengths, for any block size and window."""
+"""Every residue at which an index can be off by one is among the prompt lengths, for any block size and
+window.
+"""
 
 import msgspec
 import pytest

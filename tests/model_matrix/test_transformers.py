@@ -1,4 +1,7 @@
-"""Names and shapes of every checkpoint are those of transformers' own model. On the meta device: no weight is ever allocated."""
+"""Names and shapes of every checkpoint are those of transformers' own model.
+
+On the meta device: no weight is ever allocated.
+"""
 
 import json
 import subprocess
@@ -8,8 +11,9 @@ import pytest
 
 from model_matrix.families import FOLDER, checkpoint_tensors, load_families
 
-# In a process of its own: what makes transformers importable next to a CPU build of torch must not leak into the test session.
-# The packages from PyPI are built for CUDA: torchaudio and torchcodec fail to load, torchvision misses two operators.
+# In a process of its own: what makes transformers importable next to a CPU build of torch must not leak into
+# the test session. The packages from PyPI are built for CUDA: torchaudio and torchcodec fail to load,
+# torchvision misses two operators.
 MODELS = """
 import json, sys
 sys.modules["torchaudio"] = sys.modules["torchcodec"] = None
@@ -20,7 +24,8 @@ except Exception:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{name}", signature)
 import transformers
 shapes = {}
 for family, config in json.load(sys.stdin).items():
@@ -29,7 +34,8 @@ for family, config in json.load(sys.stdin).items():
     with torch.device("meta"):
         model = model_class(config)
     left_out = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-    shapes[family] = {name: list(weight.shape) for name, weight in model.state_dict().items() if name not in left_out}
+    kept = {name: weight for name, weight in model.state_dict().items() if name not in left_out}
+    shapes[family] = {name: list(weight.shape) for name, weight in kept.items()}
 print("shapes:", json.dumps(shapes))
 """
 

@@ -1,4 +1,6 @@
-"""Connectors that are not for sliding windows, or for hits, and what they do when they are given them all the same."""
+"""Connectors that are not for sliding windows, or for hits, and what they do when they are given them all the
+same.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class NothingBehindHits(wrong_connectors.Right):
         )
 
 
-# ---- no clean refusals -----------------------------------------------------------------------------------------------------------
+# ---- no clean refusals ---------------------------------------------------------------------------
 
 
 class Stumbles(WithWindows):

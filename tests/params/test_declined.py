@@ -1,4 +1,6 @@
-"""What is declared unsupported, in the tiers without transfers: a clean refusal is told from everything else, hook by hook."""
+"""What is declared unsupported, in the tiers without transfers: a clean refusal is told from everything else,
+hook by hook.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WINDOW, HIT = "sliding-window", "prefix-hit"
 
 @dataclass(frozen=True)
 class Declines:
-    """One way to decline, on a cell that has what is declined; the case that shows it, and what the connector said or did."""
+    """One way to decline, on a cell that has what is declined; the case that shows it, and what the connector
+    said or did.
+    """
 
     connector: str
     module: str  # whose cases are run

@@ -1,4 +1,6 @@
-"""Every planted mistake about params, hits, ends and MultiConnector is found by cases of its rule, and by no other; right connectors pass."""
+"""Every planted mistake about params, hits, ends and MultiConnector is found by cases of its rule, and by no
+other; right connectors pass.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 from pytest_kvconform.plan import PlannedCase, load_module
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Wrong, on
 
 MODULES = (
     "protocol/kv_transfer_params",
@@ -40,30 +42,34 @@ WRONG = [
     ),
     Wrong(
         "NamesStrangers",
-        {
-            rf"requests_without_own_params_are_ignored\[[pd]-{STRANGE}\]": r"metadata of step 1 names cmpl-[PD]0-0000, whose"
-        },
+        on(
+            rf"requests_without_own_params_are_ignored\[[pd]-{STRANGE}\]",
+            r"metadata of step 1 names cmpl-[PD]0-0000, whose",
+        ),
         rules="KV-PARAMS-001",
     ),
     Wrong(
         "TrustsAddresses",
-        {
-            r"corrupted_params_fail_only_their_request\[missing\]": rf"^with remote_host, remote_port missing: {FOR_EVER}$"
-        },
+        on(
+            r"corrupted_params_fail_only_their_request\[missing\]",
+            rf"^with remote_host, remote_port missing: {FOR_EVER}$",
+        ),
         rules="KV-PARAMS-002",
     ),
     Wrong(
         "TrustsGroups",
-        {
-            r"corrupted_lists_fail_only_their_request\[emptied\]": r"a load of nothing: the metadata names no block to load from"
-        },
+        on(
+            r"corrupted_lists_fail_only_their_request\[emptied\]",
+            r"a load of nothing: the metadata names no block to load from",
+        ),
         rules="KV-PARAMS-002",
     ),
     Wrong(
         "TrustsGroups",
-        {
-            r"corrupted_lists_fail_only_their_request\[emptied\]": r"^with remote_block_ids emptied: the request waits for a load of nothing"
-        },
+        on(
+            r"corrupted_lists_fail_only_their_request\[emptied\]",
+            r"^with remote_block_ids emptied: the request waits for a load of nothing",
+        ),
         rules="KV-PARAMS-002",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -71,15 +77,19 @@ WRONG = [
     Wrong(
         "TrustsNames",
         {
-            r"corrupted_params_fail_only_their_request\[(list|object)\]": r"^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable type: '(list|dict)' \(base_scheduler"
+            r"corrupted_params_fail_only_their_request\[(list|object)\]": (
+                "^with remote_engine_id (list|object): on_new_request raised TypeError: unhashable "
+                r"type: '(list|dict)' \(base_scheduler"
+            )
         },
         rules="KV-PARAMS-002",
     ),
     Wrong(
         "RemembersTheUnusable",
-        {
-            r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]": r"the connector still remembers it: connector_scheduler\.refused\.item"
-        },
+        on(
+            r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]",
+            r"the connector still remembers it: connector_scheduler\.refused\.item",
+        ),
         rules="KV-PARAMS-002",
     ),
     Wrong(
@@ -99,49 +109,55 @@ WRONG = [
     ),
     Wrong(
         "TakesTurns",
-        {
-            r"p_survives_params_of_an_earlier_turn|p_survives_corrupted_params\[(?!missing|null|empty)\w+\]": rf"update_state_after_alloc raised AssertionError|{FOR_EVER}"
-        },
+        on(
+            r"p_survives_params_of_an_earlier_turn|p_survives_corrupted_params\[(?!missing|null|empty)\w+\]",
+            rf"update_state_after_alloc raised AssertionError|{FOR_EVER}",
+        ),
         rules="KV-PARAMS-005",
     ),
     # Hits.
     Wrong(
         "SilentWithoutALoad",
-        {
-            r"p_is_notified_without_a_load\[dropped\]": r"P keeps 3 blocks for it, and no step's metadata orders a notification"
-        },
+        on(
+            r"p_is_notified_without_a_load\[dropped\]",
+            r"P keeps 3 blocks for it, and no step's metadata orders a notification",
+        ),
         rules="KV-HIT-001",
     ),
     Wrong(
         "SilentWithoutALoad",
-        {
-            r"p_is_notified_without_a_load\[(dropped|whole)\]": r"and no step's metadata orders a notification to P$"
-        },
+        on(
+            r"p_is_notified_without_a_load\[(dropped|whole)\]",
+            r"and no step's metadata orders a notification to P$",
+        ),
         rules="KV-HIT-001",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     Wrong(
         "StopsEarly",
-        {
-            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]": r"returned \(5, True\), which ends at 21|ends at \d+$"
-        },
+        on(
+            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]",
+            r"returned \(5, True\), which ends at 21|ends at \d+$",
+        ),
         rules="KV-HIT-002",
     ),
     Wrong(
         "LeavesStatesOut",
-        {
-            r"load_includes_every_state\[(hit|diverged|one_token_left)\]": r"after 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)"
-        },
+        on(
+            r"load_includes_every_state\[(hit|diverged|one_token_left)\]",
+            r"after 2112 were announced, and the metadata names no slot of group 0 \(MambaSpec\)",
+        ),
         rules="KV-HIT-003",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
     ),
     Wrong(
         "LoadsTheLastToken",
-        {
-            r"load_ends_where_p_stopped\[(?!1\])[\w+-]+\]": r"P computed \d+, and D loads \d+: the state is of another token"
-        },
+        on(
+            r"load_ends_where_p_stopped\[(?!1\])[\w+-]+\]",
+            r"P computed \d+, and D loads \d+: the state is of another token",
+        ),
         rules="KV-HIT-004",
         family="qwen3_5_35b_a3b",
         topology="P2D2",
@@ -149,9 +165,10 @@ WRONG = [
     # Ends.
     Wrong(
         "KeepsWhatLoads",
-        {
-            r"abort_leaves_other_requests_alone\[(?!waiting|asked)\w+\]": r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$"
-        },
+        on(
+            r"abort_leaves_other_requests_alone\[(?!waiting|asked)\w+\]",
+            r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
+        ),
         rules="KV-ABORT-001",
     ),
     Wrong(
@@ -161,9 +178,10 @@ WRONG = [
     ),
     Wrong(
         "SilentAtTheEnd",
-        {
-            r"abort_before_the_load_notifies_p\[(waiting|asked)\]": r"P keeps 4 blocks for it, and no step's metadata"
-        },
+        on(
+            r"abort_before_the_load_notifies_p\[(waiting|asked)\]",
+            r"P keeps 4 blocks for it, and no step's metadata",
+        ),
         rules="KV-ABORT-002",
     ),
     # Neighbours.
@@ -174,9 +192,10 @@ WRONG = [
     ),
     Wrong(
         "SilentWithoutALoad",
-        {
-            r"loads_nothing_if_another_connector_loads\[first\]": r"no step's metadata orders a notification to P"
-        },
+        on(
+            r"loads_nothing_if_another_connector_loads\[first\]",
+            r"no step's metadata orders a notification to P",
+        ),
         rules="KV-MULTI-001",
     ),
     Wrong(
@@ -208,9 +227,10 @@ WRONG = [
 WRONG_STORES = [
     Wrong(
         "AnnouncesTheRest",
-        {
-            r"growing_prompts_can_be_loaded\[forgotten\]": r"tokens, \d+ of which were ever computed, \d+ were announced"
-        },
+        on(
+            r"growing_prompts_can_be_loaded\[forgotten\]",
+            r"tokens, \d+ of which were ever computed, \d+ were announced",
+        ),
         rules="KV-STORE-001",
     ),
     Wrong(
@@ -274,7 +294,7 @@ def test_every_rule_of_these_cases_has_a_mistake() -> None:
     assert rules <= {wrong.rules for wrong in (*WRONG, *WRONG_STORES)}
 
 
-# ---- right ones ----------------------------------------------------------------------------------------------------------------
+# ---- right ones ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("connector", ["Right", "SureLater"])
@@ -307,7 +327,7 @@ def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
     assert unsaid == {"growing_prompts_can_be_loaded[forgotten]", "repeated_lookup_returns_the_same"}
 
 
-# ---- vLLM's own: docs/findings.md ----------------------------------------------------------------------------------------------
+# ---- vLLM's own: docs/findings.md ----------------------------------------------------------------
 
 
 def test_vllms_nixl_connector_trusts_params(run_cases: Callable[..., CellRun]) -> None:

@@ -9,14 +9,17 @@ from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
 MODULES = ("protocol/peers", "protocol/lease", "protocol/rank_reports")
-LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'  # seconds; NixlConnector itself gets it from the suite
+# Seconds. The suite gives NixlConnector itself a lease.
+LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another
 Said = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why
 
 
 def judging(case_runner: CaseRunner) -> Callable[..., Said]:
     def run_cases(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Said:
-        """What each case of one cell says; a FAIL of another rule than the case's own is the name of that rule."""
+        """What each case of one cell says; a FAIL of another rule than the case's own is the name of that
+        rule.
+        """
         run = case_runner.run(
             connector,
             "llama3_1_8b",

@@ -1,4 +1,5 @@
-"""What a connector does wrong as a peer or as a rank is found by the case that is about it; a right one passes all of them.
+"""What a connector does wrong as a peer or as a rank is found by the case that is about it; a right one
+passes all of them.
 
 A cell takes about eight seconds of waiting, whatever is wrong.
 """
@@ -19,9 +20,18 @@ SHORT = 0.4  # of deadlines, where one of them has to be waited for
 
 mistake_of_rank = functools.partial(Wrong, topology="P1D2")
 
-UNREACHABLE = "unreachable_peer_fails_only_its_request[unreachable_peer] unreachable_peer_fails_only_its_request[silent_peer]"
-OTHERS = "unreachable_peer_delays_no_other_request[unreachable_peer] unreachable_peer_delays_no_other_request[silent_peer] unreachable_peer_delays_no_new_peer"
-TOO_LATE = "load_after_the_lease_is_detected[lease_ends_before_load] load_after_the_lease_is_detected[lease_ends_during_load]"
+UNREACHABLE = (
+    "unreachable_peer_fails_only_its_request[unreachable_peer] "
+    "unreachable_peer_fails_only_its_request[silent_peer]"
+)
+OTHERS = (
+    "unreachable_peer_delays_no_other_request[unreachable_peer] "
+    "unreachable_peer_delays_no_other_request[silent_peer] unreachable_peer_delays_no_new_peer"
+)
+TOO_LATE = (
+    "load_after_the_lease_is_detected[lease_ends_before_load] "
+    "load_after_the_lease_is_detected[lease_ends_during_load]"
+)
 STOOD_THERE = "loaded what P had written there since, and ended without an error"
 HELD_UP = "delays requests that have nothing to do with it"
 WRONG = [
@@ -86,7 +96,10 @@ WRONG = [
     Wrong(
         "NoHeartbeats",
         on(
-            "blocks_are_kept_while_d_waits[queued_past_lease] blocks_are_kept_while_d_waits[loading_past_lease]",
+            (
+                "blocks_are_kept_while_d_waits[queued_past_lease] "
+                "blocks_are_kept_while_d_waits[loading_past_lease]"
+            ),
             "does not renew the lease in time",
         ),
     ),
@@ -122,7 +135,10 @@ WRONG = [
             "only_waiting_requests_are_reported[P]",
             "in finished_sending: request_finished did not ask to keep its blocks",
         ),
-        blocked="each_rank_reports_once only_waiting_requests_are_reported[D] failed_load_is_reported_once load_ends_in_idle_steps aborted_load_is_reported_at_its_end".split(),
+        blocked=(
+            "each_rank_reports_once only_waiting_requests_are_reported[D] failed_load_is_reported_once "
+            "load_ends_in_idle_steps aborted_load_is_reported_at_its_end"
+        ).split(),
     ),
     mistake_of_rank(
         "RepeatsFailures", on("failed_load_is_reported_once", r"rank 1 reported block \d+ \d+ times")
@@ -149,7 +165,8 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Said]
         name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked else "PASS"
         for name in said
     }
-    # What says that this machine was too slow to tell says nothing about the connector; see the test of the right one.
+    # What says that this machine was too slow to tell says nothing about the connector; see the test of the
+    # right one.
     slow = {
         name
         for name, (outcome, reason) in said.items()

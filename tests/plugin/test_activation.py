@@ -98,7 +98,8 @@ def test_settings_fixtures_and_marks_of_the_user_have_no_say(kv, pytester):
 
 def test_a_conftest_that_drops_or_skips_cases_cannot_make_it_green(kv, pytester):
     pytester.makeconftest(
-        "import pytest\ndef pytest_collection_modifyitems(items):\n  for i in items: i.add_marker(pytest.mark.skip)"
+        "import pytest\ndef pytest_collection_modifyitems(items):\n  for i in items: "
+        "i.add_marker(pytest.mark.skip)"
     )
     run = kv()
     assert (run.code, run.word) == (10, "INCOMPLETE")
@@ -109,7 +110,8 @@ def test_a_conftest_that_drops_or_skips_cases_cannot_make_it_green(kv, pytester)
 
 def test_cells_are_regrouped_after_a_shuffling_plugin(kv, pytester):
     pytester.makeconftest(
-        "import random\ndef pytest_collection_modifyitems(items): items.sort(key=lambda i: i.name); random.Random(3).shuffle(items)"
+        "import random\ndef pytest_collection_modifyitems(items): items.sort(key=lambda i: i.name); "
+        "random.Random(3).shuffle(items)"
     )
     run = kv("-v")
     assert sorted(run.cells) == ["gemma3-P1D1", "gemma3-P1D2", "llama-P1D1"]

@@ -30,7 +30,9 @@ def test_a_table_that_is_none(tmp_path):
 
 
 def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: Path) -> Settings:
-    """All that a run does with what people wrote, up to the first process: read, resolve, plan, hand to workers, put into a report."""
+    """All that a run does with what people wrote, up to the first process: read, resolve, plan, hand to
+    workers, put into a report.
+    """
     found = load({"kv_connector": "m:C"} | command_line, environment, folder)
     subject = resolve(found)
     declaration.check_known(subject.known, plan.make_plan(found, ()).manifest)

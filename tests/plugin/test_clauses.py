@@ -1,4 +1,4 @@
-"""The clauses of vLLM's contract: each is tested by rules that exist and have cases, or says why it is not."""
+"""Each clause of vLLM's contract has rules with cases, or a reason why it is not tested."""
 
 from __future__ import annotations
 
@@ -92,13 +92,16 @@ def test_every_rule_about_the_contract_stands_behind_a_clause():
 
 
 NO_CLAUSE = {
-    "KV-HOOK-001": "an exception ends the engine whichever hook raises it: it stands behind all clauses of part C",
+    "KV-HOOK-001": "an exception in any hook ends the engine: this holds for all clauses of part C",
     "KV-HOOK-002": "the same of a hook that does not return",
     "KV-HOOK-003": "the same of an answer over which vLLM's own assertions fail",
     "KV-DECLARE-001": "about the declaration, which is this project's",
     "KV-DECLARE-002": "the same",
     "KV-DECLARE-003": "the same",
-    "KV-BYTES-003": "that a hand-over does not change P's own cache follows from blocks being shared, and vLLM says it nowhere",
+    "KV-BYTES-003": (
+        "that a hand-over does not change P's own cache follows from blocks being shared, and vLLM says "
+        "it nowhere"
+    ),
     "KV-FAIL-003": "a SHOULD: vLLM's own connector counts messages",
 }
 

@@ -75,7 +75,10 @@ def test_the_summary_says_what_was_left_out(kv):
         ("--kv-rule=KV-BYTE-001", "--kv-rule: no rule is called 'KV-BYTE-001' (did you mean KV-BYTES-001?)"),
         (
             "--kv-feature=sliding-windw",
-            "--kv-feature: there is no feature 'sliding-windw' (did you mean sliding-window?); there are full-attention, mla",
+            (
+                "--kv-feature: there is no feature 'sliding-windw' (did you mean sliding-window?); "
+                "there are full-attention, mla"
+            ),
         ),
         ("--kv-declare=nowhere.toml", "--kv-declare: nowhere.toml: there is no such file"),
         ("--kv-family=gemma", "there is no family called 'gemma' (did you mean gemma3?)"),

@@ -72,7 +72,8 @@ def test_files_that_begin_with_an_underscore_hold_no_cases(kv):
 def test_a_file_without_cases_is_a_defect_of_the_suite(kv, pytester, monkeypatch):
     package = pytester.mkpydir("otherkv")
     (package / "cells.py").write_text(
-        "from fakekv.cells import Place\ndef expand(matrix, families=(), topologies=()): return [Place('llama', 'P1D1')]"
+        "from fakekv.cells import Place\ndef expand(matrix, families=(), topologies=()): return "
+        "[Place('llama', 'P1D1')]"
     )
     (package / "bench.py").write_text("from fakekv.bench import *")
     (package / "rules").mkdir()

@@ -64,7 +64,10 @@ def test_precedence_and_origin(option, tmp_path):
 
 
 def test_toml_types(tmp_path):
-    body = 'tier = ["engine", "bytes"]\nconfig = {kv_port = 7}\ntimeout-scale = 2\nseed = 5\nreport = "out"\nhandover = "none"'
+    body = (
+        'tier = ["engine", "bytes"]\nconfig = {kv_port = 7}\ntimeout-scale = 2\nseed = 5\nreport = '
+        '"out"\nhandover = "none"'
+    )
     settings = load({}, {}, toml(tmp_path, body))
     assert settings.tier == ("engine", "bytes")
     assert settings.config == '{"kv_port": 7}'

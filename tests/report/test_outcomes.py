@@ -106,7 +106,10 @@ def test_stopping_at_the_first_failure_still_reports(kv, arguments):
 
 def test_a_run_that_stops_early_without_a_violation_is_incomplete(kv, pytester):
     pytester.makepyfile(
-        stopper="import pytest\ndef pytest_runtest_setup(item):\n    if 'gemma3' in item.name: pytest.exit('enough', 0)"
+        stopper=(
+            "import pytest\ndef pytest_runtest_setup(item):\n    if 'gemma3' in item.name: "
+            "pytest.exit('enough', 0)"
+        )
     )
     pytester.syspathinsert()
     run = kv("-p", "stopper")

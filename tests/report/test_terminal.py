@@ -30,9 +30,9 @@ def test_the_sections_of_a_failure_come_in_order(kv):
     assert "           layer  5 K  . . . U" in run.lines
     assert "check      - is the partial tail in the block list?" in run.lines
     assert (
-        f"again      pytest --kv-connector=m:C --kv-declare={run.declared} 'kv::engine/bytes::arrive[llama-P1D1-n63]'"
-        in run.lines
-    )
+        f"again      pytest --kv-connector=m:C --kv-declare={run.declared} "
+        "'kv::engine/bytes::arrive[llama-P1D1-n63]'"
+    ) in run.lines
 
 
 def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch):
@@ -48,7 +48,8 @@ def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch
     )
     [again] = [line.removeprefix("again").strip() for line in run.lines if line.startswith("again")]
     assert again == (
-        f"pytest --kv-connector=m:C --kv-config=my.json --kv-declare={run.declared} --kv-matrix=full --kv-timeout-scale=2.0 --kv-seed=3 "
+        f"pytest --kv-connector=m:C --kv-config=my.json --kv-declare={run.declared} "
+        "--kv-matrix=full --kv-timeout-scale=2.0 --kv-seed=3 "
         "'kv::engine/bytes::arrive[llama-P1D2-n63]'"
     )
     run = kv(*again.replace("'", "").split()[2:], deeds={"arrive(llama-P1D2-n63*": "violate"})
@@ -175,9 +176,9 @@ def test_the_summary_page_of_a_ci_job(kv, pytester, monkeypatch):
     assert text.startswith("before\n### KV conformance · C 1.2.3")
     assert "**VIOLATES**: 6 cases break the rule KV-BYTES-001" in text
     assert (
-        "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | `kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |"
-        in text
-    )
+        "| FAIL | 6 | the last window block was never read | KV-BYTES-001 | "
+        "`kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]` |"
+    ) in text
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "no" / "page.md"))
     assert kv().code == 0
 
@@ -190,5 +191,6 @@ def test_the_header_says_what_was_set_and_where(kv, pytester, monkeypatch):
     assert "matrix quick, seed 6, device auto" in line
     declare = f"declare={run.declared} (KVCONFORM_DECLARE)"
     assert line.endswith(
-        f"connector=m:C (command line), {declare}, tier=engine (command line), timeout-scale=2.0 (pyproject.toml), seed=6 (KVCONFORM_SEED)"
+        f"connector=m:C (command line), {declare}, tier=engine (command line), timeout-scale=2.0 "
+        "(pyproject.toml), seed=6 (KVCONFORM_SEED)"
     )

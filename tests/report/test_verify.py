@@ -1,4 +1,6 @@
-"""A report that somebody has edited by hand is found out, even where all that follows from the edit was recomputed."""
+"""A report that somebody has edited by hand is found out, even where all that follows from the edit was
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def one(report: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-# ---- known failures ------------------------------------------------------------------------------------------------------------
+# ---- known failures ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, ch
     assert verified(path, capsys) == (1, [f"subject.{says} the settings of the report"])
 
 
-# ---- results -------------------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,10 @@ def test_a_failure_that_is_called_a_refusal(kv, capsys):
     path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D2*": "violate"}).path
     edit(path, lambda report: one(report, "window[gemma3-P1D2]").update(refused=True))
     assert document.read(path).verdict.word == "CONFORMS"
-    said = "kv::engine/bytes::window[gemma3-P1D2] is a refusal in the report, but its finding makes it no refusal"
+    said = (
+        "kv::engine/bytes::window[gemma3-P1D2] is a refusal in the report, "
+        "but its finding makes it no refusal"
+    )
     assert verified(path, capsys) == (1, [said])
 
 
@@ -172,7 +177,7 @@ def test_only_what_did_not_pass_can_be_a_refusal(kv, capsys, outcome):
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("other", ["", "D did not start: "])
 def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other: str) -> None:
-    """`other`: it was a later start that failed, in a way of its own; that says nothing against the report."""
+    """`other`: a later start failed, in a way of its own; the report may be true."""
     cell, sentence = Cell("llama", "P1D1"), "P did not start: ValueError: one size only"
     start = CaseResult(
         id="kv::engine/start::engines_start[llama-P1D1]",
@@ -221,7 +226,7 @@ def test_declarations_of_another_suite_may_have_been_others(kv, pytester, capsys
     assert verified(path, capsys)[0] == 0
 
 
-# ---- settings ------------------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def test_a_setting_that_came_later_is_not_missed(kv, capsys):

@@ -32,7 +32,10 @@ def chosen(wrong: Wrong) -> Callable[[PlannedCase], bool]:
 
 
 def check_mistake(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    """The named cases fail with the first rule of `wrong.rules`. Other cases may fail, with rules of `wrong.rules`."""
+    """The named cases fail with the first rule of `wrong.rules`.
+
+    Other cases may fail, with rules of `wrong.rules`.
+    """
     run = run_cases(wrong.connector, **wrong.cell, only=chosen(wrong))
     assert "HARNESS" not in run.outcomes.values(), [
         result.reason for result in run.results if result.outcome == "HARNESS"

@@ -1,4 +1,6 @@
-"""Wrong request_finished, wrong uses of workers' reports, and hooks that raise, end the process or hang are found."""
+"""Wrong request_finished, wrong uses of workers' reports, and hooks that raise, end the process or hang are
+found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Wrong get_num_new_matched_tokens, update_state_after_alloc, on_new_request and build_connector_meta are found."""
+"""Wrong get_num_new_matched_tokens, update_state_after_alloc, on_new_request and build_connector_meta are
+found.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ WRONG = [
     Wrong(
         "AnswersOnce",
         on(
-            "repeated_call_returns_the_same call_without_free_blocks_starts_no_load load_without_room_starts_later",
+            (
+                "repeated_call_returns_the_same call_without_free_blocks_starts_no_load "
+                "load_without_room_starts_later"
+            ),
             r"0",
         ),
         rules="KV-MATCH-004",

@@ -60,10 +60,11 @@ class Run:
 
 @pytest.fixture
 def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """kv(*arguments, deeds={glob: deed}, bench="what goes wrong", env={}): run pytest in the current folder of `pytester`.
+    """kv(*arguments, deeds={glob: deed}, bench="what goes wrong", env={}): run pytest in the current folder
+    of `pytester`.
 
-    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own. `unsupported`: feature -> why; all others are
-    declared as supported, unless `undeclared`.
+    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own. `unsupported`:
+    feature -> why; all others are declared as supported, unless `undeclared`.
     """
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
@@ -98,7 +99,8 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         monkeypatch.setenv("FAKEKV_BENCH", bench)
         subject = () if plain else ("--kv-connector=m:C",)
         plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
-        # xdist gives its workers the sys.path with which this process began, so its runs need one of their own.
+        # xdist gives its workers the sys.path with which this process began, so its runs need one of their
+        # own.
         runpytest = (
             pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
         )

@@ -1,4 +1,7 @@
-"""A right store, and stores with one mistake each. Engines import this module by its name: it lies in a folder of PYTHONPATH."""
+"""A right store, and stores with one mistake each.
+
+Engines import this module by its name: it lies in a folder of PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 
 
 class Right(ExampleConnector):
-    """Saves whole blocks when the last of them is complete, finds them again, and writes what D does not have.
+    """Saves whole blocks when the last of them is complete, finds them again, and writes what D does not
+    have.
 
     vLLM's ExampleConnector does neither of these: see docs/findings.md.
     """
@@ -28,7 +32,7 @@ class Right(ExampleConnector):
         self.blocks: dict[str, list[int]] = {}
         self.loads: dict[str, int] = {}  # request -> tokens that it has already
 
-    # ---- scheduler half -------------------------------------------------------------------------------------------------------
+    # ---- scheduler half --------------------------------------------------------------------------
 
     def whole(self, tokens: Any) -> int:
         """Tokens of the whole blocks before the last token."""
@@ -85,7 +89,7 @@ class Right(ExampleConnector):
             of_requests.pop(request.request_id, None)
         return False, None
 
-    # ---- both halves: what is saved belongs to engines of one shape -----------------------------------------------------------
+    # ---- both halves: what is saved belongs to engines of one shape ------------------------------
 
     def _generate_foldername_debug(
         self, token_ids: torch.Tensor, mm_hashes: list[str], create_folder: bool = False
@@ -102,7 +106,7 @@ class Right(ExampleConnector):
     def _generate_filename_debug(self, layer_name: str, token_ids: torch.Tensor, mm_hashes: list[str]) -> str:
         return str(super()._generate_filename_debug(f"{self.rank}.{layer_name}", token_ids, mm_hashes))
 
-    # ---- worker half ----------------------------------------------------------------------------------------------------------
+    # ---- worker half -----------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         layers = {name: layer.kv_cache for name, layer in forward_context.no_compile_layers.items()}

@@ -1,4 +1,6 @@
-"""Profile store: a right store passes, every wrong one is found and named, and what cannot run here reports why."""
+"""Profile store: a right store passes, every wrong one is found and named, and what cannot run here reports
+why.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _stores
 from tests.helpers.case_runner import OF_VLLM, CaseRunner, CellRun
 from tests.helpers.fixtures import importable_from, must_be_installed
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Wrong, on
 
 HERE = Path(__file__).parent
 MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
@@ -36,7 +38,9 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @pytest.fixture
 def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
-    """run_cases("Right", variants="n55 hit1"): run the cases of a cell on a store of stores.py, or on one of vLLM's."""
+    """run_cases("Right", variants="n55 hit1"): run the cases of a cell on a store of stores.py, or on one of
+    vLLM's.
+    """
 
     def run(store: str, family: str = "llama3_1_8b", setup: str = "b16", **more: str) -> CellRun:
         own = store not in OF_VLLM
@@ -100,9 +104,10 @@ WRONG = [
     ),
     mistake(
         "WrongLayer",
-        {
-            "attention_kv_arrives": r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn"
-        },
+        on(
+            "attention_kv_arrives",
+            r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
+        ),
     ),
     mistake("SwapsPlanes", {"attention_kv_arrives": "K and V are exchanged"}),
     mistake(

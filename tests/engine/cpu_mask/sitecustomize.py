@@ -1,7 +1,10 @@
-"""Hides features of the CPU from vLLM: Python imports this module in every process that has its folder on PYTHONPATH.
+"""Hides features of the CPU from vLLM:
 
-HIDDEN_CPU_FEATURES lists what `torch.cpu._is_FEATURE_supported` is to deny, for example "amx_tile,avx512_bf16". vLLM
-chooses its library of kernels and its code paths by these functions (vllm/platforms/cpu.py).
+Python imports this module in every process that has its folder on PYTHONPATH.
+
+HIDDEN_CPU_FEATURES lists what `torch.cpu._is_FEATURE_supported` is to deny, for example
+"amx_tile,avx512_bf16". vLLM chooses its library of kernels and its code paths by these functions
+(vllm/platforms/cpu.py).
 """
 
 from __future__ import annotations

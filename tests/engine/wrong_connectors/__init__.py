@@ -1,7 +1,9 @@
-"""Connectors with one mistake each. All are vLLM's NixlConnector but for what the first sentence of their docstring says.
+"""Connectors with one mistake each.
 
-`Right` has no mistake: what the suite reports about NixlConnector it must report about `Right` too. Engines import this
-package under its bare name; the tests themselves do not import it.
+All are vLLM's NixlConnector but for what the first sentence of their docstring says.
+
+`Right` has no mistake: what the suite reports about NixlConnector it must report about `Right` too. Engines
+import this package under its bare name; the tests themselves do not import it.
 """
 
 # ruff: noqa: F403

@@ -32,7 +32,9 @@ class Spoils(Right):
         return results
 
     def spoil(self, layers: list[Any], blocks: list[int]) -> None:
-        """`layers` are the caches of one group: tensors [block, head, ...], or pairs (convolution, recurrent) of [block, ...]."""
+        """`layers` are the caches of one group: tensors [block, head, ...], or pairs (convolution, recurrent)
+        of [block, ...].
+        """
         raise NotImplementedError
 
 

@@ -57,7 +57,8 @@ def _passes(name: str) -> Any:
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 
-for _name in """bind_connector_metadata clear_connector_metadata register_kv_caches set_host_xfer_buffer_ops get_transfer_results
-                get_block_ids_with_load_errors on_new_request update_connector_output request_finished get_handshake_metadata
+for _name in """bind_connector_metadata clear_connector_metadata register_kv_caches set_host_xfer_buffer_ops
+                get_transfer_results get_block_ids_with_load_errors on_new_request update_connector_output
+                request_finished get_handshake_metadata
                 set_xfer_handshake_metadata_pp_aware get_loaded_kv_cache_group_ids shutdown""".split():
     setattr(NoHMA, _name, _passes(_name))

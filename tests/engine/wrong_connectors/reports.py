@@ -106,7 +106,8 @@ class NoHandover(Right):
 class BacksOff(Right):
     """No mistake: P stops one token before the end of the prompt, and D loads one token less.
 
-    That is what upstream does for state layers alone. It repairs sliding windows, so this one conforms where NixlConnector does not.
+    That is what upstream does for state layers alone. It repairs sliding windows, so this one conforms where
+    NixlConnector does not.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):

@@ -1,4 +1,6 @@
-"""The right scheduler halves that every wrong one changes: they look at kv_transfer_params before they rely on them."""
+"""The right scheduler halves that every wrong one changes: they look at kv_transfer_params before they rely
+on them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Connectors that do one thing wrong as peers or as ranks. Each is `Right` but for what the first sentence of its docstring says.
+"""Connectors that do one thing wrong as peers or as ranks.
 
-`Right` is vLLM's NixlConnector without what the suite finds in it: its listener outlives nonsense, its handshakes do not
-wait for one another, and its D knows when P's lease is over. Engines import this package under its full name; the tests
-themselves do not import it.
+Each is `Right` but for what the first sentence of its docstring says.
+
+`Right` is vLLM's NixlConnector without what the suite finds in it: its listener outlives nonsense, its
+handshakes do not wait for one another, and its D knows when P's lease is over. Engines import this package
+under its full name; the tests themselves do not import it.
 """
 
 # ruff: noqa: F403

@@ -1,4 +1,6 @@
-"""Connectors whose scheduler half makes one mistake each: vLLM's NixlConnector, and one line too few or too many."""
+"""Connectors whose scheduler half makes one mistake each: vLLM's NixlConnector, and one line too few or too
+many.
+"""
 
 # ruff: noqa: F403
 from .failures import *

@@ -1,4 +1,4 @@
-"""The right scheduler halves that every wrong one changes: vLLM's NixlConnector, and one that answers late."""
+"""Right scheduler halves: vLLM's NixlConnector, and one that answers late. Wrong ones change them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""A suite of four small cases, with a bench that starts nothing. What each case does is said in the variable FAKEKV: glob of
-`case[family-topology-variant]` -> deed (see `act`)."""
+"""A suite of four small cases, with a bench that starts nothing.
+
+What each case does is said in the variable FAKEKV: glob of `case[family-topology-variant]` -> deed (see
+`act`).
+"""
 
 import fnmatch
 import json

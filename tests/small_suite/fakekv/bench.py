@@ -1,4 +1,7 @@
-"""Stands for pytest_kvconform.rigs.bench. FAKEKV_BENCH says what goes wrong; FAKEKV_LOG is a file that gets a line for every call."""
+"""Stands for pytest_kvconform.rigs.bench.
+
+FAKEKV_BENCH says what goes wrong; FAKEKV_LOG is a file that gets a line for every call.
+"""
 
 import os
 from pathlib import Path
