@@ -1,6 +1,7 @@
-"""The console script `kvconform`: what can be asked without running the suite.
+"""Console script `kvconform`: questions that need no run of the suite.
 
-Exit codes: 0 yes, 1 no (the reports differ, the verdict does not follow, nothing can run here), 2 the question was wrong.
+Exit codes: 0 yes; 1 no (the reports differ, the verdict does not follow, nothing can run here); 2 a wrong
+question.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An error is one sentence on stderr."""
+    """Run one command and return its exit code. An error prints one sentence to stderr."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -34,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvconform",
-        description="Conformance of vLLM KV connectors. To test one: pytest --kv-connector=...",
+        description=(
+            "Questions about the conformance of vLLM KV connectors. To test one: pytest --kv-connector=..."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"pytest-kvconform {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "doctor",
         lambda options: doctor.main(),
-        "say what is installed here, what can run, and what is missing for the rest",
+        "print what is installed, what can run here, and what is missing",
     )
     one = command("list", _list, "list cases, rules, clauses, families, features or settings")
     one.add_argument("what", choices=sorted(_LISTS))
@@ -57,19 +60,21 @@ def _parser() -> argparse.ArgumentParser:
         default="quick",
         help="for cases and families (default: %(default)s)",
     )
-    one = command(
-        "explain", _explain, "print everything about one rule, or about one clause of vLLM's contract"
-    )
+    one = command("explain", _explain, "print one rule, or one clause of vLLM's contract, with all details")
     one.add_argument("rule", metavar="ID")
-    one = command("verify", _verify, "recompute the verdict of a report from its results")
+    one = command(
+        "verify",
+        _verify,
+        "recompute the verdict of a report from its results, and print what does not follow",
+    )
     one.add_argument("report", metavar="REPORT", type=Path)
-    one = command("diff", _diff, "say what changed from one report to another")
+    one = command("diff", _diff, "print what changed from one report to another")
     one.add_argument("before", metavar="A", type=Path)
     one.add_argument("after", metavar="B", type=Path)
     return parser
 
 
-# ---- list ----------------------------------------------------------------------------------------------------------------------
+# ---- list -------------------------------------------------------------------------------------------------
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -95,7 +100,7 @@ def _clauses(matrix: str) -> list[Sequence[str]]:
 
 
 def _families(matrix: str) -> list[Sequence[str]]:
-    topologies: dict[str, dict[str, None]] = {}  # several rigs may have one cell
+    topologies: dict[str, dict[str, None]] = {}  # several rigs may have the same cell
     for place in loading.expand_matrix(matrix):
         topologies.setdefault(place.family, {})[
             place.topology + (f".{place.setup}" if place.setup else "")
@@ -138,7 +143,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-# ---- explain, verify, diff -----------------------------------------------------------------------------------------------------
+# ---- explain, verify, diff --------------------------------------------------------------------------------
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -150,7 +155,8 @@ def _explain(options: argparse.Namespace) -> int:
     rule = known.get(options.rule.upper())
     if rule is None:
         raise BadSetting(
-            f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: kvconform list rules"
+            f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: "
+            "kvconform list rules"
         )
     print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
     print(f"source   {rule.source}\ndone     {rule.done}")
@@ -170,48 +176,48 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     report = document.read(options.report)
-    if mistakes := [*document.inconsistencies(report), *_compare_with_suite(report)]:
-        print("\n".join(mistakes))
+    if sentences := [*document.inconsistencies(report), *_compare_with_suite(report)]:
+        print("\n".join(sentences))
         return 1
     print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
     return 0
 
 
 def _compare_with_suite(report: document.Report) -> list[str]:
-    """What the suite itself says otherwise: which cases there are, and of each its rule, its cell and the features that it needs. Another
-    version of the suite has other cases.
+    """Return sentences about the manifest, and about rule, cell and features of results, that differ from
+    the suite.
+
+    Another version of the suite has other cases, so its reports are not compared.
     """
     if report.suite != __version__:
         print(
-            f"the report was written by suite {report.suite}, and this is {__version__}: its manifest is not compared",
+            f"the report was written by suite {report.suite}, and this is suite {__version__}: "
+            "the manifest is not compared",
             file=sys.stderr,
         )
         return []
     known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
-    expected, planned = known.manifest, {one.id: one for one in known.selected}
-    lacking, strange = (
-        sorted(set(expected) - set(report.selection.manifest)),
-        sorted(set(report.selection.manifest) - set(expected)),
-    )
-    said = (
-        [f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"]
-        if lacking
-        else []
-    )
-    said += (
-        [f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"]
-        if strange
-        else []
-    )
+    planned = {one.id: one for one in known.selected}
+    lacking = sorted(set(known.manifest) - set(report.selection.manifest))
+    strange = sorted(set(report.selection.manifest) - set(known.manifest))
+    sentences = []
+    if lacking:
+        sentences.append(
+            f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"
+        )
+    if strange:
+        sentences.append(
+            f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"
+        )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
-            due = {"rule": one.case.rule, "cell": one.cell, "features": features.required_features(one)}
-            said += [
-                f"{result.id}: another {key} than that of the case"
-                for key, value in due.items()
+            expected = {"rule": one.case.rule, "cell": one.cell, "features": features.required_features(one)}
+            sentences += [
+                f"{result.id}: {key} of the result is not {key} of the case"
+                for key, value in expected.items()
                 if getattr(result, key) != value
             ]
-    return said
+    return sentences
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""`kvconform doctor`: what is here, what can run here, and one command for what is missing. Imports nothing heavy in this process."""
+"""`kvconform doctor`: what is installed, what can run here, and one command for each thing that is missing.
+
+It imports torch, vLLM and NIXL only in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,24 @@ import psutil
 from pytest_kvconform import __version__
 from pytest_kvconform.declaration import version
 
-_IMPORT_SECONDS = 120.0  # vLLM takes 7 s on an idle machine
-_IMPORTS = {  # what proves that it can be used, and what is worth knowing about it
-    "torch": "import torch; print('built for', 'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU')",
-    "vllm": "import vllm; from vllm.platforms import current_platform; print('runs on', current_platform.device_type or 'nothing here')",
+_IMPORT_SECONDS = 120.0  # importing vLLM takes 7 s on an idle machine
+_IMPORTS = {  # code that proves that a module can be used, and prints a fact about it
+    "torch": (
+        "import torch; cuda = torch.version.cuda; print('built for', 'CUDA ' + cuda if cuda else 'CPU')"
+    ),
+    "vllm": (
+        "import vllm; from vllm.platforms import current_platform; print('runs on', "
+        "current_platform.device_type or 'nothing here')"
+    ),
     "nixl": "import nixl._api; print('usable')",
 }
 
 
 class Import(NamedTuple):
-    """How importing a module went in a process of its own."""
+    """Result of importing a module in a process of its own."""
 
     works: bool
-    says: str  # what the module says about itself, or the last line of the error
+    message: str  # the fact that the code printed, or the last line of the error
 
 
 def main() -> int:
@@ -39,10 +47,11 @@ def main() -> int:
     print(f"pytest   {version('pytest')}, pytest-xdist {version('pytest-xdist') or 'not installed'}")
     print(f"suite    {__version__}")
     for name, found in versions.items():
-        print(f"{name:<9}{f'{found}, {imports[name].says}' if found else 'not installed'}")
+        print(f"{name:<9}{f'{found}, {imports[name].message}' if found else 'not installed'}")
     memory = psutil.virtual_memory()
     print(
-        f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory free"
+        f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of "
+        f"{memory.total / 2**30:.1f} GiB of memory free"
     )
     print(f"GPUs     {', '.join(gpus) or 'none'}\n")
     print("\n".join(advice(versions, imports, gpus)))
@@ -50,16 +59,14 @@ def main() -> int:
 
 
 def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: list[str]) -> list[str]:
-    """What can run, and one command for each thing that cannot."""
+    """Return lines: what can run, and one command for each thing that is missing."""
     extra = "cuda" if gpus else "cpu"
     install = f"pip install 'pytest-kvconform[{extra}]'"
     if versions["vllm"] is None:
         return [f"can run  nothing: vLLM is not installed; {install}"]
     if not imports["vllm"].works:
-        return [
-            f"can run  nothing: vLLM is installed and cannot be imported; {install} in a fresh environment"
-        ]
-    on = imports["vllm"].says.rpartition(" ")[2]
+        return [f"can run  nothing: vLLM is installed but cannot be imported; {install} in a new environment"]
+    on = imports["vllm"].message.rpartition(" ")[2]
     example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
     lines = [
         f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
@@ -76,7 +83,9 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
 
 
 def try_imports() -> dict[str, Import]:
-    """Import each module in a process of its own, all at once: one that hangs or crashes is an answer, and not our end."""
+    """Import each module in a process of its own, all at once. A module that hangs or crashes ends only its
+    process.
+    """
     environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
     pipe = subprocess.PIPE
     running = {
@@ -102,7 +111,7 @@ def _outcome(process: subprocess.Popen[str]) -> Import:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs, by the driver's own tool; device files where there is no tool."""
+    """Return the names of the GPUs from nvidia-smi, or their device files where there is no nvidia-smi."""
     if tool := shutil.which("nvidia-smi"):
         try:
             done = subprocess.run(

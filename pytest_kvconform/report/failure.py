@@ -1,4 +1,4 @@
-"""What a person reads about one failure, and about many failures with one cause."""
+"""Text of one failure, and of many failures with one cause."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
-    """The sections of a FAIL, always in the same order: rule, happened, known, differs, diagnosis, check, log, again, report."""
+    """Return the sections of a FAIL, in this order: rule, happened, known, differs, diagnosis, check, log,
+    again, report.
+    """
     finding = shown_finding(result)
     if finding is None:
-        return result.reason or f"{result.id} failed and said nothing"
+        return result.reason or f"{result.id} failed without a reason"
     rule = rules.get(finding.rule)
     rows: list[tuple[str, Sequence[str]]] = [
         (
@@ -44,11 +46,14 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
 
 
 def rerun_command(settings: Settings, *arguments: str) -> str:
-    """The command that runs these ids again in this project. What pyproject.toml says is not repeated; what the environment says is."""
+    """Return the command that runs these ids again in this project.
+
+    It repeats settings of the command line and of the environment, but not those of pyproject.toml.
+    """
     words = ["pytest", f"--kv-connector={settings.connector}"]
     for option in OPTIONS:
         if option.name in ("connector", "report") or option.repeatable or not option.flag:
-            continue  # an id is the whole selection
+            continue  # an id selects the case by itself
         value = getattr(settings, option.name)
         if value != option.default and settings.origins.get(option.name) != "pyproject.toml":
             words.append(option.flag if option.switch else f"{option.flag}={value}")
@@ -56,7 +61,9 @@ def rerun_command(settings: Settings, *arguments: str) -> str:
 
 
 def compress_ids(ids: Iterable[str]) -> list[str]:
-    """Ids that differ only in the variant share a line: `kv::engine/bytes::attention_kv_arrives[gemma3-P1D1-{n63,n95}]`."""
+    """Return lines in which ids that differ only in the variant are one:
+    `kv::a/b::c[gemma3-P1D1-{n63,n95}]`.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for name in ids:
         match = _ID.fullmatch(name)

@@ -1,4 +1,4 @@
-"""A few lines of Markdown for the summary page of a CI job."""
+"""Summary of a run in Markdown, for the page of a CI job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _MOST = 10
 
 
 def job_summary(report: Report) -> str:
-    """Headline, verdict, counts and causes. Ends with a blank line, because other steps append to the same file."""
+    """Return headline, verdict, counts and causes, with a blank line at the end: other steps append to the
+    same file.
+    """
     verdict = report.verdict
     word = verdict.headline.removesuffix(verdict.sentence).strip()
     lines = [

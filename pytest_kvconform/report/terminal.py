@@ -1,4 +1,4 @@
-"""The last lines of a run: never more than 25, whatever happened, and always the verdict."""
+"""Last lines of a run: at most 25 lines, always with the verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_kvconform.verdict import Cause
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
-_MOST_LINES = 24  # under the headline; what is left of them by the rest shows violations
+_MOST_LINES = 24  # under the headline; violations get the lines that the other parts leave free
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
 _GROUPS = ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case"))
 _SIGNS = {
@@ -34,7 +34,7 @@ _COLOURS = {
 
 
 def title(report: Report) -> str:
-    """The headline: what was tested, on what."""
+    """Return the headline: the connector, vLLM, the suite and the device."""
     facts = report.facts or {}
     subject = " ".join(
         str(word) for word in (facts.get("name") or report.subject.connector, facts.get("version")) if word
@@ -45,7 +45,7 @@ def title(report: Report) -> str:
 
 
 def summary(report: Report, report_path: str, width: int, unicode: bool) -> list[Line]:
-    """Everything under the headline. `width` in columns; without `unicode` every character is ASCII."""
+    """Return all lines under the headline. `width` in columns; without `unicode` every character is ASCII."""
     verdict = report.verdict
     above: list[Line] = [(row, {}) for row in _table(report, width)]
     if report.selection.left_out:
@@ -63,14 +63,14 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
 
 
 def to_ascii(text: str) -> str:
-    """The same text for a terminal that knows no more: a sign of ours becomes a word, any other character a question mark."""
+    """Return the text in ASCII: a sign of the table becomes a word, any other character a question mark."""
     for sign, word in _ASCII.items():
         text = text.replace(sign, word)
     return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
 
 
 def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> list[Line]:
-    """How many there are of an outcome, and their most frequent causes."""
+    """Return lines: how many cases have an outcome, and their most frequent causes."""
     mine = [cause for cause in causes if cause.outcome is outcome]
     if not mine:
         return []
@@ -84,10 +84,12 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
 
 
 def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
-    """declared | observed | which: one line for each pair that occurs, and one for each declaration that is wrong."""
+    """Return lines: one for each pair of declared and observed, with its features, and one for each wrong
+    declaration.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.cases:  # what no case of this run looks at is in the report
+        if row.cases:  # a feature that no case of this run needs is only in the report
             groups.setdefault((row.declared, row.observed), []).append(row.name)
     order = sorted(groups.items(), key=lambda group: (not _surprises(*group[0]), -len(group[1])))
     lines = [("declared", "observed", "features")] if groups else []
@@ -100,7 +102,7 @@ def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
 
 
 def _surprises(declared: str, observed: str) -> bool:
-    """Whether a declaration and what was seen do not go together."""
+    """Whether the observation contradicts the declaration, or decides nothing."""
     return (declared, observed) not in (
         ("supported", "works"),
         ("unsupported", "refused"),
@@ -111,7 +113,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-# ---- the table: rows are modules, columns are cells grouped by family --------------------------------------------------------
+# ---- the table: rows are modules, columns are cells grouped by family -------------------------------------
 
 Place = tuple[str, str, str]  # module, family, topology
 
@@ -138,7 +140,8 @@ def _table(report: Report, width: int) -> list[str]:
     def row_of(place: Place) -> str:
         return place[0] if by_module else place[0].split("/")[0]
 
-    columns: tuple[Callable[[Place], tuple[str, str]], ...] = (  # from fine to coarse: the first that fits
+    # from fine to coarse: the first table that fits is shown
+    columns: tuple[Callable[[Place], tuple[str, str]], ...] = (
         lambda place: (place[1], place[2]),
         lambda place: (place[1], ""),
         lambda place: ("all", ""),

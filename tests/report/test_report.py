@@ -240,8 +240,8 @@ def test_doctor_survives_imports_that_fail(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_IMPORTS", codes)
     found = doctor.try_imports()
     assert not any(one.works for one in found.values())
-    assert "exit status 3" in found["torch"].says
-    assert "no kernels" in found["vllm"].says
-    assert "not done after" in found["nixl"].says
+    assert "exit status 3" in found["torch"].message
+    assert "no kernels" in found["vllm"].message
+    assert "not done after" in found["nixl"].message
     assert doctor.main() == 1
     assert "suite    " in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_what_a_case_is(kv, capsys, key, value):
     edit(path, lambda report: one(report, "window[gemma3-P1D1]").update({key: value}))
     assert verified(path, capsys) == (
         1,
-        [f"kv::engine/bytes::window[gemma3-P1D1]: another {key} than that of the case"],
+        [f"kv::engine/bytes::window[gemma3-P1D1]: {key} of the result is not {key} of the case"],
     )
 
 
