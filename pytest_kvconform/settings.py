@@ -118,16 +118,16 @@ class Settings:
         "",
         one_of(*PROFILES),
         "p2p|store",
-        "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), or a "
-        "store, which saves KV and loads it later",
+        "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), or "
+        "a store, which saves KV and loads it later",
         toml_only=True,
     )
     handover: str = _option(
         "",
         one_of(*HANDOVERS),
         "handoff|rendezvous|none",
-        "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id that "
-        "P and D get (rendezvous), or from no parameter (none, the default for stores)",
+        "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id "
+        "that P and D get (rendezvous), or from no parameter (none, the default for stores)",
         toml_only=True,
     )
     lease: str = _option(

@@ -184,7 +184,7 @@ class Controller:
             session.exitstatus = verdict.exit_code
 
     def _decide_and_write(self) -> document.Report:
-        """Decide the verdict and write the report. If the report cannot be written, the verdict is HARNESS."""
+        """Decide the verdict and write the report. If it cannot be written, the verdict is HARNESS."""
         folder = Path(self.settings.report)
         self._report = self._document()
         try:

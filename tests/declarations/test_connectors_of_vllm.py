@@ -47,7 +47,7 @@ def test_a_declaration_of_ours_names_files_of_vllm(name):
 
 
 def test_what_the_user_says_wins_over_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr(subject, "registered", lambda: {"NixlConnector": "m"})
+    monkeypatch.setattr(subject, "registered_names", lambda: {"NixlConnector": "m"})
     path = declare(tmp_path / "d.toml", {"mla": "mine"})
     path.write_text("[features]\nmla = { unsupported = 'mine' }")
     found = subject.resolve(Settings(connector="NixlConnector", declare=str(path)))
@@ -60,10 +60,10 @@ NOT_HERE = ", which is not installed here"
 MISSING = {  # connector -> what the reason says after its name; {} is NOT_HERE
     "LMCacheConnectorV1": "needs the package lmcache{} (pip install lmcache)",
     "MooncakeConnector": "needs the package mooncake{} (pip install mooncake-transfer-engine)",
-    "FlexKVConnectorV1": "needs the package flexkv{} (FlexKV, by its own instructions)",
+    "FlexKVConnectorV1": "needs the package flexkv{} (install FlexKV by its own instructions)",
     "HF3FSKVConnector": "needs the package hf3fs_fuse{} (the client of 3FS; without it",
-    "MoRIIOConnector": "needs the package mori{} (MoRI, which is for ROCm)",
-    "DecodeBenchConnector": "cannot be tested by this suite: it fills D's cache with made-up values",
+    "MoRIIOConnector": "needs the package mori{} (MoRI, which requires ROCm)",
+    "DecodeBenchConnector": "cannot be tested by this suite: it fills D's cache with dummy values",
     "ExampleHiddenStatesConnector": "cannot be tested by this suite: it saves the hidden states",
 }
 
