@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Cell, Evidence
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ RIGS_OF_TIERS = {
     "engine": ("engine",),
 }
 # body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation, Blocked,
-# NotApplicable or HarnessError.
-Body = Callable[..., Evidence]
+# NotApplicable or HarnessError. The registered body of a case of the scheduler rig returns a CaseEnd.
+Body = Callable[..., Evidence | CaseEnd]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _on_scheduler_rig(body: Body, rule: str) -> Body:
     """A function of a bench that runs `body` in the scheduler host process; `body` is its `__wrapped__`."""
 
     @functools.wraps(body)
-    def run(bench: Bench, variant: Any) -> Evidence:
+    def run(bench: Bench, variant: Any) -> CaseEnd:
         return bench.scheduler.run(bench.cell, body.__module__, body.__name__, rule, variant)
 
     return run

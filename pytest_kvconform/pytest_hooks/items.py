@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,23 +19,13 @@ import msgspec
 import pytest
 
 from pytest_kvconform.apply_declaration import shown_finding
+from pytest_kvconform.case_outcome import CaseEnd, run_case
 from pytest_kvconform.plan import PREFIX, PlannedCase, load_module
 from pytest_kvconform.report.failure import failure_text
-from pytest_kvconform.result import (
-    Blocked,
-    CaseResult,
-    Evidence,
-    HarnessError,
-    NotApplicable,
-    Outcome,
-    Violation,
-)
+from pytest_kvconform.result import CaseResult, Evidence, Outcome
 
 if TYPE_CHECKING:
     from pytest_kvconform.pytest_hooks.runner import CaseRunner
-
-# pytest.skip() and the like raise no Exception. A case that calls one, or exits, is a defect of the suite.
-_DEFECTS = (Exception, SystemExit, pytest.fail.Exception, pytest.skip.Exception, pytest.xfail.Exception)
 
 _NEITHER = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
 
@@ -109,36 +98,18 @@ class CaseItem(pytest.Item):
         connector.
         """
         one, started = self.planned, time.perf_counter()
-        unfinished = "the case did not reach its end"
+        end = run_case(self._call_body, one.case.name)
         result = CaseResult(
-            id=self.nodeid, rule=one.case.rule, outcome=Outcome.FAIL, cell=one.cell, reason=unfinished
+            id=self.nodeid,
+            rule=one.case.rule,
+            outcome=end.outcome,
+            cell=one.cell,
+            reason=end.reason,
+            finding=end.finding,
+            evidence=end.evidence,
+            refused=end.refused,
+            seconds=round(time.perf_counter() - started, 3),
         )
-        defect = ""
-        try:
-            bench = self.runner.bench(self)
-            bench.use(one.cell)
-            evidence = one.case.body(bench, one.variant)
-            if not isinstance(evidence, Evidence) or evidence.looked_at <= 0:
-                what = "compared nothing" if isinstance(evidence, Evidence) else f"returned {evidence!r}"
-                raise HarnessError(f"the case {one.case.name} passed without evidence: it {what}")
-            result = msgspec.structs.replace(result, outcome=Outcome.PASS, evidence=evidence, reason="")
-        except Violation as error:
-            result = msgspec.structs.replace(
-                result, finding=error.finding, refused=bool(error.finding.declined), reason=""
-            )
-        except Blocked as error:
-            reason = str(error) or "no reason was given"
-            result = msgspec.structs.replace(
-                result, outcome=Outcome.BLOCKED, refused=error.refused, reason=reason
-            )
-        except NotApplicable as error:
-            result = msgspec.structs.replace(
-                result, outcome=Outcome.NOT_APPLICABLE, refused=error.refused, reason=str(error)
-            )
-        except _DEFECTS as error:
-            result = msgspec.structs.replace(result, outcome=Outcome.HARNESS, reason=_sentence(error))
-            defect = "".join(traceback.format_exception(error))
-        result = msgspec.structs.replace(result, seconds=round(time.perf_counter() - started, 3))
         self.result = self.runner.apply_declaration(one, result)
         self.user_properties.append(("outcome", self.result.outcome.value))
         if self.result.evidence:
@@ -146,8 +117,13 @@ class CaseItem(pytest.Item):
                 ("looked_at", self.result.evidence.looked_at),
                 ("bytes_moved", self.result.evidence.bytes_moved),
             ]
-        if defect:  # pytest's own traceback would show frames of pytest
-            pytest.fail(f"harness: {self.result.reason}\n\n{defect}", pytrace=False)
+        if end.defect:  # pytest's own traceback would show frames of pytest
+            pytest.fail(f"harness: {self.result.reason}\n\n{end.defect}", pytrace=False)
+
+    def _call_body(self) -> Evidence | CaseEnd:
+        bench = self.runner.bench(self)
+        bench.use(self.planned.cell)
+        return self.planned.case.body(bench, self.planned.variant)
 
     def runtest(self) -> None:
         assert self.result is not None
@@ -191,11 +167,3 @@ class CaseItem(pytest.Item):
             del report.wasxfail
         # xdist sends the report to the controller.
         report.kv_result = msgspec.json.encode(self.result).decode()  # type: ignore[attr-defined]
-
-
-def _sentence(error: BaseException) -> str:
-    """Return the first line of an exception, with its class unless it is a HarnessError."""
-    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    if isinstance(error, HarnessError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -6,17 +6,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pytest_kvconform.case_outcome import run_case
 from pytest_kvconform.features import required_features
 from pytest_kvconform.plan import PlannedCase, make_plan, order_by_cell
 from pytest_kvconform.result import (
-    Blocked,
     CaseResult,
     Evidence,
     Finding,
-    HarnessError,
-    NotApplicable,
     Outcome,
-    Violation,
 )
 from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
 from pytest_kvconform.settings import Settings
@@ -146,26 +143,19 @@ class CaseRunner:
 
 
 def _result(bench: Bench, planned: PlannedCase) -> CaseResult:
-    outcome, reason, finding, evidence, refused = Outcome.PASS, "", None, None, False
-    try:
+    def body() -> object:
         bench.use(planned.cell)
-        evidence = planned.case.body(bench, planned.variant)
-    except Violation as error:
-        outcome, finding, refused = Outcome.FAIL, error.finding, bool(error.finding.declined)
-    except Blocked as error:
-        outcome, reason, refused = Outcome.BLOCKED, str(error), error.refused
-    except NotApplicable as error:
-        outcome, reason, refused = Outcome.NOT_APPLICABLE, str(error), error.refused
-    except HarnessError as error:
-        outcome, reason = Outcome.HARNESS, str(error)
+        return planned.case.body(bench, planned.variant)
+
+    end = run_case(body, planned.case.name)
     return CaseResult(
         id=planned.id,
         rule=planned.case.rule,
-        outcome=outcome,
+        outcome=end.outcome,
         cell=planned.cell,
-        reason=reason,
-        finding=finding,
-        evidence=evidence,
+        reason=end.reason,
+        finding=end.finding,
+        evidence=end.evidence,
         features=required_features(planned),
-        refused=refused,
+        refused=end.refused,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from model_matrix import parse_topology
-from pytest_kvconform.result import Blocked, Cell, Evidence, HarnessError, NotApplicable, Violation
+from pytest_kvconform.case_outcome import CaseEnd
+from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scheduler.host import Ended, HostSpec
+from pytest_kvconform.rigs.scheduler.host import HostSpec
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 GRACE_S = 10.0  # beyond a case's own deadline, which the host keeps
@@ -26,33 +27,20 @@ class SchedulerBench:
         self.context = context
         self._host: ChildProcess | None = None
         self._cell: Cell | None = None
-        self._failed: dict[Cell, Ended] = {}  # cells for which there can be no host
+        self._failed: dict[Cell, CaseEnd] = {}  # cells for which the host does not start
         self._hung: list[str] = []
 
-    def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> Evidence:
-        """Run a case in a fork of the host. Returns its evidence, or raises Violation, Blocked, NotApplicable or HarnessError."""
+    def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
+        """Run a case in a fork of the host. Raises Blocked after several cases that hung, HarnessError without a host."""
         if len(self._hung) >= HANGS:
             raise Blocked(
                 f"{HANGS} cases did not come back in time, {self._hung[0]} first: others are not tried"
             )
-        ended, deadline_s = self._failed.get(cell), CASE_PART * self.context.deadlines.call
-        if ended is None:
-            ended = self._ask(
-                cell, ("run", module, function, rule, variant, deadline_s), deadline_s + GRACE_S
-            )
-        match ended.kind:
-            case "pass":
-                evidence: Evidence = ended.value
-                return evidence
-            case "violation":
-                if "did not come back within" in ended.value.happened:
-                    self._hung.append(function)
-                raise Violation(ended.value)
-            case "blocked":
-                raise Blocked(ended.value, refused=ended.refused)
-            case "not applicable":
-                raise NotApplicable(ended.value, refused=ended.refused)
-        raise HarnessError(ended.value)
+        deadline_s = CASE_PART * self.context.deadlines.call
+        end, in_time = self._ask(cell, (module, function, rule, variant, deadline_s), deadline_s + GRACE_S)
+        if not in_time:
+            self._hung.append(function)
+        return end
 
     def drop(self) -> None:
         """End the host."""
@@ -60,22 +48,22 @@ class SchedulerBench:
             self._host.end()
         self._host = self._cell = None
 
-    def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> Ended:
-        host = self._start(cell)
-        if isinstance(host, Ended):
-            return host
+    def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, bool]:
+        host = self._failed.get(cell) or self._start(cell)
+        if isinstance(host, CaseEnd):
+            return host, True
         try:
             host.connection.send(question)
-            ended: Ended = host.receive(deadline_s)
+            answer: tuple[CaseEnd, bool] = host.receive(deadline_s)
         except (OSError, EOFError, TimeoutError):
             log = "; ".join(host.last_lines()[-2:])
             self.drop()
             raise HarnessError(
                 f"the process from which cases of {cell} are forked is gone or stands still: {log}"
             ) from None
-        return ended
+        return answer
 
-    def _start(self, cell: Cell) -> ChildProcess | Ended:
+    def _start(self, cell: Cell) -> ChildProcess | CaseEnd:
         context = self.context
         if self._host is not None and self._cell == cell:
             return self._host

@@ -1,50 +1,40 @@
-"""The process of which every case of the scheduler rig is a fork: it has what cases of one cell have in common, and watches over each.
+"""The scheduler host process: the configurations that cases of one cell share, and the fork of each case.
 
-A case runs in a child with a pipe. A child that dies or does not come back in time is explained: by the signal, by the hook of the
-connector in which it was, and by the last lines of its log.
+A case runs in a child with a pipe: see case_process.py. If a child dies or does not end in time, the finding names the signal, the
+connector's hook that was running, and the last lines of the log.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import gc
 import importlib
 import mmap
 import os
 import re
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
-from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.processes import huge_pages
-from pytest_kvconform.rigs.processes.linux import die_with_parent
-from pytest_kvconform.rigs.scheduler.recorder import HookRaised, location_of
-from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
+from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS
+from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
-# Rules that are broken whatever the case is about: a hook raises, its process dies or stands still, vLLM's scheduler cannot go on.
-RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
-RULES = {
-    "update_connector_output": "KV-LOAD-003",
-    "reset_cache": "KV-LOAD-006",
-}  # hooks with a rule of their own
-# Hooks of an engine's start: one that raises with a message keeps the engine from starting, which is how a connector says that it cannot.
-START, DECLINES = ("register_kv_caches", "set_xfer_handshake_metadata"), (NotImplementedError, ValueError)
-DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
 LOG_LINES = 12
@@ -60,60 +50,48 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    ports: tuple[
-        int, ...
-    ]  # for VLLM_NIXL_SIDE_CHANNEL_PORT, one a side; nobody listens, as long as the connector has no worker half
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as the connector has no worker half.
+    ports: tuple[int, ...]
     folder: str  # under which a store may save
     supports_hma: bool
     timeout_scale: float  # of the waits inside a case; never less than 1
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """How a case ended."""
-
-    kind: str  # "pass", "violation", "blocked", "not applicable", "harness"
-    value: Any  # Evidence, Finding, or a sentence
-    refused: bool = False  # of what could not be looked at: see `result.NotApplicable`
-    seconds: float = 0.0  # in its process
-
-
 def serve(connection: Connection, spec: HostSpec) -> None:
-    """What the zygote calls in a child. Answers ("ready", "") or ("failed", Ended), then each ("run", module, function, rule, variant,
-    deadline) with an `Ended`, until the connection ends.
+    """Run the host in a child of the zygote.
+
+    Sends ("ready", None) or ("failed", CaseEnd), then answers each (module, function, rule, variant, deadline) with
+    (CaseEnd, whether it ended in time), until the connection ends.
     """
     try:
         host = Host(spec)
     except Exception as error:
         traceback.print_exc()
-        connection.send(("failed", _refused(spec, error)))
+        connection.send(("failed", _not_configured(spec, error)))
         return
     gc.freeze()
     huge_pages.collapse()  # what this process wrote to is in small pages again: 0.4 s, and half of what a fork takes
-    connection.send(("ready", ""))
+    connection.send(("ready", None))
     while True:
         try:
-            _, module, function, rule, variant, deadline_s = connection.recv()
+            module, function, rule, variant, deadline_s = connection.recv()
         except EOFError:
             return
         connection.send(host.run(module, function, rule, variant, deadline_s))
 
 
-def _refused(spec: HostSpec, error: Exception) -> Ended:
-    """vLLM built no configuration with this connector."""
-    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+def _not_configured(spec: HostSpec, error: Exception) -> CaseEnd:
+    """The end of every case of a cell for which vLLM builds no configuration with this connector."""
+    message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
     if not spec.supports_hma and "KV cache specs to one unified type" in str(error):
-        sentence = f"{spec.subject.connector} does not inherit SupportsHMA, and without it vLLM starts no model with states: {said}"
-        return Ended(kind="not applicable", value=sentence)
+        without = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
+        return end_of(NotApplicable(f"{spec.subject.connector} {without}: {message}"))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if spec.subject.module and any(spec.subject.module.rpartition(".")[2] in file for file in files):
-        happened = f"vLLM builds no configuration with this connector: {said}"
-        return Ended(
-            kind="violation",
-            value=Finding(
-                rule=RAISES, happened=happened, declined=said if isinstance(error, DECLINES) else ""
-            ),
-        )
-    return Ended(kind="harness", value=f"vLLM's configuration for {spec.cell} could not be built: {said}")
+        happened = f"vLLM builds no configuration with this connector: {message}"
+        declined = message if isinstance(error, DECLINING) else ""
+        return end_of(Violation(Finding(rule=RAISES, happened=happened, declined=declined)))
+    return end_of(HarnessError(f"vLLM's configuration for {spec.cell} could not be built: {message}"))
 
 
 class Host:
@@ -134,11 +112,9 @@ class Host:
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits
                 self.kv_config(role, self.vllm_config(role, max_seqs=1), APART * index + BLOCKS + 1)
-        self.structured_output = StructuredOutputManager(
-            self._configs["D", True]
-        )  # no request asks it for anything
+        self.structured_output = StructuredOutputManager(self._configs["D", True])  # no request uses it
 
-    # ---- what sides are made of ---------------------------------------------------------------------------------------------------
+    # ---- what sides are made of -------------------------------------------------------------------------------------------
 
     def vllm_config(
         self,
@@ -159,11 +135,8 @@ class Host:
         config.scheduler_config.max_num_seqs = max_seqs
         fields = self.spec.transfer[role] | {"kv_load_failure_policy": policy}
         given, folder = fields.get("kv_connector_extra_config", {}), self.spec.subject.folder
-        own = (
-            {folder: f"{self.spec.folder}-{os.getpid()}"}
-            if folder and given.get(folder) == self.spec.folder
-            else {}
-        )  # of each case
+        ours = bool(folder) and given.get(folder) == self.spec.folder
+        own = {folder: f"{self.spec.folder}-{os.getpid()}"} if ours else {}  # a folder for each case
         more = given | own | dict(extra or {})
         config.kv_transfer_config = KVTransferConfig(
             **fields | ({"kv_connector_extra_config": more} if more else {})
@@ -176,9 +149,8 @@ class Host:
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks
         key = role, prefix_caching, num_blocks
         if key not in self._kv_configs:
-            short = copy.copy(
-                config
-            )  # vLLM wants a pool that holds the longest request; a case may want one that does not
+            # vLLM wants a pool that holds the longest request; a case may want one that does not.
+            short = copy.copy(config)
             short.model_config = copy.copy(config.model_config)
             short.model_config.max_model_len = 1
             specs = self._specs[role, prefix_caching]
@@ -192,7 +164,7 @@ class Host:
         return get_hash_fn_by_name(self._configs["P", True].cache_config.prefix_caching_hash_algo)
 
     def note_running_hook(self, hook: str) -> None:
-        """Say which hook runs now; "": none."""
+        """Note which hook of the connector runs now; "": none."""
         self._hook[:] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
 
     def _make(self, role: str, prefix_caching: bool) -> None:
@@ -200,11 +172,8 @@ class Host:
 
         if (role, prefix_caching) in self._configs:
             return
-        geometry, memory, tp = (
-            load_geometries()[self.spec.cell.family],
-            self.spec.memory[role],
-            self.spec.tensor_parallel[role],
-        )
+        geometry, tp = load_geometries()[self.spec.cell.family], self.spec.tensor_parallel[role]
+        memory = self.spec.memory[role]
         config = configuration(geometry, memory, tp, self.spec.transfer[role], prefix_caching)
         self._configs[role, prefix_caching] = config
         self._specs[role, prefix_caching] = layer_specs(
@@ -217,45 +186,45 @@ class Host:
             kernel_block=memory.kernel or 16,
         )
 
-    # ---- cases --------------------------------------------------------------------------------------------------------------------
+    # ---- cases ------------------------------------------------------------------------------------------------------------
 
-    def run(self, module: str, function: str, rule: str, variant: Any, deadline_s: float) -> Ended:
-        """Run one case in a child and say how it ended. Always comes back within the deadline, or a little later."""
+    def run(
+        self, module: str, function: str, rule: str, variant: Any, deadline_s: float
+    ) -> tuple[CaseEnd, bool]:
+        """Run one case in a child. Returns its end, and whether it ended within the deadline."""
         importlib.import_module(module)  # so that the next child has it
         for pid in self._killed:
             os.waitpid(pid, 0)
         pid, line = self._spare or self._fork()
-        started, log_from = time.monotonic(), os.lseek(2, 0, os.SEEK_END)
+        log_from = os.lseek(2, 0, os.SEEK_END)
         self.note_running_hook("")
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        in_time, answer = line.poll(deadline_s), None
+        in_time, end = line.poll(deadline_s), None
         if in_time:
-            with contextlib.suppress(Exception):  # it has ended, or what it sent cannot be read
-                answer = line.recv()
+            with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
+                end = line.recv()
         else:
-            os.kill(pid, signal.SIGUSR1)  # it writes its stack to the log
+            os.kill(pid, signal.SIGUSR1)  # the child writes its stack to the log
             time.sleep(STACK_S)
         try:
-            os.killpg(pid, signal.SIGKILL)  # with what the connector has started
+            os.killpg(pid, signal.SIGKILL)  # with the processes that the connector has started
         except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)  # it has not got so far as to lead a group
+            os.kill(pid, signal.SIGKILL)  # the child does not lead a group yet
         line.close()
-        seconds = time.monotonic() - started
-        if answer is not None:
-            kind, value, refused = answer
-            return Ended(kind=kind, value=value, refused=refused, seconds=seconds)
+        if end is not None:
+            return end, in_time
         self._killed, status = [], os.waitpid(pid, 0)[1]
         how = _death(status) if in_time else f"did not come back within {deadline_s:g} s"
-        return Ended(kind="violation", value=self._died(how, log_from), seconds=seconds)
+        return end_of(Violation(self._died(how, log_from))), in_time
 
     def _fork(self) -> tuple[int, Connection]:
         """A child that waits for one case: its pid, and the line to it."""
         ours, theirs = Pipe()
         if (pid := os.fork()) == 0:
             ours.close()
-            _child(self, theirs)
+            serve_one_case(self, theirs)
         theirs.close()
         return pid, ours
 
@@ -263,9 +232,8 @@ class Host:
         hook = self._hook[:].rstrip(b"\0 ").decode()
         text = _log_text(log_from)
         ours = f"{os.sep}pytest_kvconform{os.sep}"
-        frame = next(
-            (m for m in _FRAME.finditer(text) if ours not in m["file"]), None
-        )  # faulthandler begins with the innermost
+        # faulthandler begins with the innermost frame.
+        frame = next((m for m in _FRAME.finditer(text) if ours not in m["file"]), None)
         where = f" ({frame['file'].rpartition('/')[2]}:{frame['line']})" if frame else ""
         place = f"in {hook}{where}" if hook else f"outside of any hook{where}"
         return Finding(
@@ -299,93 +267,10 @@ def configuration(
         prefix_caching=prefix_caching,
     )
     if config.cache_config.kv_cache_layout is None:
-        config.cache_config.kv_cache_layout = (
-            memory.layout or "LBHNC"
-        )  # vLLM's engine core resolves it with the workers' help
+        # vLLM's engine core resolves the layout with the workers' help.
+        config.cache_config.kv_cache_layout = memory.layout or "LBHNC"
     register_all_kvcache_specs(config)
     return config
-
-
-def _child(host: Host, line: Connection) -> NoReturn:
-    """Run one case and send what became of it."""
-    die_with_parent()
-    os.setpgid(0, 0)
-    gc.disable()  # it would walk the inherited heap, and copy it by that
-    faulthandler.disable()
-    for deadly in (
-        DEADLY
-    ):  # a library beside vLLM (tvm_ffi) writes a stack of native code with symbols, which takes seconds
-        signal.signal(deadly, signal.SIG_DFL)
-    faulthandler.enable()
-    kind, value, refused = "harness", "the case did not reach its end", False
-    try:
-        module, function, rule, variant = line.recv()
-    except EOFError:
-        os._exit(0)  # there is no further case
-    try:
-        case = getattr(importlib.import_module(module), function).__wrapped__
-        kind, value, refused = _outcome(lambda: case(Rig(host, rule), variant))
-    except BaseException as error:
-        traceback.print_exc()
-        value = f"{type(error).__name__}: {error} ({location_of(error)})".replace(":  (", " (")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        line.send((kind, value, refused))
-        os._exit(0)
-
-
-def _outcome(case: Callable[[], Any]) -> tuple[str, Any, bool]:
-    """What a case said: kind, value, and whether it says nothing because the connector declined cleanly.
-
-    Whatever the connector or vLLM's scheduler raised is a violation, whatever this project raised is not.
-    """
-    try:
-        evidence = case()
-    except Violation as error:
-        return "violation", error.finding, False
-    except HookRaised as error:
-        traceback.print_exc()
-        finding = Finding(
-            rule=RULES.get(error.hook, RAISES),
-            happened=str(error),
-            diagnosis=f"{error.hook} raises {type(error.error).__name__} ({error.where})",
-            log=_stack(error),
-        )
-        return "violation", msgspec.structs.replace(finding, declined=_declined(error)), False
-    except SchedulerStopped as error:
-        traceback.print_exc()
-        return "violation", Finding(rule=STOPS, happened=str(error)), False
-    except Blocked as error:
-        return "blocked", str(error), error.refused
-    except NotApplicable as error:
-        return "not applicable", str(error), error.refused
-    except HarnessError as error:
-        return "harness", str(error), False
-    return (
-        ("pass", evidence, False)
-        if isinstance(evidence, Evidence)
-        else ("harness", f"the case returned {evidence!r}", False)
-    )
-
-
-def _declined(error: HookRaised) -> str:
-    """The words with which a connector declines to start; "" if it raised elsewhere, said nothing, or failed an assertion."""
-    raised, said = error.error, " ".join(str(error.error).split())
-    built = error.hook.startswith("__init__") and not isinstance(raised, AssertionError)
-    if said and (built or (error.hook.startswith(START) and isinstance(raised, DECLINES))):
-        return f"{type(raised).__name__}: {said}"
-    return ""
-
-
-def _stack(error: HookRaised) -> tuple[str, ...]:
-    """The connector's own frames, innermost last."""
-    frames = traceback.extract_tb(error.error.__traceback__)
-    return tuple(
-        f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
-        for f in frames
-        if "pytest_kvconform" not in f.filename
-    )[-6:]
 
 
 def _death(status: int) -> str:
@@ -395,7 +280,7 @@ def _death(status: int) -> str:
 
 
 def _log_text(since: int) -> str:
-    """What the child wrote. Bytes that are no text are shown as escapes."""
+    """What the child wrote to the log. Bytes that are no text are shown as escapes."""
     with open("/proc/self/fd/2", "rb") as log:
         log.seek(since)
         return log.read()[-60000:].decode("utf-8", "backslashreplace")

@@ -10,12 +10,12 @@ import json
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
 
@@ -29,21 +29,6 @@ class Call:
     arguments: dict[str, Any]  # what matters of them, copied: see `_arguments`
     result: Any
     seconds: float
-
-
-class HookRaised(Exception):
-    """A hook of the connector raised. `where` is the innermost line outside vLLM's scheduler and this project: "connector.py:12"."""
-
-    def __init__(self, hook: str, error: BaseException):
-        self.hook, self.error, self.where = hook, error, location_of(error)
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        super().__init__(f"{hook} raised {type(error).__name__}{f': {text}' if text else ''} ({self.where})")
-
-
-def location_of(error: BaseException) -> str:
-    """ "connector.py:12", the innermost frame of an exception that is not this file's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "no frame"
 
 
 class Recorder:
@@ -67,7 +52,7 @@ class Recorder:
         self.note(hook)
         try:
             return method(*args, **kwargs)
-        except (HookRaised, Violation):
+        except Violation:
             raise  # of a hook that it called
         except BaseException as error:  # SystemExit included
             raise HookRaised(hook, error) from error

@@ -35,7 +35,6 @@ from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.rigs.scheduler.side import (
     APART,
     RequestOutput,
-    SchedulerStopped,
     Side,
     Step,
     WorkerReport,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-__all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "SchedulerStopped", "Side", "Step", "WorkerReport"]
+__all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport"]
 
 BLOCKS = 100  # of a side, the null block not included
 TOKENS_FROM = 10_000  # far above the block ids of every side

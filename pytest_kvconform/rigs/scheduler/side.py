@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
-from pytest_kvconform.rigs.scheduler.recorder import Call, HookRaised, Recorder
+from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
@@ -452,7 +453,7 @@ class Side:
         """Call vLLM's scheduler. What it raises by itself, it raises over what the connector said or did."""
         try:
             return function(*args)
-        except (HookRaised, Violation):
+        except Violation:
             raise
         except Exception as error:
             if f"{os.sep}vllm{os.sep}" not in traceback.extract_tb(error.__traceback__)[-1].filename:
@@ -465,7 +466,7 @@ class Side:
                 ),
                 "",
             )
-            raise SchedulerStopped(self, error, last) from error
+            raise SchedulerStopped(self.name, error, last) from error
 
     def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -512,15 +513,3 @@ class Side:
             return allocate(request, *args, **kwargs)
 
         self.manager.allocate_slots = allocate_slots
-
-
-class SchedulerStopped(Exception):
-    """vLLM's scheduler refused to go on."""
-
-    def __init__(self, side: Side, error: BaseException, last: str):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0][:160] or frame.line
-        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-        super().__init__(
-            f"vLLM's scheduler of {side.name} stopped with {type(error).__name__}: {text} ({where}){last}"
-        )

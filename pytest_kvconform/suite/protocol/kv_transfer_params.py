@@ -10,8 +10,7 @@ from typing import Any
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
-from pytest_kvconform.rigs.scheduler.recorder import HookRaised
-from pytest_kvconform.rigs.scheduler.rig import Rig, SchedulerStopped, Side
+from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import PROMPT, needs_hand_over, one_group, token_count
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
@@ -227,8 +226,6 @@ def _run_each(
         side = side or rig.side(role)
         try:
             reported = fate(side, params)
-        except (HookRaised, SchedulerStopped) as error:
-            reported = str(error)
         except Violation as error:
             reported = error.finding.happened
         if reported:

@@ -1,0 +1,71 @@
+"""`run_case`: the only place that makes an outcome of what a case returned or raised."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from pytest_kvconform.result import (
+    Blocked,
+    Evidence,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    Outcome,
+    Violation,
+)
+
+
+class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How one case ended, before the declaration is applied. A case of the scheduler rig sends it from its process."""
+
+    outcome: Outcome
+    evidence: Evidence | None = None  # of PASS
+    finding: Finding | None = None  # of FAIL
+    reason: str = ""  # one sentence, of BLOCKED, NOT-APPLICABLE and HARNESS
+    refused: bool = False  # the connector declined cleanly: see `result.CaseResult`
+    defect: str = ""  # of HARNESS: the traceback
+
+
+def run_case(body: Callable[[], object], name: str) -> CaseEnd:
+    """Run a case. `body` returns Evidence, returns the CaseEnd of a case that ran in another process, or raises.
+
+    Any exception that no case is meant to raise is HARNESS, pytest.skip() and SystemExit included. KeyboardInterrupt is
+    passed on.
+    """
+    try:
+        returned = body()
+        if isinstance(returned, CaseEnd):
+            return returned
+        if not isinstance(returned, Evidence) or returned.looked_at <= 0:
+            what = "compared nothing" if isinstance(returned, Evidence) else f"returned {returned!r}"
+            raise HarnessError(f"the case {name} passed without evidence: it {what}")
+        return CaseEnd(outcome=Outcome.PASS, evidence=returned)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return end_of(error)
+
+
+def end_of(error: BaseException) -> CaseEnd:
+    """The end of a case that raised this."""
+    if isinstance(error, Violation):
+        refused = bool(error.finding.declined)
+        return CaseEnd(outcome=Outcome.FAIL, finding=error.finding, refused=refused)
+    if isinstance(error, Blocked):
+        reason = str(error) or "no reason was given"
+        return CaseEnd(outcome=Outcome.BLOCKED, reason=reason, refused=error.refused)
+    if isinstance(error, NotApplicable):
+        return CaseEnd(outcome=Outcome.NOT_APPLICABLE, reason=str(error), refused=error.refused)
+    defect = "".join(traceback.format_exception(error))
+    return CaseEnd(outcome=Outcome.HARNESS, reason=_sentence(error), defect=defect)
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of an exception; with its class, unless it is a HarnessError, which is written to be read."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if isinstance(error, HarnessError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,63 @@
+"""What runs in the process of one case: a fork of the scheduler host process."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_kvconform.case_outcome import end_of, run_case
+from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.violations import HookRaised, SchedulerStopped
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.host import Host
+
+DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
+
+def serve_one_case(host: Host, connection: Connection) -> NoReturn:
+    """Receive (module, function, rule, variant), run this case, and send its CaseEnd. Ends the process."""
+    _prepare_process()
+    end = end_of(HarnessError("the case did not reach its end"))
+    try:
+        module, function, rule, variant = connection.recv()
+    except EOFError:
+        os._exit(0)  # there is no further case
+    try:
+        end = run_case(lambda: _call(host, module, function, rule, variant), function)
+        print(end.defect, end="", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(end)
+        os._exit(0)
+
+
+def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> object:
+    try:
+        case = getattr(importlib.import_module(module), function).__wrapped__
+        return case(Rig(host, rule), variant)
+    except (HookRaised, SchedulerStopped):
+        traceback.print_exc()  # to the log
+        raise
+
+
+def _prepare_process() -> None:
+    """Make the fork a process of its own, that ends with its parent and writes its Python stack if it dies."""
+    die_with_parent()
+    os.setpgid(0, 0)
+    gc.disable()  # a collection would walk the inherited heap, and copy it by that
+    faulthandler.disable()
+    for deadly in DEADLY:
+        # A library beside vLLM (tvm_ffi) writes a stack of native code with symbols, which takes seconds.
+        signal.signal(deadly, signal.SIG_DFL)
+    faulthandler.enable()

@@ -1,0 +1,75 @@
+"""Violations that no case has to look for: a hook of the connector raises, or vLLM's scheduler cannot go on."""
+
+from __future__ import annotations
+
+import traceback
+
+from pytest_kvconform.result import Finding, Violation
+
+# Rules that are broken whatever the case is about: a hook raises, its process dies or hangs, vLLM's scheduler stops.
+RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
+# Hooks with a rule of their own.
+RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-006"}
+# Hooks of an engine's start. One that raises with a message keeps the engine from starting: so a connector declines.
+START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
+DECLINING = (NotImplementedError, ValueError)
+FRAMES = 6  # of the connector's stack, in a finding
+
+
+class HookRaised(Violation):
+    """A hook of the connector raised `error`. `where` is the innermost line outside this project: "connector.py:12"."""
+
+    def __init__(self, hook: str, error: BaseException):
+        self.hook, self.error, self.where = hook, error, location_of(error)
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        kind = type(error).__name__
+        finding = Finding(
+            rule=RULES_OF_HOOKS.get(hook, RAISES),
+            happened=f"{hook} raised {kind}{f': {text}' if text else ''} ({self.where})",
+            diagnosis=f"{hook} raises {kind} ({self.where})",
+            log=_stack(error),
+            declined=_declined(hook, error),
+        )
+        super().__init__(finding)
+
+
+class SchedulerStopped(Violation):
+    """vLLM's scheduler raised `error` by itself. `side`: name of the side; `last`: the connector's last answer, as text."""
+
+    def __init__(self, side: str, error: BaseException, last: str):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0][:160] or frame.line
+        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        kind = type(error).__name__
+        happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
+        super().__init__(Finding(rule=STOPS, happened=happened))
+
+
+def location_of(error: BaseException) -> str:
+    """ "connector.py:12": the innermost frame of an exception outside the recorder, which calls the hooks."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.endswith("rigs/scheduler/recorder.py")
+    ]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "no frame"
+
+
+def _declined(hook: str, error: BaseException) -> str:
+    """The message with which a connector declines to start; "" if it raised elsewhere, without a message, or failed an
+    assertion.
+    """
+    message = " ".join(str(error).split())
+    in_constructor = hook.startswith("__init__") and not isinstance(error, AssertionError)
+    if message and (in_constructor or (hook.startswith(START_HOOKS) and isinstance(error, DECLINING))):
+        return f"{type(error).__name__}: {message}"
+    return ""
+
+
+def _stack(error: BaseException) -> tuple[str, ...]:
+    """The connector's own frames, innermost last."""
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "pytest_kvconform" not in frame.filename
+    )[-FRAMES:]
