@@ -1,14 +1,14 @@
-"""Benchmarks of the harness itself, as ratios within one run.
+"""Benchmarks of the suite itself, as ratios within one run.
 
-No test: numbers are for docs/benchmarks.md, judgement is for people.
+They test nothing: docs/benchmarks.md has the numbers.
 
     python ci/bench.py [start] [cell] [quick] [bytes] [bytes-full]        default: all but the last
 
-start   two plain `LLM(...)` starts, one after the other, each in a process of its own; TP 1 and TP 2 cell
-one more P/D cell: engines up and the first hand-over at its end, from a zygote that is running; P1D1 and P2D2
-bytes   the byte tier's quick matrix, bytes-full its full one: checked hand-overs, seconds, CPU seconds, and
-where they go quick   a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, the
-largest sum of memory over its processes
+    start        two plain `LLM(...)` starts, one after the other, each in its own process; TP 1 and TP 2
+    cell         one more P/D cell, from a running zygote to the end of its first hand-over; P1D1 and P2D2
+    bytes        the quick matrix of the byte tier: checked hand-overs, seconds, CPU seconds, those of each cell
+    bytes-full   the full matrix of the byte tier
+    quick        a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, peak memory
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ PLAIN = """
 import sys
 from vllm import LLM
 if __name__ == "__main__":
-    LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), skip_tokenizer_init=True, max_model_len=256, dtype="float32",
-        enforce_eager=True, block_size=32, num_gpu_blocks_override=96)
+    LLM(model=sys.argv[1], tensor_parallel_size=int(sys.argv[2]), skip_tokenizer_init=True, max_model_len=256,
+        dtype="float32", enforce_eager=True, block_size=32, num_gpu_blocks_override=96)
 """
-MEND = "from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports\nmend_imports()\n"  # in every process, as sitecustomize
+# sitecustomize of every process
+MEND = """
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+mend_imports()
+"""
 
 
 def start(tensor_parallel: int) -> float:
-    """Seconds for two plain engine starts as a user would make them.
+    """Measure the seconds of two plain engine starts, as a user would make them.
 
-    The environment is only made to work, not made fast.
+    The environment is made to work, but not made fast.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "sitecustomize.py").write_text(MEND)
@@ -73,7 +77,7 @@ def start(tensor_parallel: int) -> float:
 
 
 def cell(topology: str) -> float:
-    """Seconds from asking for a cell to the end of its first hand-over, with the zygote up."""
+    """Measure the seconds from a running zygote to the end of the first hand-over of a cell."""
     from pytest_kvconform.result import Cell
     from pytest_kvconform.rigs import bench
     from pytest_kvconform.rigs.context import Deadlines
@@ -105,8 +109,10 @@ def cell(topology: str) -> float:
 
 
 def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
-    """(seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set sizes,
-    last line, report).
+    """Run the quick matrix of NixlConnector.
+
+    Returns (seconds to the first verdict, seconds in all, peak memory in GB as the sum of proportional set
+    sizes, last line, report).
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -144,9 +150,7 @@ def quick(*more: str) -> tuple[float, float, float, str, dict[str, Any]]:
 
 
 def by_cell(report: dict[str, Any]) -> list[str]:
-    """Lines: cell, checked hand-overs, seconds of its cases, those of the first one, in which engines start,
-    apart.
-    """
+    """Lines, one a cell: checked hand-overs, seconds of its cases, and of the first case."""
     rows: dict[str, list[Any]] = {}
     for result in report["results"]:
         row = rows.setdefault("{family}-{topology}.{setup}".format(**result["cell"]), [0, []])
@@ -157,15 +161,18 @@ def by_cell(report: dict[str, Any]) -> list[str]:
         f"{cell:<30} {n:4} hand-overs {sum(s):6.1f} s, of them starting {max(s):5.1f} s"
         for cell, (n, s) in sorted(rows.items())
     ]
+    number = sum(count for count, _ in rows.values())
+    seconds = sum(sum(of_cell) for _, of_cell in rows.values())
     return [
         *lines,
-        f"{'in all':<30} {sum(n for n, _ in rows.values()):4} hand-overs {sum(sum(s) for _, s in rows.values()):6.1f} s of cases",
+        f"{'in all':<30} {number:4} hand-overs {seconds:6.1f} s of cases",
     ]
 
 
 def cpu() -> float:
-    """CPU seconds of all processes that this one has waited for, and of theirs: a busy machine lengthens
-    these less than the others.
+    """CPU seconds of all processes that this one has waited for, and of their children.
+
+    A busy machine lengthens CPU seconds less than seconds.
     """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -206,8 +213,8 @@ def main(wanted: list[str]) -> int:
                 "--kv-tier=bytes", f"--kv-matrix={name.partition('-')[2] or 'quick'}"
             )
             print("\n".join(by_cell(report)))
-            said = f"first verdict {first:.1f} s, whole {whole:.1f} s, CPU {cpu() - before:.1f} s, peak {peak:.2f} GB"
-            print(f"{name}: {said}\n  {last}", flush=True)
+            took = f"first verdict {first:.1f} s, whole {whole:.1f} s, CPU {cpu() - before:.1f} s"
+            print(f"{name}: {took}, peak {peak:.2f} GB\n  {last}", flush=True)
     for tp in (1, 2):
         plain, ours = seconds.get(f"two LLM(...) starts, TP {tp}"), seconds.get(f"one more cell, P{tp}D{tp}")
         if plain and ours:

@@ -1,13 +1,13 @@
 """Speed of the reference connector's planning on one core.
 
-No test: numbers are for docs/benchmarks.md, judgement is for people.
+It tests nothing: docs/benchmarks.md has the numbers.
 
     python ci/bench_plan.py [tokens, default 131072]
 
-One rank of D plans to read a prompt in blocks of 16 tokens from P: 61 layers, TP 8 to 4, blocks in shuffled
-order (nothing to coalesce between them) and in ascending order. Printed are the time to pair (once per peer)
-and to plan (once per request), the same in copies of the arrays that it makes, and the runs beside the pieces
-(one a layer, block and rank of P) that they are made of.
+One rank of D plans to read a prompt in blocks of 16 tokens from P: 61 layers, TP 8 to 4. Blocks are in
+shuffled order, in which no two can be joined, and in ascending order. The script prints the time to pair
+(once per peer) and to plan (once per request), also as multiples of the time to copy the arrays of the plan;
+and the number of pieces (one a layer, block and rank of P) beside the number of runs that they are joined to.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def say(order: str, tokens: int, plan: Callable[[], dict[int, Runs]]) -> None:
     number, size = sum(len(of.length) for of in found.values()), sum(of.nbytes for of in found.values())
     pieces = LAYERS * tokens // BLOCK * max(1, len(found))
     print(
-        f"  {order}, {tokens} tokens: {took * 1e3:.2f} ms, {took / tokens * BLOCK * 1e6:.2f} us a block, {took / copy:.1f} copies; "
+        f"  {order}, {tokens} tokens: {took * 1e3:.2f} ms, "
+        f"{took / tokens * BLOCK * 1e6:.2f} us a block, {took / copy:.1f} copies; "
         f"{pieces} pieces in {number} runs of {size / number:.0f} bytes"
     )
 

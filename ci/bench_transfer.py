@@ -1,19 +1,19 @@
-"""The reference connector's hand-overs beside NixlConnector's and beside one raw NIXL read.
+"""Hand-overs of the reference connector, of NixlConnector, and raw NIXL reads of as many bytes.
 
-No test: numbers are for docs/benchmarks.md.
+The script tests nothing: docs/benchmarks.md has the numbers.
 
     python ci/bench_transfer.py [cpu|cuda, default cpu] [ROUNDS, default 5]
 
 Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the
-same settings, each in the memory layout that it asks vLLM for. A round starts engines of a real geometry with
-the one and then with the other, and reads as many bytes raw, so that whatever else the machine does meets all
-three. The first hand-over of a pair of engines, in which peers meet, does not count.
+same settings. Each has the memory layout that it asks vLLM for. A round starts engines of a real geometry
+with the one connector, then with the other, and reads as many bytes raw: what else the machine does disturbs
+all three. The first hand-over of a pair of engines does not count, since the peers meet in it.
 
-Timed is what a connector does on D, from the hook that orders a load (`start_load_kv`) to the return of the
-one that reports it (`get_transfer_results`), called without a pause. P steps without a pause meanwhile: a
-read after a notification ends when P's agent has made progress (docs/findings.md), which in a server its
-thread does. In host memory UCX copies within the call that begins a read: CPU time is the transfer's, and
-other work disturbs it less. Blocks lie in ascending order on both sides, or shuffled on each. Bytes and
+The script measures on D the time from the hook that orders a load (`start_load_kv`) to the return of the hook
+that reports it (`get_transfer_results`), which it calls without a pause. P steps without a pause meanwhile: a
+read after a notification ends when P's agent has made progress (docs/findings.md), and in a server P's thread
+makes it. In host memory UCX copies within the call that begins a read: CPU time is that of the transfer, and
+other work disturbs it less. Blocks are in ascending order on both sides, or shuffled on each. Bytes and
 descriptors are NIXL's count of every transfer of D (`get_xfer_telemetry`). The raw read is between two agents
 without a connector, as many bytes in one descriptor. Ratios are of medians, in time and in CPU time; brackets
 are quartiles. The second table is what hand-overs of models with windows move.
@@ -54,8 +54,11 @@ CASES = [
     ("gpt_oss_20b", "P1D1", 4096),
 ]  # geometry, topology, tokens of the prompt
 NIXL, OURS = CONNECTORS = ("NixlConnector", "reference_connector:ReferenceConnector")
-HEAD = """| case | blocks | NixlConnector: ms / CPU ms | reference | raw read | to NixlConnector | to raw | MB | bytes | descriptors |
-|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    *("case", "blocks", "NixlConnector: ms / CPU ms", "reference", "raw read", "to NixlConnector", "to raw"),
+    *("MB", "bytes", "descriptors"),
+)
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 counted = np.zeros(2, dtype=np.int64)  # of this rank: bytes and descriptors of its transfers
 took: list[np.ndarray] = []  # clock() when its load was ordered; then what the load took
 
@@ -66,7 +69,7 @@ def clock() -> np.ndarray:
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """What the zygote calls in a child: see `engine_process.serve`."""
+    """Serve one engine in a child of the zygote: see `engine_process.serve`."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     from pytest_kvconform.rigs.bytes import process as byte_process
@@ -101,8 +104,8 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
         self.capture_telemetry = True  # as NixlConnector has it
 
     def release_xfer_handle(self: Any, handle: Any) -> None:
-        said = self.get_xfer_telemetry(handle)
-        counted[:] += said.totalBytes, said.descCount
+        telemetry = self.get_xfer_telemetry(handle)
+        counted[:] += telemetry.totalBytes, telemetry.descCount
         release(self, handle)
 
     nixl_agent_config.__init__, nixl_agent.release_xfer_handle = __init__, release_xfer_handle
@@ -133,9 +136,10 @@ def _expect(worker: Any) -> None:
 
 
 def serve_raw(connection: Any, spec: tuple[int, str]) -> None:
-    """An agent with some memory, which says where that lies.
+    """Serve an agent with some memory, and send where the memory is.
 
-    Told about another one's, it reads that some times and says what it took.
+    An agent that is sent where another one's memory is reads it some times, and sends how long the reads
+    took.
     """
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
@@ -197,7 +201,8 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
         cells += [" / ".join(f"{ratio:.2f}" for ratio in middle[1] / middle[other]) for other in (0, 2)]
         nbytes, number, other, others = *counts[OURS, shuffled], *counts[NIXL, shuffled]
         print(
-            f"| {' | '.join(cells)} | {nbytes / 2**20:.1f} | {nbytes - other:+} | {number} against {others} |",
+            f"| {' | '.join(cells)} | {nbytes / 2**20:.1f} | {nbytes - other:+} | "
+            f"{number} against {others} |",
             flush=True,
         )
     return int(nbytes) - 8 * parse_topology(case[1])[0]  # what is read of the ledgers is no KV
@@ -227,9 +232,9 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
 def hand_over(
     p: Engine, d: Engine, name: str, length: int, timed: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One prompt from P to D: what `Timed.transferred` says.
+    """Hand one prompt over from P to D. Returns the answer of `Timed.transferred`.
 
-    A load that is timed is one long step of D, and many of P.
+    A load that is measured is one long step of D, and many steps of P.
     """
     params, deadline = PREFILL, time.monotonic() + PATIENCE_S
     for engine, peer, id in ((p, d, f"{name}-{ON_P}"), (d, p, f"{name}-{ON_D}")):
@@ -245,7 +250,8 @@ def hand_over(
             ends = [output for output in engine.answer("step").outputs if output.id == id and output.finish]
             if time.monotonic() > deadline or "error" in [end.finish for end in ends]:
                 raise SystemExit(
-                    f"{name} failed on {engine.role}: it is {engine.trace(id).status}; {engine.process.last_lines()[-1:]}"
+                    f"{name} failed on {engine.role}: it is {engine.trace(id).status}; "
+                    f"{engine.process.last_lines()[-1:]}"
                 )
         params = ends[0].kv_transfer_params
     _release(p, d, PATIENCE_S)
@@ -253,7 +259,7 @@ def hand_over(
 
 
 def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
-    """What each of some reads of so many bytes took between two agents without a connector."""
+    """Measure some reads of so many bytes between two agents without a connector."""
     p, d = (
         ChildProcess(address, f"raw-{role}", "bench_transfer:serve_raw", (nbytes, device), PATIENCE_S)
         for role in "PD"
@@ -268,9 +274,7 @@ def raw(address: str, nbytes: int, device: str) -> list[np.ndarray]:
 
 
 def planned(model: str, length: int, windows: bool = True) -> int:
-    """Bytes of the blocks that the reference connector reads of a prompt, if D has nothing of it: of what its
-    scheduler orders.
-    """
+    """Bytes of the blocks that the reference connector orders of a prompt of which D has nothing."""
     total, fresh = (
         0,
         [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))],

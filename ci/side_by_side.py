@@ -1,11 +1,11 @@
-"""Two connectors side by side: every combination that the first one refuses or gets wrong, and what becomes
-of it with the second.
+"""Two connectors side by side: what the first one refuses or gets wrong, and how the second one does it.
 
-    python ci/side_by_side.py REPORT... > table.md      folders of runs, or their report.json; those of one connector are joined
+    python ci/side_by_side.py REPORT... > table.md      folders of runs, or their report.json
 
-The connector of the first report is the one whose trouble is listed. What counts on the other side are the
-very cases that failed or were blocked. Cells of one model with one rule, cause and result share a row. A
-table that would say nothing is an error. Runs with KV-OUTPUT-001 get a second table: log-probabilities.
+Reports of one connector are joined. The connector of the first report is the one whose trouble is listed,
+combination by combination; of the other connector the very cases that failed or were blocked count. Cells of
+one model with one rule, cause and result share a row. A table that would show nothing is an error. Runs with
+KV-OUTPUT-001 get a second table: log-probabilities.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def joined(paths: list[str]) -> list[tuple[str, Results]]:
 
 
 def outcomes(one: Results, two: Results) -> list[Row]:
-    """Rows: model, its combinations, rule, what became of the cases, why, what became of them with the other
-    connector. Raises Vacuous.
+    """Make the rows of the first table. Raises Vacuous.
+
+    Model, its combinations, rule, outcomes of the cases, why, and their outcomes with the other connector.
     """
     bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(
         list
     )  # (cell, rule); what is blocked by what it stands on, if that is known
-    for result in sorted(one.values(), key=lambda result: _said(result) is Outcome.BLOCKED):
-        if _said(result) in (Outcome.FAIL, Outcome.BLOCKED):
+    for result in sorted(one.values(), key=lambda result: _case_outcome(result) is Outcome.BLOCKED):
+        if _case_outcome(result) in (Outcome.FAIL, Outcome.BLOCKED):
             stands = [
                 r
                 for r in ("KV-START-001", "KV-HANDOVER-001")
-                if _said(result) is Outcome.BLOCKED and (str(result.cell), r) in bad
+                if _case_outcome(result) is Outcome.BLOCKED and (str(result.cell), r) in bad
             ]
             bad[str(result.cell), (*stands, result.rule)[0]].append(result)
     if not bad:
@@ -60,10 +61,13 @@ def outcomes(one: Results, two: Results) -> list[Row]:
     for (cell, rule), results in sorted(bad.items()):
         if missing := [result.id for result in results if result.id not in two]:
             raise Vacuous(
-                f"the second connector has not run {len(missing)} of the cases that are listed, the first is {missing[0]}"
+                f"the second connector has not run {len(missing)} of the cases that are listed, "
+                f"the first is {missing[0]}"
             )
         theirs, first = [two[result.id] for result in results], results[0]
-        if not any(_said(r) is not Outcome.PASS or (r.evidence and r.evidence.bytes_moved) for r in theirs):
+        if not any(
+            _case_outcome(r) is not Outcome.PASS or (r.evidence and r.evidence.bytes_moved) for r in theirs
+        ):
             raise Vacuous(f"{cell}: the second connector passes {rule} and has moved no byte")
         why = " ".join(
             (first.finding.diagnosis or first.finding.happened if first.finding else first.reason).split()
@@ -93,19 +97,19 @@ def outcomes(one: Results, two: Results) -> list[Row]:
     return table
 
 
-def _said(result: CaseResult) -> Outcome:
-    """How the case itself ended, whatever a declaration makes of it."""
+def _case_outcome(result: CaseResult) -> Outcome:
+    """The outcome of the case, before the declaration is applied."""
     return result.case_outcome or result.outcome
 
 
 def _word(result: CaseResult) -> str:
-    return "refused" if result.refused else _said(result).value
+    return "refused" if result.refused else _case_outcome(result).value
 
 
 def _count(results: list[CaseResult]) -> str:
     """ "2 FAIL, 7 PASS (3.1 MB)".
 
-    MB are of what arrived right, and count once for all cases that judge one hand-over.
+    MB are of what arrived right, counted once for all cases of one hand-over.
     """
     moved: dict[str, int] = defaultdict(int)
     for result in results:
@@ -124,8 +128,10 @@ def _handover(id: str) -> str:
 
 
 def differences(one: Results, two: Results) -> list[Row]:
-    """Rows: model, window, block, tokens, topologies, largest difference of a log-probability, that of the
-    other one; last all the rest.
+    """Make the rows of the second table; the last row is all other hand-overs.
+
+    Model, window, block, tokens, topologies, largest difference of a log-probability, and that of the other
+    one.
     """
     pairs = {
         _handover(id): (_largest(one[id]), _largest(two[id]))

@@ -1,20 +1,18 @@
-"""Soak: thousands of hand-overs between two pattern engines over real NIXL, disturbed as users disturb them.
+"""Soak: thousands of hand-overs between two byte engines over real NIXL, disturbed as users disturb them.
 
-Nothing wrong, nothing left?
+    python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0]
+                      [--lease 2]
 
-    python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0] [--lease 2]
+The soak looks for wrong words and for leaks. P computes up to four prompts at a time, some with a common
+beginning, and D takes them. The seed chooses the fate of each prompt (`FATES`). After a fifth of the
+hand-overs the soak kills P before D has read P's answers, and starts P again at the same port. P overwrites
+blocks the moment they are free. After each load the whole pool of D is compared byte by byte
+(pytest_kvconform/rigs/bytes/checks.py), and both pools at every rest.
 
-P computes up to four prompts at a time, some with a common beginning, and D takes them. The seed says what
-becomes of each (`FATES`). At a fifth of the way P is killed before D has read what it answered, and started
-anew at the same port. P overwrites blocks the moment they are free. The whole pool of D is compared byte by
-byte whenever a load has ended (pytest_kvconform/rigs/bytes/checks.py), both at every rest.
-
-At a rest, of which there are 25, every request has ended and every lease is over. Then blocks and requests
-held must be none; NIXL's objects, threads and open files no more than in the first half. Python's objects and
-the resident set leak if the straight line through the second half rises by more than the first half strays
-from its own, and by a tenth for each hand-over. The largest step that stays is left out, since an allocator
-takes a large piece now and then, and a leak comes again. In runs of fewer than 1,000 hand-overs, in which
-processes still warm up, that is printed and not judged. P's halves are of its second life.
+There are 25 rests. At a rest every request has ended and every lease is over: neither engine may hold blocks
+or requests, and neither may have more of NIXL's objects, threads and open files than in the first half of its
+rests. leak_table.py explains when Python's objects and the resident set leak. Numbers of P are of its second
+life.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from soaked import BLOCK, Engine, background, start
+from counting_engine import BLOCK, CountingEngine, background, start
+from leak_table import NONE, leak_table
 
 from model_matrix import load_geometries
 from pytest_kvconform.kvspace.pools.diagnose import count_pool
@@ -42,12 +41,8 @@ from pytest_kvconform.rigs.engine.messages import Output
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import VOCABULARY
 
-LONGEST, TOGETHER, RESTS, PATIENCE_S = (
-    200,
-    4,
-    25,
-    60.0,
-)  # tokens; prompts a round; seconds for a round, and for a rest besides the lease
+LONGEST, TOGETHER, RESTS = 200, 4, 25  # tokens; prompts a round
+PATIENCE_S = 60.0  # for a round, and for a rest besides the lease
 SPARE = {"P": 9, "D": 5}  # prompts of full length that a pool has room for: leases keep blocks on P
 FATES = {
     "undisturbed": 0.70,
@@ -59,7 +54,6 @@ FATES = {
     "never fetched": 0.02,
     "fetched too late": 0.02,
 }
-NONE, GROWING, WARM = ("blocks", "requests"), ("Python objects", "resident KiB"), 1000
 
 
 @dataclass
@@ -93,7 +87,7 @@ class Soak:
         default_factory=lambda: {"P": [], "D": []}
     )  # one entry a rest
     ready: list[Handover] = field(default_factory=list)  # P has answered
-    engines: dict[str, Engine] = field(default_factory=dict)
+    engines: dict[str, CountingEngine] = field(default_factory=dict)
 
     def run(self) -> None:
         """All of it, or until the first trouble."""
@@ -178,8 +172,9 @@ class Soak:
         ]
 
     def _steps(self, role: str, waiting: dict[str, Handover]) -> Iterator[Output | None]:
-        """Step both engines until no request of one is waiting; what it says of those, and None after each
-        step.
+        """Step both engines until no request of one engine is waiting.
+
+        Yields the outputs of these requests, and None after each step.
         """
         engine, over = self.engines[role], time.monotonic() + PATIENCE_S
         while waiting:
@@ -247,17 +242,19 @@ class Soak:
         """Look at what D found in its pool before its first forward."""
         d, name = self.engines["D"], one.request.id
         checks, given = d.pop_checks(name), d.trace(name).external_tokens
-        said = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
+        which = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
         if finish == "error":
             self.seen["failed as they may" if one.excused else "failed"] += 1
             if not one.excused:
                 self.troubles.append(
-                    f"{said} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}"
+                    f"{which} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}"
                 )
         elif given and not any(check.rows_due for check in checks):
-            self.troubles.append(f"{said}: nobody has looked at {given} tokens that were loaded")
+            self.troubles.append(f"{which}: nobody has looked at {given} tokens that were loaded")
         elif wrong := [check for check in checks if not check.clean]:
-            self.troubles.append(f"{said}: {count_pool(wrong[0].pool)}; not in the cache: {wrong[0].missing}")
+            self.troubles.append(
+                f"{which}: {count_pool(wrong[0].pool)}; not in the cache: {wrong[0].missing}"
+            )
         else:
             self.seen["right" if given else "D had all of it"] += 1
             self.seen["of these with a prefix hit on D"] += bool(given and d.trace(name).local_tokens)
@@ -286,51 +283,10 @@ class Soak:
         print(f"{self.seen['right']} hand-overs, {self.seen['rounds']} rounds", file=sys.stderr, flush=True)
 
     def table(self) -> list[str]:
-        """What either engine had at its rests, as lines. Adds leaks to `troubles`."""
-        lines = [
-            "| engine | what | first rest | middle | last | rise | noise |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for role, rests in self.series.items():
-            for what in rests[0] if rests else ():
-                values = [rest[what] for rest in rests]
-                rise, noise = (
-                    growth(values)
-                    if what in GROWING
-                    else (values[-1] - max(values[: (len(values) + 1) // 2]), 0)
-                )
-                lines.append(
-                    f"| {role} | {what} | {values[0]} | {values[len(values) // 2]} | {values[-1]} | {rise:.0f} | {noise:.0f} |"
-                )
-                least = (
-                    self.seen["right"] / 20 if what in GROWING else 0
-                )  # a tenth for each hand-over of the second half
-                if (
-                    rise > max(noise, least)
-                    and what not in NONE
-                    and (what not in GROWING or self.seen["right"] >= WARM)
-                ):
-                    self.troubles.append(f"{role} leaks {what}: {', '.join(map(str, values))}")
+        """Make the table of both engines, as lines. Adds leaks to `troubles`."""
+        lines, leaks = leak_table(self.series, self.seen["right"])
+        self.troubles += leaks
         return lines
-
-
-def growth(values: list[int]) -> tuple[float, float]:
-    """By how much the second half rises but for its largest step that stays, and how far the first half
-    strays, as straight lines.
-
-    (0, 0): too few.
-    """
-    first, second = np.array_split(np.array(values, dtype=float), 2)
-    if len(second) < 5:
-        return 0.0, 0.0
-    noise = np.ptp(first - np.polyval(np.polyfit(range(len(first)), first, 1), range(len(first))))
-    rises = [
-        (second[at:].min() - second[:at].max() + noise, second[at] - second[at - 1])
-        for at in range(1, len(second))
-    ]
-    step, at = max((min(rise), at) for at, rise in enumerate(rises, 1))
-    second[at:] -= max(0.0, step)
-    return float(np.polyfit(range(len(second)), second, 1)[0] * (len(second) - 1)), float(noise)
 
 
 def main(arguments: list[str]) -> int:
@@ -344,13 +300,13 @@ def main(arguments: list[str]) -> int:
         soak = Soak(address, options)
         soak.run()
     table = soak.table()
-    said = soak.troubles or ["nothing wrong, nothing left"]
+    found = soak.troubles or ["nothing wrong, nothing left"]
     print(
         *table,
         "",
         *(f"{count} {what}" for what, count in soak.seen.items()),
         f"{time.monotonic() - began:.0f} s",
-        *said,
+        *found,
         sep="\n",
     )
     return int(bool(soak.troubles))

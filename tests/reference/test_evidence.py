@@ -321,5 +321,5 @@ def test_a_short_soak_finds(
     ],
 )
 def test_growth(values: list[float], leaks: bool) -> None:
-    rise, noise = importlib.import_module("soak").growth(values)
+    rise, noise = importlib.import_module("leak_table").growth(values)
     assert (rise > noise) is leaks, (rise, noise)

@@ -1,7 +1,7 @@
-"""Pattern engines that say what their process has and what NIXL has moved: for soak.py and second_turn.py.
+"""Byte engines that count what their process has and what NIXL has moved: for soak.py and second_turn.py.
 
-NIXL's objects are counted where its Python API (nixl/_api.py) makes them and takes them back, whoever asks
-for it.
+They count NIXL's objects where NIXL's Python API (nixl/_api.py) makes them and takes them back, whoever calls
+it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from model_matrix import Geometry
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
-from pytest_kvconform.rigs.bytes import handle as pattern
 from pytest_kvconform.rigs.bytes import process as byte_process
+from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.rigs.engine import process as engine_process
@@ -35,7 +35,7 @@ counted = Counter[str]()  # in this process: what NIXL has given out and not tak
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """What the zygote calls in a child: see `engine_process.serve`."""
+    """Serve one engine in a child of the zygote: see `engine_process.serve`."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     for name, what, by in (
@@ -53,12 +53,12 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
 
     def release_xfer_handle(self: Any, handle: Any) -> None:
         with contextlib.suppress(Exception):  # NIXL counts nothing of a transfer that has not ended
-            said = self.get_xfer_telemetry(handle)
-            counted.update(bytes=said.totalBytes, descriptors=said.descCount)
+            telemetry = self.get_xfer_telemetry(handle)
+            counted.update(bytes=telemetry.totalBytes, descriptors=telemetry.descCount)
         release(self, handle)
 
     nixl_agent_config.__init__, nixl_agent.release_xfer_handle = __init__, release_xfer_handle
-    engine_process.serve(connection, spec, Soaked)
+    engine_process.serve(connection, spec, CountingProcess)
 
 
 def _watch(cls: Any, name: str, note: Any) -> None:
@@ -74,12 +74,12 @@ def _watch(cls: Any, name: str, note: Any) -> None:
 
 
 def _count_of_rank(worker: Any) -> Counter[str]:
-    """What vLLM calls in each rank's process."""
+    """Return the counts of a rank: vLLM calls this in the process of each."""
     return counted
 
 
-class Soaked(byte_process.ByteEngineProcess):
-    """The engine."""
+class CountingProcess(byte_process.ByteEngineProcess):
+    """A byte engine that counts."""
 
     def moved(self) -> tuple[int, int]:
         """(bytes, descriptors) of all transfers of all ranks, as NIXL counts them."""
@@ -115,10 +115,10 @@ class Soaked(byte_process.ByteEngineProcess):
 # ---- outside -------------------------------------------------------------------------------------
 
 
-class Engine(pattern.ByteEngineHandle):
-    """The handle on it."""
+class CountingEngine(ByteEngineHandle):
+    """The handle of a CountingProcess."""
 
-    target = "soaked:serve"
+    target = "counting_engine:serve"
 
     def moved(self) -> tuple[int, int]:
         return self.call("moved")
@@ -152,7 +152,7 @@ def start(
     longest: int,
     port: int,
     **more: Any,
-) -> Engine:
+) -> CountingEngine:
     """An engine with a pool of `blocks`, for requests of up to `longest` tokens.
 
     `more`: of kv_connector_extra_config.
@@ -170,4 +170,4 @@ def start(
         environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
         content=PACKED,
     )
-    return Engine(address, name, spec, CALL_S, CALL_S)
+    return CountingEngine(address, name, spec, CALL_S, CALL_S)
