@@ -1,6 +1,6 @@
 """Comparison of KV caches: which bytes on D are not what they should be, and where the wrong ones come from.
 
-An engine of a rig hands over memory; nothing here knows vLLM, torch or a connector. NumPy only.
+A rig passes arrays of bytes; nothing here knows vLLM, torch or a connector. NumPy only.
 
 There are two rooms, because there are two ways to know what KV should be:
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
+from pytest_kvconform.kvspace.pools.addresses import Array
 from pytest_kvconform.kvspace.pools.poison import poison
 from pytest_kvconform.kvspace.pools.regions import Region, write_state, write_tokens
-from pytest_kvconform.kvspace.pools.words import Array
 
 PAGE_BYTES_AT_MOST = 1 << 15
 

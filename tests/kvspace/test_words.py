@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, COORDINATES, FOREIGN, POISON, STATE
 from pytest_kvconform.kvspace.pools.poison import poison, poison_bytes
 from pytest_kvconform.kvspace.pools.regions import (
     Region,
@@ -16,16 +17,7 @@ from pytest_kvconform.kvspace.pools.regions import (
     write_state,
     write_tokens,
 )
-from pytest_kvconform.kvspace.pools.words import (
-    ATTENTION,
-    COORDINATES,
-    FOREIGN,
-    FORMATS,
-    POISON,
-    STATE,
-    decode,
-    encode,
-)
+from pytest_kvconform.kvspace.pools.words import FORMATS, decode, encode
 from tests.kvspace.pools import attention
 
 HIGH = 0x80

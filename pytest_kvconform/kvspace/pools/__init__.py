@@ -6,7 +6,7 @@ memory is poison, whose words tell where they were written.
 
 The way of one comparison:
 
-1. words.py      the code: an address <-> a word
+1. addresses.py  what a word holds; words.py: the code, an address <-> a word
 2. regions.py    where rows lie in a rank's storage (`Region`), and writing rows of tokens and states there
 3. poison.py     writing poison. `rigs/bytes/memory.py` poisons a pool and its shadow at the start, and writes
                  into both what the engine computes. What a load has to bring goes into the shadow alone
@@ -21,6 +21,6 @@ The way of one comparison:
 `rigs/bytes/checks.py` calls `compare_pool`; the cases in `suite/bytes/` and, for peers, in `suite/protocol/`
 put the sentence and the picture into a Finding.
 
-Imports: NumPy and kvspace/kinds.py. Within the room: words <- regions <- poison; words, regions <- classify
+Imports: NumPy and kvspace/kinds.py. Within the room: addresses <- poison <- words <- regions <- classify
 <- attribute <- compare <- {mistakes, sentences} <- diagnose; compare <- draw.
 """

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import COLLATERAL, SAME
+from pytest_kvconform.kvspace.pools.addresses import COORDINATES, FOREIGN, Array
 from pytest_kvconform.kvspace.pools.classify import classify_rows, in_one_piece, runs_of
 from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.pools.words import COORDINATES, FOREIGN, Array, decode
+from pytest_kvconform.kvspace.pools.words import decode
 
 # A word, 8 bytes at a multiple of 8, outside of all rows: in the padding of a page, or in no page (then
 # region and block are -1). `within` is bytes from the start of the region's page to the first byte that

@@ -10,20 +10,18 @@ from collections.abc import Iterable
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, MOVED, SAME, UNWRITTEN, ZEROED
-from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.pools.words import (
+from pytest_kvconform.kvspace.pools.addresses import (
     ATTENTION,
     COORDINATES,
     FOREIGN,
     POISON,
     STATE,
-    TOP_BITS,
     Array,
-    decode,
-    encode,
     no_address,
-    rows_from,
 )
+from pytest_kvconform.kvspace.pools.poison import TOP_BITS
+from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.words import decode, encode, rows_from
 
 # A run: neighbouring words of one row, of one kind, that hold neighbouring addresses.
 RUN = np.dtype(

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import MOVED, NAMES, SAME
+from pytest_kvconform.kvspace.pools.addresses import Array
 from pytest_kvconform.kvspace.pools.attribute import Attribution
 from pytest_kvconform.kvspace.pools.classify import RUN, known_rows
 from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.pools.words import Array
 
 _STRETCH = 1 << 22  # bytes compared at a time when looking for any difference
 

@@ -20,6 +20,7 @@ from pytest_kvconform.kvspace.kinds import (
     intervals,
     permutation,
 )
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.mistakes import Source, name_mistakes
 from pytest_kvconform.kvspace.pools.regions import Region
@@ -35,7 +36,6 @@ from pytest_kvconform.kvspace.pools.sentences import (
     words_of,
     zeroed,
 )
-from pytest_kvconform.kvspace.pools.words import ATTENTION, POISON, STATE, Array
 
 
 def diagnose_pool(

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import MOVED, SAME, UNWRITTEN, ZEROED
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.pools.words import ATTENTION, POISON, STATE, Array
 
 Place = tuple[Array, Array, Array]  # slot, head as the rank counts, plane
 

@@ -12,19 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.words import (
-    ATTENTION,
-    FORMATS,
-    LIMITS,
-    STATE,
-    Array,
-    fold,
-    in_range,
-    magic_part,
-    part,
-    shorten,
-    state_tokens,
-)
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, LIMITS, STATE, Array, in_range
+from pytest_kvconform.kvspace.pools.words import FORMATS, fold, magic_part, part, shorten, state_tokens
 
 _CHUNK = 1 << 15  # words worked on at a time: fits the second level cache
 

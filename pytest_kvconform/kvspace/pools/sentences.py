@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED, intervals
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.regions import Region
-from pytest_kvconform.kvspace.pools.words import ATTENTION, STATE, Array
 
 ENGINES = ("the prefiller", "the decoder")
 NO_ADDRESS = "bytes that are neither KV nor poison"

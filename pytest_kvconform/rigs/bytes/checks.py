@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, Array
 from pytest_kvconform.kvspace.pools.compare import compare_pool
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
-from pytest_kvconform.kvspace.pools.words import ATTENTION, Array, decode
+from pytest_kvconform.kvspace.pools.words import decode
 from pytest_kvconform.rigs.bytes.memory import Memory
 from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, StepWork
 

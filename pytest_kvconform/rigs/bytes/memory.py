@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
+from pytest_kvconform.kvspace.pools.addresses import Array
 from pytest_kvconform.kvspace.pools.poison import poison, poison_bytes
 from pytest_kvconform.kvspace.pools.regions import Region, state_rows, token_rows
-from pytest_kvconform.kvspace.pools.words import Array
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import kv_heads, state_segments
 
 SPLIT = frozenset(
