@@ -65,7 +65,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: Name
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_lease: Count
-    remote_num_tokens: Count  # tokens that P has computed: of a state, those it has seen
+    remote_num_tokens: Count  # tokens that P has computed: of a state, those that went into it
     # Of each group of P the block ids, and the token at which they begin.
     remote_block_ids: Annotated[list[list[Block]], msgspec.Meta(min_length=1, max_length=256)]
     remote_first_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]

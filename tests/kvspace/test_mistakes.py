@@ -209,7 +209,7 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
 @SETTINGS
 @given(st.integers(3, 16), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99))
 def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, seed):
-    """P's poison says of which place it is: the right one."""
+    """P's poison holds the offset of the right place."""
     prefiller = one_layer("hnp", n, heads, tokens, engine=0, seed=seed)
     prefiller.poison()
     (region,), table = prefiller.regions, prefiller.held[LAYER]

@@ -106,11 +106,11 @@ def test_one_row_is_classified_whatever_is_done_to_it(pool, data):
         found.regions[i].layer for i in wrong["region"]
     } == {region.layer}
     if kind == MOVED:
-        stands, belongs, words = found.pairs()
+        expected, held, words = found.pairs()
         assert (
             words.sum() <= region.lanes
-            and (stands != belongs).all()
-            and (stands["layer"] == region.number).all()
+            and (expected != held).all()
+            and (expected["layer"] == region.number).all()
         )
 
 

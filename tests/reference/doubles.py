@@ -74,7 +74,7 @@ class Wire:
     failing: int = 0  # so many of the next reads fail
     stubborn: int = 0  # so often a read refuses its release
     reads: list[Any] = field(default_factory=list)
-    parted: list[str] = field(default_factory=list)  # from whom somebody has disconnected
+    disconnected: list[str] = field(default_factory=list)  # peers that were disconnected
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Local:
         return metadata.decode()
 
     def disconnect(self, peer: str) -> None:
-        self.wire.parted.append(peer)
+        self.wire.disconnected.append(peer)
 
     def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
         if peer not in self.wire.inboxes:

@@ -91,7 +91,7 @@ class Made:
             ]:
                 page = specs[alike[0]].page_size_bytes
                 strides = (page, row) if outer else (page * BLOCKS, page)
-                if layout in ("LHBNC", "BHLNC"):  # heads stand between layers and blocks
+                if layout in ("LHBNC", "BHLNC"):  # heads lie between layers and blocks
                     strides = compute_layout_strides(
                         specs[alike[0]], BLOCKS, len(alike), KVCacheLayout[layout]
                     )[:2]
@@ -127,7 +127,7 @@ class Made:
         return ctypes.string_at(address, box.width)
 
 
-def said(tensor: Any) -> bytes:
+def content(tensor: Any) -> bytes:
     """Bytes of a tensor in the order of its elements."""
     import torch
 
@@ -174,7 +174,7 @@ def test_attention_lies_where_vllm_views_it(layout: str, kernel: int) -> None:
         for block, head, token in [(0, 0, 0), (1, 3, 5), (3, 2, 63), (5, 1, 16), (5, 3, 63)]:
             kernel_block, slot = block * (64 // kernel) + token // kernel, token % kernel
             mine, within = divmod(block * 64 + token, box.tokens)
-            assert made.cell(box, mine, within, 4 + head) == said(view[kernel_block, head, slot])
+            assert made.cell(box, mine, within, 4 + head) == content(view[kernel_block, head, slot])
 
 
 def test_latent_attention_with_a_draft_in_one_group() -> None:
@@ -187,7 +187,7 @@ def test_latent_attention_with_a_draft_in_one_group() -> None:
         assert (start, box.axes[0].whole) == (
             (0, 1) if name in names[:2] else (3 * view.shape[1], 4 * view.shape[1])
         )
-        assert made.cell(box, 3, 7, start) == said(view[3, 0, 7])
+        assert made.cell(box, 3, 7, start) == content(view[3, 0, 7])
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
@@ -217,11 +217,11 @@ def test_states_lie_where_vllm_binds_them(
                 whole,
             )
             for channel, tap in [(0, 0), (1, 2), (whole // 2 - 1, 1)]:
-                assert made.cell(box, 4, 0, whole // 2 + channel, tap) == said(conv[4, at + channel, tap])
+                assert made.cell(box, 4, 0, whole // 2 + channel, tap) == content(conv[4, at + channel, tap])
             at += whole // 2
         box = made.of(name)["ssm"]
         assert (box.axes[0].start, box.axes[0].whole) == (kind.value_heads // 2, kind.value_heads)
-        assert made.cell(box, 5, 0, kind.value_heads - 1) == said(ssm[5, -1])
+        assert made.cell(box, 5, 0, kind.value_heads - 1) == content(ssm[5, -1])
 
 
 @pytest.mark.parametrize("block", [32, 64])
@@ -240,16 +240,16 @@ def test_cpu_attention_lies_where_its_kernel_writes_it(block: int) -> None:
     slots = torch.tensor([2 * block + 1, 2 * block + 17, 4 * block - 1])
     cache = view.view(BLOCKS, 4, 2 * block, 128).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(k, v, *cache, slots, isa, 1.0, 1.0, "auto")
-    assert made.cell(found["tile"], 2, 0, 5) == said(view[2, 1])
+    assert made.cell(found["tile"], 2, 0, 5) == content(view[2, 1])
     if isa == "amx":
         return
     for token, slot in enumerate(slots.tolist()):
         for head in range(4):
             where = *divmod(slot, block), 4 + head
-            assert b"".join(made.cell(found["k"], *where, element) for element in range(128)) == said(
+            assert b"".join(made.cell(found["k"], *where, element) for element in range(128)) == content(
                 k[token, head]
             )
-            assert made.cell(found["v"], *where) == said(v[token, head])
+            assert made.cell(found["v"], *where) == content(v[token, head])
 
 
 def test_cpu_attention_with_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_given_options_are_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "name"),
     [
         ({"kv_lease_duration": 0}, "kv_lease_duration"),
         ({"kv_lease_duration": "30"}, "kv_lease_duration"),
@@ -65,8 +65,8 @@ def test_given_options_are_used() -> None:
         ({"lease": 30}, "no option 'lease'; there are kv_lease_duration"),
     ],
 )
-def test_a_wrong_option_is_named(extra: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadOption, match=said) as raised:
+def test_a_wrong_option_is_named(extra: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadOption, match=name) as raised:
         read_options(extra)
     assert "\n" not in str(raised.value)
 

@@ -71,8 +71,8 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         code = importlib.import_module("side_by_side").main(
             [str(tmp_path / "Upstream"), str(tmp_path / "Ours")]
         )
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
 
     return run
 
@@ -139,7 +139,7 @@ def test_a_table_that_says_nothing_is_an_error(compare: Callable[..., tuple[int,
     unmoved = [
         msgspec.structs.replace(result, evidence=Evidence(looked_at=1, unit="rows")) for result in ours()
     ]
-    for sides, says in (
+    for sides, message in (
         ((ours(), ours()), "the first connector passes all of its 5 cases: there is nothing to list"),
         (
             (UPSTREAM, ours()[:-1]),
@@ -154,7 +154,7 @@ def test_a_table_that_says_nothing_is_an_error(compare: Callable[..., tuple[int,
         ),
     ):
         code, text = compare(*sides)
-        assert code == 2 and text.startswith(says) and "|" not in text
+        assert code == 2 and text.startswith(message) and "|" not in text
 
 
 def test_reports_of_one_connector_are_an_error(
@@ -199,13 +199,13 @@ def test_the_table_names_cells_and_rules_of_the_matrix() -> None:
         assert {f"{model.strip('`')}-{place}" for place in places.split(", ")} <= cells, model
         assert rule.partition(":")[0] in rules.load()
         assert re.fullmatch(r"\d+ (FAIL|refused)(, \d+ \w+)*", one), one
-        said = [r"\d+ PASS \([\d.]+ MB\)"]
+        outcomes = [r"\d+ PASS \([\d.]+ MB\)"]
         if places == "P1D1.b16x64" and model in (
             "`gemma3_1b`",
             "`gpt_oss_20b`",
         ):  # small blocks with windows do not fill large ones
-            said.append(r"\d+ NOT-APPLICABLE")
-        assert all(re.fullmatch("|".join(said), part) for part in two.split(", ")), two
+            outcomes.append(r"\d+ NOT-APPLICABLE")
+        assert all(re.fullmatch("|".join(outcomes), part) for part in two.split(", ")), two
 
 
 def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_else() -> None:
@@ -290,7 +290,7 @@ def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("LeaksHandles", "D leaks NIXL handles: "),
         ("KeepsBlocks", "P at rest still has "),
@@ -298,11 +298,11 @@ def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
     ],
 )
 def test_a_short_soak_finds(
-    soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, says: str
+    soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.setattr("soak.PATIENCE_S", 10.0)
     troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0).troubles
-    assert troubles and any(says in trouble for trouble in troubles), troubles
+    assert troubles and any(message in trouble for trouble in troubles), troubles
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_short_soak_finds(
         ([100.0 + i % 3 + 40 * (i > 17) for i in range(20)], False),  # an allocator's piece
         ([100.0 + i % 3 + 40 * (i > 15) for i in range(20)], False),
         ([100.0 + i % 3 + 10 * (i // 3) for i in range(20)], True),
-        ([100.0 + 5 * i + i % 3 + 40 * (i == 15) for i in range(20)], True),  # a piece that is given back
+        ([100.0 + 5 * i + i % 3 + 40 * (i == 15) for i in range(20)], True),  # a piece that is freed
         ([100.0 + 5 * i + i % 3 + 40 * (i > 15) for i in range(20)], True),
         ([100.0 + i for i in range(20)], True),
         ([100.0 + i + i % 3 for i in range(20)], True),

@@ -31,7 +31,7 @@ def address(listener: Listener, incarnation: str = "first life", engine: str = "
     return Address("127.0.0.1", listener.port, engine, incarnation)
 
 
-def garbage(seed: int, count: int) -> Iterator[list[bytes]]:
+def malformed(seed: int, count: int) -> Iterator[list[bytes]]:
     """Frames of messages: noise, msgpack of anything, questions that are cut off or changed."""
     r = random.Random(seed)
     ask = encode(Ask(VERSION, "p", "first life"))
@@ -69,13 +69,13 @@ def garbage(seed: int, count: int) -> Iterator[list[bytes]]:
 def test_a_thousand_messages_that_are_none(listener: Listener) -> None:
     refused = sum(
         isinstance(decode(listener.reply(frames[-1]), Answer | Refusal), Refusal)
-        for frames in garbage(seed=20, count=1000)
+        for frames in malformed(seed=20, count=1000)
     )
     assert refused > 980  # a bit more or less in the name of a field is forgiven
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{listener.port}")
-        for frames in garbage(seed=21, count=1000):
+        for frames in malformed(seed=21, count=1000):
             dealer.send_multipart(frames)
         for _ in range(1000):
             assert dealer.poll(PATIENCE_S * 1000), "a message was not answered"
@@ -109,7 +109,7 @@ def test_another_version_is_refused_in_a_sentence(listener: Listener) -> None:
 def test_nobody_there() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        silent.listen()  # it takes the connection and says nothing
+        silent.listen()  # it accepts connections and never answers
         started = time.monotonic()
         with pytest.raises(HandshakeError, match="did not answer within"):
             fetch(Address("127.0.0.1", silent.getsockname()[1], "p", "first life"), 0.3)
@@ -142,7 +142,7 @@ def test_ipv6() -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
-    except OSError:  # a machine without IPv6: a start that says so
+    except OSError:  # a machine without IPv6
         with pytest.raises(OSError, match="cannot listen"):
             Listener("::1", 0, "p", "first life", CARDS)
         return

@@ -119,11 +119,11 @@ def test_a_peer_stays_connected_while_a_notification_reads_from_it(
     d.worker.start(Orders(releases=[Lease(p.address, 2)]))
     for _ in range(10):
         assert not d.worker.results().notified
-    assert not wire.parted and wire.reads[0].state == "open"
+    assert not wire.disconnected and wire.reads[0].state == "open"
     wire.reads[0].left = wire.late = 0
     while not d.worker.results().notified:
         pass
-    assert wire.parted == ["p"] and p.worker.results().sent == {"y"}
+    assert wire.disconnected == ["p"] and p.worker.results().sent == {"y"}
 
 
 def test_one_notification_for_each_peer_and_step(make: Callable[..., WorkerEngine], wire: Wire) -> None:

@@ -39,7 +39,7 @@ def test_widens_runs(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
     outer = replace(SETUP, layout="BLHNC")
     tokens = replace(SETUP, layout="LBNHC")
     assert count(SETUP, SETUP, (0, 12), UP, UP) == {0: 3}, "a layer is a run"
-    assert count(SETUP, SETUP, (0, 12), DOWN, DOWN) == {0: 3}, "also when blocks stand in descending order"
+    assert count(SETUP, SETUP, (0, 12), DOWN, DOWN) == {0: 3}, "also when block ids descend"
     assert count(SETUP, SETUP, (0, 12), UP, DOWN) == {0: 3 * 3}, "a block of a layer is a run"
     assert count(outer, outer, (0, 12), UP, UP) == {0: 1}
     assert count(outer, outer, (0, 12), MIXED, UP) == {0: 3}, "all layers of a block are a run"
@@ -48,7 +48,7 @@ def test_widens_runs(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(
         plan, "WORTH", 10
-    )  # bytes: the token that is too many has 32 in each layer, and spares three runs
+    )  # bytes: the extra token has 32 in each layer, and saves three runs
     assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * (2 + 4)}, (
         "unless that is too much: then every head of it is a run"
     )

@@ -163,7 +163,7 @@ def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wir
         found = d.worker.results()
         failed, ended = failed | found.failed, ended | found.received
     assert failed == {"old"} and (d.pool[1:3] == 9).all()
-    assert wire.parted == ["p"], "the earlier life is disconnected"
+    assert wire.disconnected == ["p"], "the earlier life is disconnected"
     p.listener = Listener("127.0.0.1", 0, "p", "p", [])
 
 

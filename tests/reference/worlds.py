@@ -195,15 +195,15 @@ def naive(d: Engine, rank: int, p: Engine, spans: Any, local: Any, remote: Any) 
         mine, theirs = group_of["D"][layer], group_of["P"][layer]
         for token in range(*spans[mine]):
             into = d.cells(rank, layer, part, local[mine].blocks, local[mine].first, token)
-            said: dict[tuple[int, ...], Any] = {}
+            values: dict[tuple[int, ...], Any] = {}
             for number in range(p.setup.tp):
                 come = p.parts[number][layer, part][0]
                 cells = p.cells(number, layer, part, remote[theirs].blocks, remote[theirs].first, token)
                 for at in product(*map(range, cells.shape[:-1])):
                     where = tuple(a + start for a, (start, _) in zip(at, come, strict=True))
-                    cells[at] = said.setdefault(where, cells[at].copy())
+                    cells[at] = values.setdefault(where, cells[at].copy())
             for at in product(*map(range, into.shape[:-1])):
-                into[at] = said[tuple(a + start for a, (start, _) in zip(at, ranges, strict=True))]
+                into[at] = values[tuple(a + start for a, (start, _) in zip(at, ranges, strict=True))]
 
 
 # ---- what may be drawn

@@ -72,7 +72,7 @@ def _hnd_in_nhd(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
 
 
 def _reversed(s: Array, h: Array, p: Array, n: int, heads: int) -> Place:
-    return s, heads - 1 - h if heads > 2 else h, p  # two heads: diagnose.py says that they are exchanged
+    return s, heads - 1 - h if heads > 2 else h, p  # two heads: diagnose.py calls this an exchange
 
 
 PACKED_AS_SPLIT = "a packed K|V per token was read as split (K of all tokens, then V of all tokens)"
