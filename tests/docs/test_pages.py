@@ -80,6 +80,17 @@ def test_files_that_are_named_exist(page: str) -> None:
         assert root is None or (root / path).exists(), path
 
 
+def test_every_room_is_in_the_tables() -> None:
+    rigs = ROOT / "pytest_kvconform" / "rigs"
+    rooms = sorted(page.parent.name for page in rigs.glob("*/__init__.py"))
+    modules = sorted(path.stem for path in rigs.glob("*.py") if path.stem != "__init__")
+    script = regenerate()
+    assert sorted(script.ROOMS) == rooms
+    assert sorted(script.JOINING) == modules
+    listed = re.findall(r"^\| `(\w+)/` \|", PAGES["CONTRIBUTING.md"], re.MULTILINE)
+    assert set(rooms) <= set(listed)
+
+
 def test_sources_of_rules_name_files_of_vllm() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec, "vLLM is not installed here: the extra cpu has it"
