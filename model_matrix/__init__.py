@@ -1,4 +1,8 @@
-"""Families of KV cache as tiny models, topologies and prompt lengths: data, and what expands it. Imports neither vLLM nor torch."""
+"""Model matrix: model families as tiny checkpoints, real geometries, topologies and prompt lengths, and
+their expansion.
+
+The matrix is data in TOML files, and code that expands it into cells. It imports neither vLLM nor torch.
+"""
 
 from model_matrix.cells import Place, Setup, Side, UnknownName, expand, load_byte_matrices, parse_topology
 from model_matrix.checkpoints import CheckpointError, ensure_checkpoint

@@ -1,7 +1,9 @@
-"""Tiny checkpoints, made when first needed and kept in the user's cache. Neither torch nor transformers is imported.
+"""Tiny checkpoints, written on first use and kept in the user's cache. It imports neither torch nor
+transformers.
 
-The same family gives the same bytes on every machine: values come from integer sums of a generator's raw bits, whose stream NumPy
-keeps (its normal distribution it may change), and one multiplication, one addition and one rounding of IEEE floats.
+The same family gives the same bytes on every machine: values come from integer sums of a generator's raw
+bits, and from one multiplication, one addition and one rounding of IEEE floats. NumPy guarantees the stream
+of raw bits, but not that of its normal distribution.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import platformdirs
 
 from model_matrix.families import Family, Tensor, checkpoint_tensors
 
-VERSION = 1  # of this generator: raise it when the same family would give other bytes
+VERSION = 1  # of this generator: raise it if the same family gives other bytes
 SEED = 20  # any number; another one gives other models
 FILES = ("config.json", "model.safetensors")
 ENVIRONMENT = "KVCONFORM_CACHE_DIR"
@@ -28,15 +30,17 @@ WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes 
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. The message is one sentence: which folder, why, and what to set."""
+    """Error: a checkpoint cannot be written. The message names the folder, the reason and the variable to
+    set.
+    """
 
 
 def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Folder of the family's checkpoint, as a model path for vLLM. Written if it is not there yet.
+    """Return the folder of the family's checkpoint, a model path for vLLM, after writing it if it is missing.
 
-    `cache_dir` is the folder for all of this project's cached data; None: $KVCONFORM_CACHE_DIR, else the user's cache folder.
-    Safe with any number of processes at once, and a process killed in between leaves nothing that is ever used.
-    Raises CheckpointError if the folder cannot be written.
+    `cache_dir`: folder for all cached data of this project; None: $KVCONFORM_CACHE_DIR, or else the user's
+    cache folder. Any number of processes may call this at once. A process that is killed leaves no
+    checkpoint that is used later. Raises CheckpointError if the folder cannot be written.
     """
     folder = _cache_dir(cache_dir) / "checkpoints"
     final = folder / f"{family.id}-{content_hash(family)}"
@@ -45,39 +49,47 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / ".lock", timeout=WAIT_SECONDS):
-            for left_over in folder.glob("*.tmp"):  # we hold the lock: whoever wrote it is dead
+            for left_over in folder.glob("*.tmp"):  # we hold the lock, so its writer has ended
                 shutil.rmtree(left_over)
             if not _complete(final):
-                shutil.rmtree(final, ignore_errors=True)  # there, but files were deleted from it
+                shutil.rmtree(final, ignore_errors=True)  # a folder from which files were deleted
                 _write(family, final)
     except OSError as error:
         why = error.strerror or str(error)
         raise CheckpointError(
-            f"cannot write the {family.id} checkpoint to {folder}: {why}; make room there, or set {ENVIRONMENT} to a writable folder"
+            f"cannot write the {family.id} checkpoint to {folder}: {why}; free space there, or set "
+            f"{ENVIRONMENT} to a writable folder"
         ) from error
     return final
 
 
 def content_hash(family: Family) -> str:
-    """Twelve hex digits over all that decides the bytes: the configuration, the tensors and this generator."""
+    """Return twelve hex digits, a hash of all that decides the bytes: configuration, tensors and generator."""
     data = msgspec.json.encode([VERSION, SEED, family.config, checkpoint_tensors(family)])
     return hashlib.sha256(data).hexdigest()[:12]
 
 
 def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
-    """The values of one tensor before rounding: float32 of its shape, nearly normal. The name decides the seed."""
+    """Return the values of one tensor before rounding: float32 of its shape, nearly normal. The name is the
+    seed.
+    """
     count = int(np.prod(tensor.shape))
     if tensor.std == 0:
         return np.full(tensor.shape, tensor.mean, np.float32)
     raw = np.random.PCG64([SEED, zlib.crc32(name.encode())]).random_raw(3 * count).astype("<u8", copy=False)
-    # twelve uniform 16-bit numbers: their sum has mean 12 * 65535 / 2 and standard deviation 65536, short of one in 2**32
+    # The sum of twelve uniform 16-bit numbers has mean 12 * 65535 / 2 and, except for one part in 2**32,
+    # standard deviation 65536.
     sums = raw.view("<u2").reshape(count, 12).sum(axis=1, dtype=np.int64)
     normal = (sums - 6 * 65535) / 65536.0
     return (tensor.mean + tensor.std * normal).astype(np.float32).reshape(tensor.shape)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, to nearest, ties to even: the bit patterns as uint16, of the same shape. NaN is not handled."""
+    """Round float32 to bfloat16, to nearest, ties to even. Returns the bit patterns as uint16, of the same
+    shape.
+
+    It does not handle NaN.
+    """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     half_or_less = 0x7FFF + ((bits >> 16) & 1)  # a tie goes up only if that makes the last bit even
     return ((bits + half_or_less) >> 16).astype(np.uint16)
@@ -93,7 +105,9 @@ def _complete(folder: Path) -> bool:
 
 
 def _write(family: Family, final: Path) -> None:
-    """Write beside the final folder, then rename: a folder with the final name was always written to its end."""
+    """Write a folder beside the final one, then rename it, so that a folder with the final name is
+    complete.
+    """
     unfinished = final.with_name(final.name + ".tmp")
     config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
     try:
@@ -102,7 +116,7 @@ def _write(family: Family, final: Path) -> None:
             with open(unfinished / name, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # else a power cut can leave an empty file under the final name
+                os.fsync(file.fileno())  # without it a power cut can leave an empty file under the final name
         unfinished.rename(final)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -110,9 +124,9 @@ def _write(family: Family, final: Path) -> None:
 
 
 def _safetensors(tensors: dict[str, Tensor]) -> bytes:
-    """The file as the safetensors format has it: length of the header, header, data.
+    """Return a file in the safetensors format: length of the header, header, data.
 
-    Written here because `safetensors.serialize` changes its arguments between versions, and the format does not change.
+    The arguments of `safetensors.serialize` change between versions; the format does not.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     chunks, end = [], 0

@@ -1,4 +1,4 @@
-"""The families: which tiny models there are, read from `families/*.toml`. Errors name the file and the key."""
+"""Families: the tiny models, read from `families/*.toml`. Errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ FOLDER = Path(__file__).with_name("families")
 
 
 class FamilyError(ValueError):
-    """A family file is wrong. The message names the file and the key."""
+    """Error: a family file is wrong. The message names the file and the key."""
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a checkpoint: its shape, and the normal distribution its values are drawn from (std 0: all are `mean`)."""
+    """One tensor of a checkpoint: its shape, and the normal distribution of its values (std 0: all are
+    `mean`).
+    """
 
     shape: tuple[int, ...]
     mean: float = 0.0
@@ -24,22 +26,20 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of KV cache, as a model small enough to run anywhere."""
+    """One kind of KV cache, as a model that is small enough to run anywhere."""
 
     id: str  # "gemma3"; also the name of its file
     title: str
     source: str  # where the architecture comes from: class of transformers; model file of vLLM
     version: int  # raised with every change
     changelog: str  # one line: what the last change was
-    dtype: Literal[
-        "float32", "bfloat16"
-    ]  # engines must compute in this one; the checkpoint itself is always bfloat16
-    block_size: int  # tokens a block, as engine option; large enough that vLLM does not raise it, at any topology of the matrix
+    dtype: Literal["float32", "bfloat16"]  # in which engines compute; the checkpoint is always bfloat16
+    # tokens per block, the engine option; so large that vLLM does not raise it at any topology
+    block_size: int
     sliding_window: int  # tokens; 0: no layer has one
     config: dict[str, Any]  # config.json, verbatim
-    tensors: dict[
-        str, dict[str, Tensor]
-    ]  # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+    # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+    tensors: dict[str, dict[str, Tensor]]
 
     @property
     def has_state(self) -> bool:
@@ -49,7 +49,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def load_families() -> dict[str, Family]:
-    """All families by id, sorted. Raises FamilyError if a file is wrong."""
+    """Return all families by id, sorted. Raises FamilyError if a file is wrong."""
     return {path.stem: read_family(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 
@@ -65,7 +65,9 @@ def read_family(path: Path) -> Family:
 
 
 def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by its full name, sorted: `{i}` is expanded over the layers its table is for."""
+    """Return every tensor of the checkpoint by its full name, sorted. `{i}` becomes each layer of the
+    table.
+    """
     tensors = {}
     for table, entries in family.tensors.items():
         for i in [None] if table == "once" else _layers(family, table):
@@ -74,7 +76,7 @@ def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
 
 
 def _layers(family: Family, table: str) -> list[int]:
-    """Numbers of the layers that a table of tensors is for."""
+    """Return the numbers of the layers of a table of tensors."""
     kinds = family.config.get("layer_types", [])
     return [
         i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table
@@ -82,13 +84,16 @@ def _layers(family: Family, table: str) -> list[int]:
 
 
 def _mistake(family: Family, stem: str) -> str:
-    """What no type can say about a family file; empty if all is well."""
+    """Return a mistake in a family file that its types do not exclude; "" if there is none."""
     config = family.config
     kinds = config.get("layer_types", [])
     if family.id != stem:
         return f"id is {family.id!r}, but the file is {stem}.toml"
     if (config.get("sliding_window") or 0) != family.sliding_window:
-        return f"sliding_window is {family.sliding_window}, but config.sliding_window is {config.get('sliding_window')}"
+        return (
+            f"sliding_window is {family.sliding_window}, but config.sliding_window is "
+            f"{config.get('sliding_window')}"
+        )
     if family.block_size < 1:
         return "block_size must be above 0"
     if not isinstance(config.get("num_hidden_layers"), int):
@@ -102,5 +107,8 @@ def _mistake(family: Family, stem: str) -> str:
             if ("{i}" in name) == (table == "once"):
                 return f"tensors.{table}: {name!r} must {'not ' if table == 'once' else ''}contain {{i}}"
             if not tensor.shape or min(tensor.shape) < 1 or tensor.std < 0:
-                return f"tensors.{table}: {name!r} needs a shape of numbers above 0, and a std that is not negative"
+                return (
+                    f"tensors.{table}: {name!r} needs a shape of numbers above 0, and a std that is not "
+                    "negative"
+                )
     return ""

@@ -1,7 +1,9 @@
-"""The geometries: which layers the KV cache of a real model has, read from `geometries/*.toml`. Errors name the file and the key.
+"""Geometries: the layers that have KV in real models, read from `geometries/*.toml`. Errors name the file
+and the key.
 
-A geometry is what decides where KV lies: kinds of layers in order, KV heads, head sizes, windows, sizes of states. Weights and what does
-not touch the KV are left out. `config` is config.json as far as vLLM's ModelConfig needs it; the two are checked against each other.
+A geometry holds what decides where KV lies: the kinds of layers in order, KV heads, head sizes, windows,
+sizes of states. It holds no weights. `config` is the part of config.json that vLLM's ModelConfig needs; the
+loader checks that both agree.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ FOLDER = Path(__file__).with_name("geometries")
 
 
 class GeometryError(ValueError):
-    """A geometry file is wrong. The message names the file and the key."""
+    """Error: a geometry file is wrong. The message names the file and the key."""
 
 
 class FullAttention(
@@ -24,7 +26,7 @@ class FullAttention(
 ):
     """Attention over all tokens. A row is one token's K or V of one head: `head_size` elements."""
 
-    name: str  # of the layer in vLLM; {i} is its number in the whole model, drafts included
+    name: str  # of the layer in vLLM; {i} is its number in the whole model, with the draft
     kv_heads: int  # in the whole model, before tensor parallelism
     head_size: int  # elements
 
@@ -41,11 +43,11 @@ class SlidingWindow(
 
 
 class Mla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mla"):
-    """Latent attention: one row a token instead of K and V heads, the same on every tensor parallel rank."""
+    """Latent attention: one row per token instead of K and V heads, the same on every TP rank."""
 
     name: str
     kv_lora_rank: int  # elements of the compressed K and V
-    rope_head_size: int  # elements of the rotary part, which follow
+    rope_head_size: int  # elements of the rotary part, which follows
 
     @property
     def head_size(self) -> int:
@@ -54,9 +56,11 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="state"):
-    """A state of fixed size: the inputs of the last `kernel` - 1 tokens of a convolution over Q, K and V, and one matrix a value head.
+    """A state of fixed size: the inputs of the last `kernel` - 1 tokens of a convolution over Q, K and V,
+    and one matrix per value head.
 
-    Q and K have `key_heads` heads of `head_k` channels each, V has `value_heads` of `head_v`; the matrix is `head_v` x `head_k`.
+    Q and K have `key_heads` heads of `head_k` channels each, V has `value_heads` of `head_v`; the matrix is
+    `head_v` x `head_k`.
     """
 
     name: str
@@ -80,7 +84,7 @@ Kind: TypeAlias = Attention | State
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Consecutive layers: the words of `kinds`, `times` times over."""
+    """Consecutive layers: the words of `kinds`, repeated `times` times."""
 
     times: int
     kinds: tuple[str, ...]
@@ -97,15 +101,14 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One real model as its KV cache sees it."""
+    """One real model, described by the layers of its KV cache."""
 
     id: str  # "gemma3_1b"; also the name of its file
     title: str
     family: str  # of its architecture: "gemma3"
-    source: str  # where the numbers come from: repository and file on the hub; model file of vLLM; what could not be confirmed
-    dtype: Literal[
-        "bfloat16", "float16", "float32"
-    ]  # of the model, and of the KV unless the engine is told otherwise
+    # of the numbers: repository and file on the hub, model file of vLLM, and what is not confirmed
+    source: str
+    dtype: Literal["bfloat16", "float16", "float32"]  # of the model, and of its KV by default
     kinds: dict[str, Kind]
     layers: tuple[Run, ...]
     draft_layers: tuple[Run, ...] = ()
@@ -115,12 +118,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @functools.cache
 def load_geometries() -> dict[str, Geometry]:
-    """All geometries by id, sorted. Raises GeometryError if a file is wrong."""
+    """Return all geometries by id, sorted. Raises GeometryError if a file is wrong."""
     return {path.stem: read_geometry(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def read_geometry(path: Path) -> Geometry:
-    """Read one geometry file. Raises GeometryError naming the file and the key; OSError if it cannot be read."""
+    """Read one geometry file. Raises GeometryError naming the file and the key; OSError if it cannot be
+    read.
+    """
     try:
         geometry = msgspec.toml.decode(path.read_bytes(), type=Geometry)
     except msgspec.MsgspecError as error:
@@ -131,7 +136,7 @@ def read_geometry(path: Path) -> Geometry:
 
 
 def expand_layers(geometry: Geometry) -> list[Layer]:
-    """Every layer that has KV, in the model's order, the draft's last."""
+    """Return every layer that has KV: in the order of the model, then those of the draft."""
     own, draft = _words(geometry.layers), _words(geometry.draft_layers)
     return [
         Layer(
@@ -150,7 +155,7 @@ def _words(runs: tuple[Run, ...]) -> list[str]:
 
 
 def _mistake(geometry: Geometry, stem: str) -> str:
-    """What no type can say about a geometry file; empty if all is well."""
+    """Return a mistake in a geometry file that its types do not exclude; "" if there is none."""
     if geometry.id != stem:
         return f"id is {geometry.id!r}, but the file is {stem}.toml"
     for table in ("layers", "draft_layers"):
@@ -188,7 +193,7 @@ def _mistake(geometry: Geometry, stem: str) -> str:
 
 
 def _config_mistake(table: str, config: dict[str, Any], kinds: list[Kind]) -> str:
-    """Where config.json says something else than the kinds of its layers."""
+    """Return how config.json contradicts the kinds of its layers; "" if it does not."""
     for key in ("architectures", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         if key not in config:
             return f"{table}.{key} is missing"
@@ -197,24 +202,27 @@ def _config_mistake(table: str, config: dict[str, Any], kinds: list[Kind]) -> st
             f"{table}.num_hidden_layers is {config['num_hidden_layers']}, but there are {len(kinds)} layers"
         )
     for kind in kinds:
-        for key, value in _said(kind, config).items():
+        for key, value in _implied_config(kind, config).items():
             if config.get(key) != value:
-                return f"{table}.{key} is {config.get(key)}, but a layer of type {kind.__struct_config__.tag} has {value}"
+                return (
+                    f"{table}.{key} is {config.get(key)}, but a layer of type "
+                    f"{kind.__struct_config__.tag} has {value}"
+                )
     return ""
 
 
-def _said(kind: Kind, config: dict[str, Any]) -> dict[str, Any]:
-    """What a kind makes of keys of config.json."""
+def _implied_config(kind: Kind, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of config.json that a kind implies."""
     if isinstance(kind, Mla):
         return {"kv_lora_rank": kind.kv_lora_rank, "qk_rope_head_dim": kind.rope_head_size}
     if isinstance(kind, State):
         if kind.mechanism == "kda":
-            said = {
+            implied = {
                 "num_heads": kind.value_heads,
                 "head_dim": kind.head_v,
                 "short_conv_kernel_size": kind.kernel,
             }
-            return {"linear_attn_config": {**config.get("linear_attn_config", {}), **said}}
+            return {"linear_attn_config": {**config.get("linear_attn_config", {}), **implied}}
         return {
             "linear_num_key_heads": kind.key_heads,
             "linear_key_head_dim": kind.head_k,
@@ -223,11 +231,11 @@ def _said(kind: Kind, config: dict[str, Any]) -> dict[str, Any]:
             "linear_conv_kernel_dim": kind.kernel,
             "mamba_ssm_dtype": kind.ssm_dtype,
         }
-    said = {"num_key_value_heads": kind.kv_heads}
+    implied = {"num_key_value_heads": kind.kv_heads}
     if "head_dim" in config:
-        said["head_dim"] = kind.head_size
+        implied["head_dim"] = kind.head_size
     elif config.get("hidden_size") != kind.head_size * config["num_attention_heads"]:
-        said["hidden_size"] = kind.head_size * config["num_attention_heads"]
+        implied["hidden_size"] = kind.head_size * config["num_attention_heads"]
     if isinstance(kind, SlidingWindow):
-        said["sliding_window"] = kind.window
-    return said
+        implied["sliding_window"] = kind.window
+    return implied

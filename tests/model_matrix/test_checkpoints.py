@@ -209,7 +209,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert child.stderr.splitlines()[-1] == (
         "model_matrix.checkpoints.CheckpointError: cannot write the llama checkpoint to "
         f"{tmp_path / 'checkpoints'}: File too large; "
-        "make room there, or set KVCONFORM_CACHE_DIR to a writable folder"
+        "free space there, or set KVCONFORM_CACHE_DIR to a writable folder"
     )
     assert os.listdir(tmp_path / "checkpoints") == [".lock"]
 
