@@ -30,9 +30,8 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     HarnessError.
     """
     top = (subject.module or "").partition(".")[0]
-    if (
-        top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None
-    ):  # said at once, not after vLLM is loaded
+    # A missing module is reported at once, not after vLLM is loaded.
+    if top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
         raise BadSubject(
             f"there is no module {top!r} (looked in the current folder and in this Python's packages)"
         )

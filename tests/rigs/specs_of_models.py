@@ -100,7 +100,7 @@ def config_of(
 
 
 def build(config: VllmConfig) -> dict[str, Any]:
-    """Layer name -> spec, as the model's layers say after the platform has settled the block size."""
+    """Layer name -> spec that the model's layer returns, after the platform has chosen the block size."""
     models = [config.model_config]
     if config.speculative_config:
         models.append(config.speculative_config.draft_model_config)
