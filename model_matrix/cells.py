@@ -26,7 +26,10 @@ class MatrixError(ValueError):
 
 
 class UnknownName(ValueError):
-    """A word that names no matrix, family or topology. The message has the nearest valid word and all of them."""
+    """A word that names no matrix, family or topology.
+
+    The message has the nearest valid word and all of them.
+    """
 
 
 class Place(NamedTuple):
@@ -81,10 +84,11 @@ Matrices = TypeVar("Matrices", EngineMatrices, SetupMatrices, ByteMatrices)
 
 
 def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
-    """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose everything.
+    """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose
+    everything.
 
-    A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can have no cell
-    in common: then the list is empty. Raises UnknownName.
+    A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can
+    have no cell in common: then the list is empty. Raises UnknownName.
     """
     _know("matrix", matrix, MATRICES)
     chosen = _places(matrix)

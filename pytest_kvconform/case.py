@@ -1,4 +1,7 @@
-"""`@case` is the only way to become a case of the suite. A case is a function of a bench; its variants are data."""
+"""`@case` is the only way to become a case of the suite.
+
+A case is a function of a bench; its variants are data.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ from pytest_kvconform.result import Cell, Evidence
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
-# Tier -> rigs of its cases. A case that names no rig runs on the only one of its tier. Cells of a rig: model_matrix/<rig>.toml.
+# Tier -> rigs of its cases. A case that names no rig runs on the only one of its tier. Cells of a rig:
+# model_matrix/<rig>.toml.
 RIGS_OF_TIERS = {
     "interface": ("scheduler",),
     "protocol": ("scheduler", "peers"),
     "bytes": ("bytes",),
     "engine": ("engine",),
 }
-# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation, Blocked,
-# NotApplicable or HarnessError. The registered body of a case of the scheduler rig returns a CaseEnd.
+# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation,
+# Blocked, NotApplicable or HarnessError. The registered body of a case of the scheduler rig returns a
+# CaseEnd.
 Body = Callable[..., Evidence | CaseEnd]
 
 
@@ -49,9 +54,10 @@ def case(
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 
-    The function is called as `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is called as
-    `body(rig, variant)` in a process of its own that has vLLM, see pytest_kvconform/rigs/scheduler/rig.py; the variant
-    travels there. Raises ValueError if the rig has to be named and is not.
+    The function is called as `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is
+    called as `body(rig, variant)` in a process of its own that has vLLM, see
+    pytest_kvconform/rigs/scheduler/rig.py; the variant travels there. Raises ValueError if the rig has to be
+    named and is not.
     """
 
     def register(body: Body) -> Body:

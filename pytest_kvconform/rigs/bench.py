@@ -34,8 +34,8 @@ __all__ = [
 class Bench:
     """One bench for each pytest process. A case asks a part of it for an observation in the current cell.
 
-    `engine`, `bytes`, `faults`, `peers` and `scheduler` are the benches of the rigs (`faults` and `peers` belong to the
-    rig "peers"). Engines start when a case first asks for them.
+    `engine`, `bytes`, `faults`, `peers` and `scheduler` are the benches of the rigs (`faults` and `peers`
+    belong to the rig "peers"). Engines start when a case first asks for them.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class Bench:
         facts: SubjectFacts,
         progress: Callable[[str], None],
     ):
-        """`address`: of the zygote. Raises Blocked if the installed vLLM does not run on the device that was asked for."""
+        """`address`: of the zygote.
+
+        Raises Blocked if the installed vLLM does not run on the device that was asked for.
+        """
         if settings.device not in ("auto", facts.device):
             raise Blocked(
                 f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
@@ -71,7 +74,8 @@ class Bench:
             )
         if subject.not_shared and subject.requires_device == self.facts.device:
             raise Blocked(
-                f"{subject.connector} keeps what it saves {subject.not_shared}, and the byte tier loads on a second engine"
+                f"{subject.connector} keeps what it saves {subject.not_shared}, "
+                "and the byte tier loads on a second engine"
             )
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
-"""What every bench of a run needs: the zygote's address, the subject, deadlines, names, and the fields of KVTransferConfig.
+"""What every bench of a run needs: the zygote's address, the subject, deadlines, names, and the fields of
+KVTransferConfig.
 
-`RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent. A bench
-registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are running.
+`RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent.
+A bench registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are
+running.
 
-This module has the only places that merge the user's configuration with the suite's, that name the ports of an engine,
-and that ask for a short lease.
+This module has the only places that merge the user's configuration with the suite's, that name the ports of
+an engine, and that ask for a short lease.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class RunContext:
         return transfer_config(self.subject, role, self.facts.device, **more)
 
     def lease_s(self, asked_s: float) -> float:
-        """Seconds for which P keeps blocks that no peer reads, in engines for which `asked_s` is asked for."""
+        """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
         extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
         return float(extra.get(self.subject.lease or LEASE_KEY, DEFAULT_LEASE_S))
 
@@ -137,8 +139,8 @@ class RunContext:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end."""
         if self.has_long_lease(asked_s):
             raise Blocked(
-                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: declare `lease`, the key of "
-                f"kv_connector_extra_config for these seconds, and the suite asks for {asked_s:.0f} s"
+                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: declare `lease`, "
+                f"the key of kv_connector_extra_config for these seconds, and the suite asks for {asked_s:.0f} s"
             )
 
 
@@ -154,8 +156,8 @@ def transfer_config(
 ) -> dict[str, Any]:
     """The fields of vLLM's KVTransferConfig for one side. The user's configuration wins over the suite's.
 
-    `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector declares the
-    key for it. `policy`: kv_load_failure_policy; it wins over the user's.
+    `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector
+    declares the key for it. `policy`: kv_load_failure_policy; it wins over the user's.
     """
     extra: dict[str, Any] = {}
     if subject.module is None and subject.connector.startswith("Nixl"):

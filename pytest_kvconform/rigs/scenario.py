@@ -1,4 +1,4 @@
-"""Scenarios: what is handed over, as data. One scenario is one variant of every engine case."""
+"""Scenarios, transfers and faults: what is handed over, as data. One of them is one variant of a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treat
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. `warm` tokens of it stand in D's own prefix cache before the hand-over."""
+    """One prompt. D's own prefix cache has the first `warm` tokens before the hand-over."""
 
     tokens: tuple[int, ...]
     warm: int = 0
@@ -28,7 +28,8 @@ class Scenario:
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     abort: str = ""  # "prefill": P's request; "waiting", "loading": D's
     measure_noise: bool = False  # run the oracle twice even if subject and oracle agree to the last bit
-    due: bool = True  # whether KV has to move: D computes the last token itself, and hits whole blocks in its own cache
+    # whether KV must move: D computes the last token itself, and finds whole blocks in its own cache
+    due: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -39,7 +40,10 @@ class Scenario:
 
 
 def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-    """A prompt of pseudo-random tokens; prompts of different seeds agree in the first `shared` tokens and differ at the next."""
+    """A prompt of pseudo-random tokens.
+
+    Prompts of different seeds agree in the first `shared` tokens and differ at the next.
+    """
     size = len(VOCABULARY)
     return tuple(
         VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size]
@@ -56,35 +60,39 @@ TWICE, LATE, NEVER, REVERSED = "twice", "late", "never", "reversed"
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """What the transport of one engine does wrong. The default: nothing.
 
-    An engine may get several of these records; for each transfer the first one that fits holds. A round of a transfer is
-    one question for its state, see peers/faulty_nixl.py.
+    An engine may get several of these records; for each transfer the first one that fits holds. A round of a
+    transfer is one question for its state, see peers/faulty_nixl.py.
     """
 
     ranks: tuple[int, ...] = ()  # tensor parallel ranks that it is for; empty: all
-    # Numbers of the transfers of each NIXL agent that it is for, counted from 0 since these faults were set; empty: all.
+    # Numbers of the transfers of each NIXL agent that it is for, counted from 0 since these faults were set;
+    # empty: all.
     transfers: tuple[int, ...] = ()
     hold: int = 0  # rounds before a transfer is begun, or before it fails; until then its state is "PROC"
     late: int = 0  # rounds for which the state of a completed transfer is still "PROC"
     fail: str = ""  # STATUS, POST or POLL: no byte is moved
-    # Rounds after a failure in which the handle cannot be released, and after which the bytes are moved all the same.
+    # Rounds after a failure in which the handle cannot be released, and after which the bytes are moved all
+    # the same.
     linger: int = 0
     notifications: str = (
         ""  # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
     )
-    # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that REVERSED waits for another one.
+    # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that REVERSED waits for
+    # another one.
     delay: int = 0
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What the byte rig hands over: prompts whose every byte of KV is known beforehand."""
+    """What the byte rig hands over: prompts of which every byte of KV is known beforehand."""
 
     name: str  # the last word of a case's id
     prompts: tuple[Prompt, ...]
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
     reuse: bool = False  # P overwrites blocks the moment they are free
-    says: int = 1  # tokens P generates before it hands over
-    preempt: str = ""  # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
+    generates: int = 1  # tokens P generates before it hands over
+    # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
+    preempt: str = ""
     faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
     fails: bool = False  # whether the faults let the load of a request fail
     policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults

@@ -211,7 +211,7 @@ def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Said]) -> None:
     blocked = {
         name
         for name, (outcome, reason) in said.items()
-        if outcome == "BLOCKED" and "P may keep what nobody has read for 30 s" in reason
+        if outcome == "BLOCKED" and "P may keep blocks that no peer has read for 30 s" in reason
     }
     assert blocked == {
         *TOO_LATE.split(),

@@ -14,7 +14,8 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.scenario import Transfer
 
-# Times the deadline of a call: one call may compare hundreds of megabytes, and name what millions of wrong words share.
+# Times the deadline of a call: one call may compare hundreds of megabytes, and name what millions of wrong
+# words share.
 SLOW_CALLS = 4
 
 
@@ -30,17 +31,18 @@ class ByteBench:
         self.context = context
         self.pairs = EnginePairs(context, ByteEngineHandle, call_deadline(context))
         self._observations: dict[tuple[Cell, str], TransferObservation] = {}
-        # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and the reason.
-        # The key None stands for all cells.
+        # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
+        # the reason. The key None stands for all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        # Cells in which no further transfer runs: the id of the case that says why, and whether the connector declined cleanly.
+        # Cells in which no further transfer runs: the id of the case that says why, and whether the connector
+        # declined cleanly.
         self._over: dict[Cell, tuple[str, bool]] = {}
 
     def observe(self, cell: Cell, transfer: Transfer, longest: int) -> TransferObservation:
         """The observation of a transfer in a cell; runs it on first use.
 
-        `longest` is the largest number of tokens at once in this cell. Raises Blocked if the transfer cannot run, or if an
-        earlier transfer of the cell was refused or did not end.
+        `longest` is the largest number of tokens at once in this cell. Raises Blocked if the transfer cannot
+        run, or if an earlier transfer of the cell was refused or did not end.
         """
         key = (cell, transfer.name)
         if key not in self._observations:
@@ -72,7 +74,10 @@ class ByteBench:
         return found
 
     def _engines(self, cell: Cell, longest: int) -> tuple[ByteEngineHandle, ByteEngineHandle]:
-        """P and D of a cell, running. Raises EngineFailed, or Blocked or NotApplicable where the connector is excused."""
+        """P and D of a cell, running.
+
+        Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
+        """
         self._raise_excuse(cell)
         try:
             return self.pairs.pair(
@@ -100,5 +105,5 @@ class ByteBench:
         states = any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
         unified = failed.how == "refused" and "KV cache specs to one unified type" in reason
         if subject.profile == "store" and states and not facts.supports_hma and unified:
-            sentence = f"{facts.name} does not inherit SupportsHMA, and without it vLLM starts no model with states: {reason}"
-            self._excused[cell] = NotApplicable, sentence
+            why = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
+            self._excused[cell] = NotApplicable, f"{facts.name} {why}: {reason}"

@@ -1,4 +1,4 @@
-"""One rank's judgement: what a load owes, and what stands in the whole pool instead."""
+"""The checks of one rank: what a load has to bring, against what the whole pool holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Groups:
     def state_slot(self, table: Array, tokens: int, group: int) -> int:
         """The block that holds the state after `tokens` tokens; 0: none.
 
-        Without prefix caching a request has one. Otherwise (mamba_cache_mode "align", v1/worker/mamba_utils.py) a state stays in the block
-        in which its last token lies, and the next step goes on from there, in the next block if that one is full.
+        Without prefix caching a request has one such block. Otherwise (mamba_cache_mode "align",
+        v1/worker/mamba_utils.py) a state stays in the block of its last token. The next step continues from
+        there, in the next block if that one is full.
         """
         return (
             int(table[min((max(tokens, 1) - 1) // self.block_sizes[group], len(table) - 1)])
@@ -50,26 +51,30 @@ class Groups:
 class Unwritten:
     """Bytes that were due at the check of a request and had not been written."""
 
-    where: Array  # bool [byte] of the storage, eight to a byte; words as a whole, although a byte of them may have been right by accident
+    # bool [byte] of the storage, eight to a byte. Always whole words, although some bytes may be right by
+    # accident.
+    where: Array
     want: Array  # uint8, what was due there
-    held: dict[str, Array]  # as `compare_pool` had them
+    held: dict[str, Array]  # as for `compare_pool`
     due: dict[str, Array]
 
 
 class PoolChecker:
-    """Keeps the checks of one rank."""
+    """Compares one rank's pool with its shadow, and keeps the checks."""
 
     def __init__(self, memory: Memory, groups: Groups, store: bool = False):
         self.memory, self.groups, self.store = memory, groups, store
         self.regions = [region for of_layer in memory.regions.values() for region in of_layer]
         self.checks: list[Check] = []
-        self.unwritten: dict[str, Unwritten] = {}  # request -> what a second look is to find
+        self.unwritten: dict[str, Unwritten] = {}  # request -> bytes that may come later
         self.failed: set[int] = (
             set()
         )  # blocks whose load the connector reported as failed, until a check has said so
 
     def check_loads(self, work: StepWork) -> None:
-        """Compare everything with what should be there, now that the loads of some requests are said to be complete."""
+        """Compare the pool with its shadow when loads are reported as complete, before the step reads what
+        was loaded.
+        """
         self.memory.fetch()
         for load in work.load_checks:
             started = time.perf_counter()
@@ -86,7 +91,10 @@ class PoolChecker:
             self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
 
     def audit(self, groups: Array, loading: Array) -> Check:
-        """Compare everything now. `groups`: per block the group whose content it has; `loading`: blocks that loads may write."""
+        """Compare the pool with its shadow now.
+
+        `groups`: per block the group whose content it has; `loading`: blocks that loads may write.
+        """
         started = time.perf_counter()
         self.memory.fetch()
         self.memory.accept(loading)
@@ -109,9 +117,12 @@ class PoolChecker:
         loading: Array,
         request: str = "",
     ) -> Check:
-        """Compare the whole storage. What is found is reported once: from here on it is what should be there.
+        """Compare the whole storage with its shadow.
 
-        `loading`: blocks that other loads may be writing at this very moment, from another process if P pushes.
+        A difference is reported once: then the shadow takes over what was found.
+
+        `loading`: blocks that other loads may be writing at this very moment, from another process if P
+        pushes.
         """
         memory = self.memory
         held = memory.held(self.groups.of, groups, first)
@@ -122,7 +133,7 @@ class PoolChecker:
             if not pool.wrong:
                 break
             memory.fetch(loading)
-            if memory.still_as_accepted(loading):  # so nobody was writing, and what was found is so
+            if memory.still_as_accepted(loading):  # no load was writing, so the comparison holds
                 break
             memory.accept(loading)
         if due is not None and pool.words.keys() == {UNWRITTEN}:
@@ -133,12 +144,15 @@ class PoolChecker:
         return Check(rank=memory.rank, pool=pool)
 
     def _second_look(self) -> tuple[str, ...]:
-        """Requests that lacked words at their check and now have them all; from here on these are what should be there."""
+        """Requests that lacked words at their check and have them all by now.
+
+        The shadow takes these words over.
+        """
         memory, late = self.memory, []
         for request, late_bytes in self.unwritten.items():
             where = np.unpackbits(late_bytes.where, count=len(memory.storage)).view(bool)
             if np.array_equal(memory.storage[where], memory.shadow[where]):
-                continue  # nothing has come since
+                continue  # nothing was written since
             should = memory.shadow.copy()
             should[where] = late_bytes.want
             if not compare_pool(
@@ -150,7 +164,11 @@ class PoolChecker:
         return tuple(late)
 
     def _expect(self, load: LoadCheck) -> tuple[int, int, dict[str, Array], list[Missing]]:
-        """Put what is due into the shadow. Returns rows and bytes of it, its blocks as the layers' regions count them, what is missing."""
+        """Put what is due into the shadow.
+
+        Returns rows and bytes that are due, their blocks as the layers' regions count them, and what is
+        missing.
+        """
         memory, groups, rows, size = self.memory, self.groups, 0, 0
         due: dict[str, Array] = {}
         missing: dict[int, tuple[int, tuple[int, ...]]] = {}  # group -> window, tokens
@@ -186,11 +204,11 @@ class PoolChecker:
                 rows + len(span.tokens) * math.prod(region.shape[2:4]),
                 size + len(span.tokens) * math.prod(region.shape[2:]),
             )
-        said = [
+        nulls = [
             Missing(group, groups.layers[group], window, groups.block_sizes[group], tokens)
             for group, (window, tokens) in sorted(missing.items())
         ]
-        return rows, size, due, said
+        return rows, size, due, nulls
 
     def _expect_tokens(self, region: Region, span: _Span, ranks: Array) -> None:
         """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
@@ -198,7 +216,7 @@ class PoolChecker:
             found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])["engine"]
             parts = [
                 (engine, (found == 1) == bool(engine)) for engine in (0, 1)
-            ]  # a store may give D back what D itself has saved
+            ]  # a store may return to D what D itself has saved
         else:
             parts = [(0, np.ones(len(span.tokens), dtype=bool))]
         starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
@@ -224,7 +242,7 @@ class PoolChecker:
                     )
 
     def _writer_of_state(self, region: Region, slot: int) -> int:
-        """Which engine has to have computed a state: P, but a store may give D back what D itself has saved."""
+        """The engine that must have computed a state: P, or from a store also D itself."""
         if not self.store:
             return 0
         word = np.zeros((1, 8), dtype=np.uint8)
@@ -241,7 +259,7 @@ class PoolChecker:
     def _ranks(self, layers: list[tuple[str, _Span]]) -> list[Array]:
         """For each layer which rank of P every head came from, as the row of one token says: int [head].
 
-        Which of the ranks that have a row it came from does not matter; guessing it right is what makes the comparison fast.
+        If several ranks have a row, any of them is right. A right guess makes the comparison fast.
         """
         words = [
             self._first_words(self.memory.regions[name][0], span.blocks[:1], span.tokens[:1])[0]
@@ -260,7 +278,7 @@ def _whole_words(mask: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Span:
-    """What layers of one group and window are owed."""
+    """What is due for layers of one group and window."""
 
     tokens: Array  # positions
     blocks: Array  # of each token
@@ -271,8 +289,8 @@ class _Span:
 
 def _span(load: LoadCheck, group: int, window: int, size: int) -> _Span:
     first = max(load.local, load.computed - window + 1 if window else 0)
-    # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and the window of a later request
-    # that hits it may begin earlier.
+    # A block in which the window begins is due from its own first token: D puts it into its prefix cache, and
+    # the window of a later request that hits it may begin earlier.
     tokens = np.arange(max(load.local, first // size * size if load.cached else first), load.computed)
     blocks = load.tables[group][tokens // size]
     gone = tuple(tokens[(blocks == 0) & (tokens >= first)].tolist())

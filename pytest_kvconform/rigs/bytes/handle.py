@@ -1,4 +1,4 @@
-"""A handle on a pattern engine in a process of its own. Every call has a deadline, see `engine.EngineHandle`."""
+"""The handle on a byte engine in a process of its own. Every call has a deadline, see `EngineHandle`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pytest_kvconform.rigs.engine.handle import EngineHandle
 
 
 class ByteEngineHandle(EngineHandle):
-    """One pattern engine. Methods mirror `byte_process.ByteEngineProcess`; every one raises EngineFailed when the process cannot answer."""
+    """A handle on one byte engine. Methods are those of `bytes.process.ByteEngineProcess`."""
 
     target = "pytest_kvconform.rigs.bytes.process:serve"
 
@@ -17,11 +17,13 @@ class ByteEngineHandle(EngineHandle):
         self.ranks = spec.tensor_parallel
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
-        """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
+        """The checks of a request, once: one per rank for each load, made before the first forward that reads
+        what was loaded.
+        """
         return self.call("pop_checks", request_id)
 
     def audit(self) -> tuple[Check, ...]:
-        """The whole pool of every rank against what should be there. What differs is reported once."""
+        """The whole pool of every rank against what it should hold. A difference is reported once."""
         return self.call("audit")
 
     def source(self) -> Source:
@@ -33,9 +35,9 @@ class ByteEngineHandle(EngineHandle):
         self.call("preempt", request_id)
 
     def reuse(self, on: bool) -> None:
-        """From now on overwrite blocks the moment they become free, or no longer."""
+        """Overwrite blocks the moment they are freed, from now on or no longer."""
         self.call("reuse", on)
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
-        """Spoil a byte of one rank's pool: for tests of the rig."""
+        """Corrupt a byte of one rank's pool: for tests of the rig."""
         self.call("flip", rank, layer, block, byte)

@@ -1,4 +1,4 @@
-"""One transfer on two pattern engines, from prompts to what every rank of D found in its pool."""
+"""One transfer on two byte engines, from prompts to the checks of every rank of D."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itsel
 
 @dataclass(frozen=True)
 class Received:
-    """One request: what was done with it, and what stood in D's pools before the first forward that read loaded KV."""
+    """One request: what was done with it, and the checks of D's pools before the first forward that reads
+    loaded KV.
+    """
 
     name: str
     length: int  # tokens of the prompt
@@ -37,7 +39,7 @@ class Received:
 
 @dataclass(frozen=True)
 class TransferObservation:
-    """All that one transfer showed. Cases judge it; nothing is judged here."""
+    """All that was observed in one transfer. Cases judge it; nothing is judged here."""
 
     transfer: Transfer
     prefiller: EngineFacts
@@ -56,14 +58,16 @@ class TransferObservation:
 
     @property
     def refused(self) -> str:
-        """Why the connector gave up the requests, if it ended them with an error; "" otherwise."""
+        """Why the connector refused all requests, if it ended them with an error; "" otherwise."""
         if all(r.finish != "error" for r in self.requests):
             return ""
         return self.logged[-1] if self.logged else "no engine logged a reason"
 
     @property
     def declined(self) -> bool:
-        """Whether the connector gave requests up, and did nothing worse: no engine failed, nothing is stuck, no word of D's is wrong."""
+        """Whether the connector refused requests cleanly: no engine failed, no request is stuck, no word of
+        D's is wrong.
+        """
         clean = not (self.failed or self.stuck) and not any(
             check.pool.wrong for r in self.requests for check in r.checks
         )
@@ -78,33 +82,34 @@ def observe_transfer(
     ids: Callable[[], str],
     store: bool = False,
 ) -> TransferObservation:
-    """Run one transfer. A failure of an engine is part of what is seen.
+    """Run one transfer. A failure of an engine is part of the observation.
 
-    `store`: nobody hands anything over. P computes and saves, and D, which has nothing, looks for it.
+    `store`: P computes and saves, and D, whose cache is empty, finds it in the store. No kv_transfer_params
+    travel.
     """
-    transfer = replace(transfer, prompts=unheard_of(transfer.prompts)) if store else transfer
+    transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
     started = time.monotonic()
     logs = [(engine, engine.process.position()) for engine in (p, d)]
-    seen = TransferObservation(transfer, p.facts, d.facts)
+    observed = TransferObservation(transfer, p.facts, d.facts)
     try:
-        seen = _run(seen, p, d, limits, ids(), store)
+        observed = _run(observed, p, d, limits, ids(), store)
     except EngineFailed as failed:
-        seen = replace(seen, failed=failed)
+        observed = replace(observed, failed=failed)
     logged = tuple(
         f"{engine.role}: {line}" for engine, since in logs for line in engine.process.exceptions(since)
     )
-    return replace(seen, logged=logged, seconds=time.monotonic() - started)
+    return replace(observed, logged=logged, seconds=time.monotonic() - started)
 
 
 def _run(
-    seen: TransferObservation,
+    observed: TransferObservation,
     p: ByteEngineHandle,
     d: ByteEngineHandle,
     limits: Deadlines,
     salt: str,
     store: bool,
 ) -> TransferObservation:
-    transfer = seen.transfer
+    transfer = observed.transfer
     deadline = time.monotonic() + limits.request
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
@@ -120,10 +125,10 @@ def _run(
         p.preempt(sources[0].id)
     stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
     if stuck:
-        return replace(seen, stuck=stuck)
+        return replace(observed, stuck=stuck)
     source = p.source()
     if store:
-        _release(p, d, limits.release)  # what is saved in the background keeps its blocks until then
+        _release(p, d, limits.release)  # saving in the background holds blocks
     for i, prompt in enumerate(transfer.prompts):  # only now, so that P finds nothing that D has saved
         if prompt.warm:
             warm = make(i, "w", tokens=prompt.warm)
@@ -153,15 +158,17 @@ def _run(
         )
         for i, prompt in enumerate(transfer.prompts)
     )
-    seen = replace(seen, requests=received, stuck=stuck, source=source)
+    observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
-        return seen
+        return observed
     usage = _release(p, d, limits.release if not any(r.finish == "error" for r in received) else 0.0)
-    return replace(seen, usage=usage, audits=_both(p, d, "audit"))
+    return replace(observed, usage=usage, audits=_both(p, d, "audit"))
 
 
-def unheard_of(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """The same lengths and shared prefixes, in tokens that no store can have seen: one keeps what runs before this one have saved."""
+def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """Prompts of the same lengths and shared prefixes, in tokens that no store has: a store keeps what
+    earlier runs saved.
+    """
     shift = random.SystemRandom().choices(
         range(len(VOCABULARY)), k=max(len(prompt.tokens) for prompt in prompts)
     )
@@ -191,8 +198,10 @@ class _Requests:
         return ByteRequest(
             id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],
-            # One that still runs when it is preempted says two.
-            max_tokens={"p": self.transfer.says, "d": 2 if self.transfer.preempt == "D" else 1}.get(side, 1),
+            # A request that is preempted while it runs generates two.
+            max_tokens={"p": self.transfer.generates, "d": 2 if self.transfer.preempt == "D" else 1}.get(
+                side, 1
+            ),
             kv_transfer_params={"p": self.prefill, "d": handed.kv_transfer_params if handed else None}.get(
                 side
             ),
@@ -211,7 +220,9 @@ def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any
 
 
 def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """For each prompt and token the number of the first prompt with the same tokens up to and including this one; int [token] each."""
+    """For each prompt an int [token]: the number of the first prompt with the same tokens up to and including
+    this one.
+    """
     owners = []
     for number, prompt in enumerate(prompts):
         mine = np.full(len(prompt), number)
@@ -233,7 +244,10 @@ def _until_finished(
     ends: dict[str, Output],
     deadline: float,
 ) -> tuple[str, ...]:
-    """Step both engines until requests of the first have ended. Returns what is known of those that have not by the deadline."""
+    """Step both engines until requests of the first have ended.
+
+    Returns the status of requests that have not ended by the deadline.
+    """
     waiting = set(names)
     while waiting:
         for output in engine.step().outputs:
@@ -254,7 +268,10 @@ def _until_finished(
 
 
 def _release(p: ByteEngineHandle, d: ByteEngineHandle, seconds: float) -> tuple[Usage, Usage]:
-    """Step both engines until neither holds anything, or until time is up. Returns what they hold then."""
+    """Step both engines until neither holds a block or a request, or until time is up.
+
+    Returns what they hold then.
+    """
     deadline = time.monotonic() + seconds
     while True:
         d.step()

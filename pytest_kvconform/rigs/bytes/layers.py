@@ -1,6 +1,8 @@
-"""Stand-ins for a model's layers: no weights, but vLLM and connectors that ask are told the truth about the KV cache.
+"""Stand-ins for a model's layers: they have no weights, and describe the KV cache to vLLM and to connectors
+as real layers do.
 
-vLLM keeps its layers in `compilation_config.static_forward_context`; connectors take backends, specs and cache tensors from there.
+vLLM keeps its layers in `compilation_config.static_forward_context`. Connectors read backends, specs and
+cache tensors from there.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ class Layer(AttentionLayerBase):
 
 
 def make_layers(geometry: Geometry, spec: ByteEngineSpec, config: Any) -> dict[str, Layer]:
-    """Layer name -> stand-in, in the order of the model. Needs the current vLLM config to be set, since backends are chosen by it."""
+    """Layer name -> stand-in, in the order of the model.
+
+    The current vLLM config must be set: vLLM chooses backends by it.
+    """
     if spec.kernel_block:
         PackedBackend.kernel_blocks = (spec.kernel_block,)
     backends = {word: _backend(kind, spec, config) for word, kind in geometry.kinds.items()}
@@ -113,7 +118,9 @@ def smallest_kernel_block(backends: Any) -> int:
 
 
 def metadata(spec: Any, slots: np.ndarray) -> Any:
-    """What a connector may look at in the attention metadata of a layer: `slot_mapping`, one slot per scheduled token."""
+    """What a connector may look at in the attention metadata of a layer: `slot_mapping`, one slot per
+    scheduled token.
+    """
     made = object.__new__(MLACommonMetadata) if isinstance(spec, MLAAttentionSpec) else SimpleNamespace()
     made.slot_mapping, made.num_actual_tokens = torch.from_numpy(slots), len(slots)
     return made

@@ -1,7 +1,8 @@
-"""One rank's KV memory: what vLLM allocated (`storage`), what it should hold (`shadow`), and where in it every row lies.
+"""The KV memory of one rank: what vLLM allocated (`storage`), what that should hold (`shadow`), and where
+every row lies.
 
-Blocks are vLLM's logical blocks. `pages` are all bytes that belong to a block id, padding and the slots of layers that its group does not
-have included.
+Blocks are vLLM's logical blocks. `pages` are all bytes that belong to a block id, padding and the slots of
+layers that its group does not have included.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def regions_of(
 ) -> Any:
     """The rows of every layer, from the tensors that vLLM allocated: layer name -> tuple of Region.
 
-    `caches` are vLLM's views [block, head, token, content] of one allocation, `backends` the names of the attention backends, `conv` is the
-    layout of convolution states. Raises ValueError for a backend that cannot work in a layout.
+    `caches` are vLLM's views [block, head, token, content] of one allocation, `backends` the names of the
+    attention backends, `conv` is the layout of convolution states. Raises ValueError for a backend that
+    cannot work in a layout.
     """
     found: dict[str, tuple[Region, ...]] = {}
     for layer in expand_layers(geometry):
@@ -53,7 +55,8 @@ def regions_of(
         if backends[layer.name] in SPLIT:
             if token != content:
                 raise ValueError(
-                    f"{backends[layer.name]} keeps all K of a block before all V, and this layout has heads between tokens"
+                    f"{backends[layer.name]} keeps all K of a block before all V, "
+                    "and this layout has heads between tokens"
                 )
             strides = (block, width, head, tokens * width, 1)
         else:
@@ -73,8 +76,10 @@ def regions_of(
 def _state_regions(
     geometry: Geometry, layer: Any, offset: int, page: int, slots: int, tp: int, rank: int, conv: str
 ) -> list[Region]:
-    """DS: a row is a channel. SD: the channels of a head lie side by side for each token, so a row is a head and token * heads + head its
-    number.
+    """DS: a row is a channel.
+
+    SD: the channels of a head lie side by side for each token, so a row is a head and token * heads + head
+    its number.
     """
     regions = []
     for segment in state_segments(geometry, layer.kind, tp, "SD" if conv == "SD" else "DS"):
@@ -105,7 +110,7 @@ def _state_regions(
 
 
 class Memory:
-    """Storage and shadow. Everything that the pattern model writes goes to both."""
+    """Storage and shadow. What the stand-in for the model writes goes to both."""
 
     def __init__(
         self,
@@ -133,10 +138,11 @@ class Memory:
         else:
             poison(self.storage, engine, rank)
 
-    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the memory itself.
+    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the
+    # memory itself.
 
     def fetch(self, blocks: Array | None = None) -> None:
-        """Make `storage` say what these blocks (default: all) hold now."""
+        """Bring what these blocks (default: all) hold now into `storage`."""
         if self.device.is_cuda:
             if blocks is None:
                 self.storage[:] = self.device.cpu().numpy()
@@ -144,7 +150,9 @@ class Memory:
                 self.storage[start:end] = self.device[start:end].cpu().numpy()
 
     def flush(self, blocks: Array) -> None:
-        """Bring what was written to `storage` to the device: whole blocks, which nobody else may be writing now."""
+        """Bring what was written to `storage` to the device: whole blocks, which no transfer may be writing
+        now.
+        """
         if self.device.is_cuda:
             import torch
 
@@ -167,26 +175,26 @@ class Memory:
         ]
 
     def accept(self, blocks: Array) -> None:
-        """Whatever these blocks hold is right."""
+        """Take over into the shadow what these blocks hold."""
         if len(blocks):
             self.dirty[blocks] = True
             for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True):
                 should[blocks] = mine[blocks]
 
     def still_as_accepted(self, blocks: Array) -> bool:
-        """Whether these blocks still hold what was forgiven them."""
+        """Whether these blocks still hold what the shadow took over from them."""
         return all(
             np.array_equal(mine[blocks], should[blocks])
             for mine, should in zip(self.page_views(self.storage), self.page_views(self.shadow), strict=True)
         )
 
     def accept_all(self) -> None:
-        """Whatever stands anywhere is right."""
+        """Take over into the shadow what the whole storage holds."""
         self.dirty[:] = True
         self.shadow[:] = self.storage
 
     def poison(self, blocks: Array) -> None:
-        """Make these blocks look as if nobody had ever written to them."""
+        """Fill these blocks with poison, as before the first write."""
         blocks = blocks[self.dirty[blocks]]
         self.dirty[blocks] = False
         for start, end in self._spans(blocks):
@@ -223,7 +231,10 @@ class Memory:
         engine: int,
         rank: int,
     ) -> None:
-        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`. `shares`: `token_parts`."""
+        """Write the rows of `tokens` (positions) into logical `blocks` of each array of `to`.
+
+        `shares`: `token_parts`.
+        """
         size = region.block_size
         self.dirty[blocks] = True
         if region.shape[0] > self.num_blocks:  # the region counts kernel blocks
@@ -249,7 +260,10 @@ class Memory:
             view[slot] = rows
 
     def held(self, layers: dict[str, int], groups: Array, first: dict[int, Array]) -> dict[str, Array]:
-        """Layer -> the blocks of its regions whose content is its group's. `layers`: name -> group; `first`: blocks to name first."""
+        """Layer -> the blocks of its regions whose content is its group's.
+
+        `layers`: name -> group; `first`: blocks to name first.
+        """
         found: dict[tuple[int, int], Array] = {}  # group, kernel blocks to a block
         for name, group in layers.items():
             if (group, self.ratio(name)) not in found:
@@ -271,9 +285,12 @@ class Memory:
 
 
 def _pages(caches: dict[str, Any], num_blocks: int) -> list[tuple[int, int, int]]:
-    """Where the bytes of a block lie: (offset of block 0, bytes, stride). Layers of different groups share memory, so each counts once.
+    """Where the bytes of a block lie: (offset of block 0, bytes, stride).
 
-    Block-outermost layouts have one row a block with all layers in it; others one region a layer, or one a layer and head (LHBNC).
+    Layers of different groups share memory, so each counts once.
+
+    Block-outermost layouts have one row a block with all layers in it; others one region a layer, or one a
+    layer and head (LHBNC).
     """
     found: dict[int, tuple[int, int]] = {}
     for cache in caches.values():

@@ -1,4 +1,4 @@
-"""What travels between the harness, a pattern engine and its ranks. Frozen records, pickled; arrays are NumPy."""
+"""Records that travel between pytest, a byte engine and its ranks: frozen, pickled; arrays are NumPy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BACKEND, PACKED = "backend", "packed"
 
 
 class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build one pattern engine."""
+    """How to build one byte engine."""
 
-    role: str  # "P" prefills, "D" decodes; also what the bytes it computes say of who computed them
+    role: str  # "P" prefills, "D" decodes; the bytes that an engine computes name its role
     geometry: str  # id in model_matrix.geometries
     tensor_parallel: int
     block_size: int  # tokens; models with states: raised to what vLLM would choose
@@ -30,7 +30,8 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str = "auto"  # vLLM's kv_cache_dtype
     conv_layout: str = "DS"  # of convolution states: "DS" = (channel, token), "SD" = (token, channel)
     prefix_caching: bool = True
-    content: str = BACKEND  # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
+    # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
+    content: str = BACKEND
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
     store: bool = False  # loads may bring what either engine has computed and saved
@@ -38,15 +39,17 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ByteRequest(Request, frozen=True, kw_only=True):
-    """One request to a pattern engine."""
+    """One request to a byte engine."""
 
-    owners: np.ndarray  # int per prompt token: number of the first request of the run with the same tokens up to and including this one
+    # int per prompt token: number of the first request of the run with the same tokens up to and including
+    # this one
+    owners: np.ndarray
     number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What a request's next forward reads and its block table does not have: the entry is the null block."""
+    """Tokens that a request's next forward reads and whose entry in the block table is the null block."""
 
     group: int
     layers: tuple[str, ...]
@@ -61,7 +64,7 @@ class Check:
 
     rank: int
     pool: PoolComparison
-    request: str = ""  # whose loaded KV was due; empty: an audit
+    request: str = ""  # the request whose loaded KV was due; empty: an audit
     local: int = 0  # tokens [local, computed) were due, of window layers those that the next forward reads
     computed: int = 0
     rows_due: int = 0  # of attention, and channels of states; those that are missing not included
@@ -81,7 +84,7 @@ class Check:
         return not self.pool.wrong and not self.missing
 
 
-# ---- between an engine and its ranks ---------------------------------------------------------------------------------------------
+# ---- between an engine and its ranks -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class StepPart:
     end: int
     owners: np.ndarray  # int per token of [first, end)
     tables: tuple[np.ndarray, ...]  # block ids per group; 0 is the null block
-    token: int | None  # what it says; None: its prompt is not complete
+    token: int | None  # the token it generates; None: its prompt is not complete
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""The inside of a pattern engine's process: vLLM's real engine core, scheduler and KV cache manager, with ranks that have no model.
+"""A byte engine in a process of its own: vLLM's real EngineCore, Scheduler and KVCacheManager, with ranks
+that have no model.
 
-It is an `engine_process.EngineProcess` whose workers are `byte_worker.ByteWorker`: at tensor parallel size 1 in this process, as vLLM does,
-else one forked process a rank. This half knows which request has which blocks and says so to the ranks, step by step.
+Its workers are `bytes.worker.ByteWorker`: at tensor parallel size 1 in this process, as vLLM does, else one
+forked process a rank. The process knows which request has which blocks, and sends that to the ranks with each
+step (`StepWork`).
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """What the zygote calls in a child: see `engine_process.serve`."""
+    """Run the engine in a child of the zygote, see `engine.process.serve`."""
     engine_process.serve(connection, spec, ByteEngineProcess)
 
 
-def said(position: int) -> int:
-    """The token that the pattern model says after `position` tokens: a fixed function, so that requests with one prompt agree."""
+def token_after(position: int) -> int:
+    """The token that a byte engine generates after `position` tokens: a fixed function, so that requests with
+    one prompt agree.
+    """
     return 5 + position * 2654435761 % 2**32 % 491
 
 
 class ByteEngineProcess(engine_process.EngineProcess):
-    """One engine without a model."""
+    """One byte engine."""
 
     def __init__(self, spec: ByteEngineSpec):
         self.requests: dict[str, Any] = {}  # id -> ByteRequest
@@ -75,7 +79,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config
 
-    # ---- calls ----------------------------------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Hand a request (ByteRequest) to the scheduler."""
@@ -83,11 +87,13 @@ class ByteEngineProcess(engine_process.EngineProcess):
         super().add(request)
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
-        """The checks of a request: one per rank for each load, made before the first forward that read what was loaded."""
+        """The checks of a request, once: one per rank for each load, made before the first forward that reads
+        what was loaded.
+        """
         return tuple(check for checks in self._workers("kv_pop_checks", request_id) for check in checks)
 
     def audit(self) -> tuple[Check, ...]:
-        """Compare the whole pool of every rank with what should be there. What differs is reported once."""
+        """Compare the whole pool of every rank with what it should hold. A difference is reported once."""
         return tuple(self._workers("kv_audit", self.owner_of_block, self._loading()))
 
     def source(self) -> Source:
@@ -100,14 +106,16 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.preempting = request_id
 
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they return to the free pool, and take them out of the prefix cache: the worst that may happen."""
+        """Overwrite blocks the moment they are freed, and take them out of the prefix cache: the worst that
+        may happen.
+        """
         self.reusing = on
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
-        """Spoil a byte of one rank's pool: for tests of the rig."""
+        """Corrupt a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
 
-    # ---- watching -------------------------------------------------------------------------------------------------------------
+    # ---- watching ------------------------------------------------------------------------------------------
 
     def _state_layers(self) -> frozenset[str]:
         return frozenset(self._workers("kv_layer_facts")[0]["states"])
@@ -135,7 +143,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
         connector.update_state_after_alloc = update_state_after_alloc
 
     def _note_blocks(self, request_id: str, local: int = 0) -> set[int]:
-        """Note which groups a request's blocks belong to. Returns the blocks behind its first `local` tokens."""
+        """Note which groups a request's blocks belong to.
+
+        Returns the blocks behind its first `local` tokens.
+        """
         behind = set()
         for index, table in enumerate(self._tables(request_id)):
             real = table[table != 0]
@@ -156,7 +167,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.core.model_executor.execute_model = execute_model
 
     def _work(self, scheduler_output: Any) -> StepWork:
-        """What the ranks are to write and to look at in this step."""
+        """What the ranks write and check in this step."""
         parts, load_checks = [], []
         loading = self._loading()
         for request_id, position in positions_of(scheduler_output).items():
@@ -171,7 +182,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
-            token = said(end) if end >= request.num_tokens else None
+            token = token_after(end) if end >= request.num_tokens else None
             parts.append(StepPart(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
@@ -203,14 +214,14 @@ class ByteEngineProcess(engine_process.EngineProcess):
         return np.array(sorted({b for _, blocks in self.loading.values() for b in blocks}), dtype=np.int64)
 
     def _watch_blocks(self) -> None:
-        """See blocks return to the free pool, and make an allocation fail for `preempt`."""
+        """Wrap the block pool: notice blocks that are freed, and let one allocation fail for `preempt`."""
         pool, manager = self.manager.block_pool, self.manager
         free, allocate = pool.free_blocks, manager.allocate_slots
 
         def free_blocks(ordered_blocks: Any) -> None:
             blocks = list(ordered_blocks)
             free(blocks)
-            self._returned([block for block in blocks if not block.ref_cnt and not block.is_null])
+            self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             if (
@@ -225,8 +236,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
         pool.free_blocks, manager.allocate_slots = free_blocks, allocate_slots
 
-    def _returned(self, blocks: list[Any]) -> None:
-        """Blocks have become free: what loads left in them is nobody's any more."""
+    def _note_freed(self, blocks: list[Any]) -> None:
+        """Note blocks that were freed. What loads wrote into them is not compared."""
         ids = {block.block_id for block in blocks}
         if late := ids & {b for _, loading in self.loading.values() for b in loading}:
             self._workers("kv_accept", np.array(sorted(late), dtype=np.int64))

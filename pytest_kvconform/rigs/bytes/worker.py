@@ -1,8 +1,8 @@
 """One rank of a pattern engine: vLLM's worker with a real connector and no model.
 
-The pattern model writes, for every scheduled token, words that say which token they belong to where vLLM's own kernels would put that
-token's KV. The connector's worker half is made, registered and called by vLLM's own code (v1/worker/gpu/kv_connector.py), in the order of
-v1/worker/gpu/model_runner.py.
+In place of a model the worker writes words for every scheduled token, where vLLM's own kernels would put that
+token's KV. The words name the token they belong to. The connector's worker half is made, registered and
+called by vLLM's own code (v1/worker/gpu/kv_connector.py), in the order of v1/worker/gpu/model_runner.py.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class ByteWorker(WorkerBase):
         self.connector = ActiveKVConnector(self.vllm_config, caches)
 
     def kernel_blocks(self, config: Any) -> list[int]:
-        """Tokens of a kernel block per group, chosen as `prepare_kernel_block_sizes` of v1/worker/utils.py does."""
+        """Tokens of a kernel block per group, chosen as `prepare_kernel_block_sizes` of v1/worker/utils.py
+        does.
+        """
         packed = any(tensor.block_stride > tensor.layer_stride for tensor in config.kv_cache_tensors)
         sizes = []
         for group in config.kv_cache_groups:
@@ -148,9 +150,9 @@ class ByteWorker(WorkerBase):
 
     def shutdown(self) -> None:
         ensure_kv_transfer_shutdown()
-        del self.connector  # what the connector ends when it is collected ends now, as in vLLM's workers
+        del self.connector  # the connector is collected now, as in vLLM's workers
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------------
+    # ---- a step --------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """One step: vLLM's order of hooks around the pattern model."""
@@ -186,7 +188,7 @@ class ByteWorker(WorkerBase):
         self._note_failures(output)
         for index, load in enumerate(
             work.load_checks, before
-        ):  # loads within the step have said only now whether they failed
+        ):  # loads within the step report failures only now
             failed = checker.failed & set(load.loaded.tolist())
             checker.checks[index] = replace(checker.checks[index], failed=tuple(sorted(failed)))
             checker.failed -= failed
@@ -205,7 +207,9 @@ class ByteWorker(WorkerBase):
             self.checker.failed |= set(output.invalid_block_ids or ())
 
     def _slots(self, work: StepWork, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(block, position, share) of each scheduled token whose block is not the null block; see `token_parts`."""
+        """(block, position, share) of each scheduled token whose block is not the null block; see
+        `token_parts`.
+        """
         if self.groups.is_state(group):
             nothing = np.zeros(0, dtype=np.int64)
             return nothing, nothing, nothing
@@ -235,7 +239,7 @@ class ByteWorker(WorkerBase):
         }
         return self._context
 
-    # ---- the pattern model ----------------------------------------------------------------------------------------------------
+    # ---- in place of the model -----------------------------------------------------------------------------
 
     def _write_tokens(self, name: str, blocks: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> None:
         memory, (region,) = self.memory, self.memory.regions[name]
@@ -261,7 +265,7 @@ class ByteWorker(WorkerBase):
                     )
                 memory.flush(np.array([slot]))
 
-    # ---- calls of the engine --------------------------------------------------------------------------------------------------
+    # ---- calls of the engine -------------------------------------------------------------------------------
 
     def kv_pop_checks(self, request: str) -> list[Check]:
         return self.checker.pop_checks(request)
@@ -277,7 +281,10 @@ class ByteWorker(WorkerBase):
         self.memory.accept(blocks)
 
     def kv_flip(self, layer: str, block: int, byte: int) -> None:
-        """Spoil one byte of the storage, `byte` counted within the block's rows of a layer: what tests of this rig do."""
+        """Corrupt one byte of the storage: for tests of the rig.
+
+        `byte` counts within the block's rows of a layer.
+        """
         view = self.memory.regions[layer][0].of(self.memory.storage)
         block = int(self.memory.expand(layer, np.array([block]))[0])
         at = tuple(int(index) for index in np.unravel_index(byte, view.shape[1:]))

@@ -1,4 +1,6 @@
-"""What cases of the engine rig run on: two real engines with tiny models, and the observation of every scenario."""
+"""What cases of the engine rig run on: two real engines with tiny models, and the observation of every
+scenario.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes: no address of one engine fits the other by accident
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
-# Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers that have met
-# answer at once, and the outcome of a case must not depend on the cases before it.
+# Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
+# that have met answer at once, and the outcome of a case must not depend on the cases before it.
 INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 DEAD_CELLS = (
     3  # after the engines of so many cells have died, further cells would only take long, and are not tried
@@ -48,7 +50,10 @@ class EngineBench:
         return found
 
     def observe(self, cell: Cell, scenario: Scenario) -> Observation:
-        """The observation of a scenario in a cell; runs it on first use. Raises Blocked or HarnessError if it cannot run."""
+        """The observation of a scenario in a cell; runs it on first use.
+
+        Raises Blocked or HarnessError if it cannot run.
+        """
         key = (cell, scenario.name)
         if key not in self._observations:
             self._refuse_dead(cell)
@@ -65,7 +70,7 @@ class EngineBench:
             except EngineFailed as failed:
                 self._bury(cell, failed.sentence)
                 raise HarnessError(
-                    f"an engine failed in the oracle's run, which does not use the connector: {failed.sentence}"
+                    f"an engine failed in the oracle's run, without the connector: {failed.sentence}"
                 ) from None
             self._observations[key], self._introduced = observation, pair
             if observation.failed:
@@ -75,7 +80,10 @@ class EngineBench:
         return self._observations[key]
 
     def leftovers(self, cell: Cell) -> tuple[Leftovers, Leftovers]:
-        """Shut P and D of a cell down and return what their processes still have. Raises EngineFailed if one could not."""
+        """Shut P and D of a cell down and return what their processes still have.
+
+        Raises EngineFailed if one could not.
+        """
         if cell not in self._ends:
             self._refuse_dead(cell)
             p, d = self.engines(cell)

@@ -1,4 +1,7 @@
-"""Handles on engines in processes of their own. Every call has a deadline; a process that dies or hangs becomes a sentence."""
+"""Handles on engines in processes of their own.
+
+Every call has a deadline. A process that dies or hangs raises EngineFailed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ class EngineFailed(Exception):
 class EngineHandle:
     """A handle on one engine process.
 
-    Methods are those of `engine.process.EngineProcess`. Every call raises EngineFailed if the process cannot answer.
+    Methods are those of `engine.process.EngineProcess`. Every call raises EngineFailed if the process cannot
+    answer.
     """
 
     target = ""  # "module:function" that the zygote calls in the child

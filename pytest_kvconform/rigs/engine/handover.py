@@ -1,8 +1,9 @@
-"""Two engines and a hand-over: run a scenario through the subject, run it again through an oracle, and note everything that cases judge.
+"""One hand-over on two engines: a scenario runs through the subject, and again through an oracle.
 
-The oracle uses the same two engines, in the same order of steps, without the subject: the harness reads P's KV in logical coordinates and
-writes it where D's block tables say it belongs. So a difference between the two is the subject's, whatever the kernels do: a one-shot
-prefill would be the wrong control, because D computes the last prompt token alone, with another kernel.
+The oracle uses the same two engines, in the same order of steps, without the subject: the harness reads P's
+KV in logical coordinates and writes it where D's block tables place it. So a difference between the two runs
+comes from the subject, whatever the kernels do. A one-shot prefill would be the wrong control, because D
+computes the last prompt token alone, with another kernel.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
-# Requests are named as vLLM's servers do it: what the router called the request on both sides, and 8 hexadecimal digits of the server's.
-# A connector that pushes pairs P's request with D's by the first part (`get_base_request_id` in vLLM's nixl/utils.py).
+# The id of a request is like that of vLLM's servers: the router's id, the same on both sides, and 8
+# hexadecimal digits of the server. A connector that pushes pairs P's request with D's by the first part
+# (`get_base_request_id`, nixl/utils.py).
 ON_P, ON_D = "0000000a", "0000000d"
 PREFILL = {
     "do_remote_decode": True,
@@ -52,7 +54,10 @@ def observe(
     deadlines: Deadlines,
     ids: Callable[[], str],
 ) -> Observation:
-    """Run one scenario: subject, then oracle. A failure of an engine while the subject is at work is part of what is seen."""
+    """Run one scenario: subject, then oracle.
+
+    A failure of an engine in the subject's run is part of the observation.
+    """
     started = time.monotonic()
     base = Observation(scenario, p.facts, d.facts)
     logs = [(engine, engine.process.position()) for engine in (p, d)]
@@ -71,15 +76,17 @@ def observe(
     if scenario.abort:
         return base
     wants = _oracle(scenario, p, d, deadlines, ids())
-    seen = tuple(_seen(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded()))
+    observed = tuple(
+        _request_observation(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded())
+    )
     base = replace(
         base,
-        requests=seen,
+        requests=observed,
         seconds=base.seconds | {"oracle": time.monotonic() - started - base.seconds["subject"]},
     )
     if dtype == "float32":
         return replace(base, tolerance=FLOAT32_TOLERANCE, tolerance_source="float32")
-    differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in seen)
+    differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in observed)
     if not (differs or scenario.measure_noise):
         return replace(base, tolerance_source="equal to the last bit")
     again = _oracle(scenario, p, d, deadlines, ids())
@@ -92,11 +99,12 @@ def observe(
 def _oracle(
     scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, deadlines: Deadlines, salt: str
 ) -> list[Generated]:
-    """What D says after a perfect hand-over of each request."""
+    """What D generates after a perfect hand-over of each request."""
     run = _run(scenario, p, d, ORACLE, deadlines, salt)
     if run.stuck:
         raise HarnessError(
-            f"the oracle's own run of {scenario} did not end within {deadlines.request:.0f} s: {'; '.join(run.stuck)}"
+            f"the oracle's run of {scenario} did not end within {deadlines.request:.0f} s: "
+            + "; ".join(run.stuck)
         )
     _release(p, d, deadlines.release)
     return [_generated(run.outputs[name]) for name in run.names]
@@ -118,7 +126,10 @@ class _Run:
 def _run(
     scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, mode: str, deadlines: Deadlines, salt: str
 ) -> _Run:
-    """One pass. Prefix caches are emptied first and salted, so that passes share nothing; blocks of nobody are poisoned."""
+    """One pass.
+
+    Prefix caches are emptied first and salted, so that passes share nothing. Unowned blocks are poisoned.
+    """
     p.poison()
     d.poison()
     prompts = scenario.expanded()
@@ -131,7 +142,8 @@ def _run(
             )
     if run.stuck:
         raise HarnessError(
-            f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: {'; '.join(run.stuck)}"
+            f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: "
+            + "; ".join(run.stuck)
         )
     if prompts[0].warm:
         d.poison(keep_cache=True)
@@ -179,12 +191,15 @@ def _prefill(
     salt: str,
     deadline: float,
 ) -> None:
-    """Let P compute the prompts, all at once; note its KV. n children of one request have one prefill."""
+    """Let P compute the prompts, all at once, and note its KV.
+
+    The n samples of one prompt have one prefill.
+    """
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
     p.budget(scenario.budget)
     for name, prompt in zip(names, prompts, strict=False):
-        # The state after the whole prompt is of no use to D, which computes the last token itself.
+        # D computes the last prompt token itself, so the oracle needs P's state before that token.
         tokens = (
             prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
         )
@@ -233,7 +248,10 @@ def _until_finished(
     deadline: float,
     peer: ModelEngineHandle | None = None,
 ) -> None:
-    """Step an engine, and its peer in between, until all requests have ended; note those that have not by the deadline."""
+    """Step an engine, and its peer in between, until all requests have ended.
+
+    Requests that have not ended by the deadline are noted in `run.stuck`.
+    """
     waiting = set(names)
     for name in names:
         run.outputs.setdefault(name, [])
@@ -256,7 +274,7 @@ def _until_finished(
 
 
 def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
-    """Abort D's requests: while they wait, or once their load is under way."""
+    """Abort D's requests before the first step, or once their load is under way."""
     if scenario.abort == "loading":
         d.step(0)
     for name in run.names:
@@ -264,7 +282,10 @@ def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
 
 
 def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
-    """Step both engines until neither holds anything, or until time is up. Returns what they hold then, and the seconds it took."""
+    """Step both engines until neither holds a block or a request, or until time is up.
+
+    Returns what they hold then, and the seconds it took.
+    """
     started = time.monotonic()
     while True:
         d.step(0)
@@ -284,18 +305,18 @@ def _params(outputs: list[Output]) -> dict[str, Any] | None:
 
 
 def _generated(outputs: list[Output]) -> Generated:
-    said = [o for o in outputs if o.token is not None]
+    generated = [o for o in outputs if o.token is not None]
     return Generated(
-        tokens=tuple(o.token for o in said if o.token is not None),
+        tokens=tuple(o.token for o in generated if o.token is not None),
         finish=next((o.finish for o in outputs if o.finish), None),
-        logprobs=tuple(o.logprobs[1] for o in said if o.logprobs is not None),
+        logprobs=tuple(o.logprobs[1] for o in generated if o.logprobs is not None),
     )
 
 
-def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:
+def _request_observation(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:
     name = run.names[index]
     source, target = run.source.get(name), run.target.get(name)
-    seen = RequestObservation(
+    observed = RequestObservation(
         name=f"request {index}",
         length=len(prompt.tokens),
         prefill=run.prefill[name],
@@ -305,24 +326,25 @@ def _seen(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObse
         want=want,
     )
     if source is None or target is None:
-        return seen
-    return _compared(seen, source, target)
+        return observed
+    return _compared(observed, source, target)
 
 
-def _compared(seen: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
-    """Compare D's cache with P's, on what D's next forward reads and D did not compute: the window where there is one, behind D's own hit.
+def _compared(observed: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
+    """Compare D's cache with P's: the tokens that D's next forward reads and that D did not compute.
 
-    What D hit in its own prefix cache it has computed itself, with its own tensor parallel size, and so not bit for bit as P has.
+    Tokens of D's own prefix cache are left out: D has computed them itself, with its own tensor parallel
+    size, and so not bit for bit as P has. Of a sliding window layer only the window is compared.
     """
     position, due = target.tokens, []
     for group in target.groups:
-        first = max(seen.decode.local_tokens, position - group.window + 1 if group.window else 0)
+        first = max(observed.decode.local_tokens, position - group.window + 1 if group.window else 0)
         if group.kind == "attention":
             due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
-    given = seen.decode.external_tokens > 0 and position > 0
+    given = observed.decode.external_tokens > 0 and position > 0
     compared, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
     return replace(
-        seen,
+        observed,
         rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON),
         state_bytes=compared,
         state_wrong=tuple(wrong),

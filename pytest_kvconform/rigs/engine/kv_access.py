@@ -1,7 +1,10 @@
-"""Read and write one worker's KV cache in logical coordinates. These functions run inside a worker, through `collective_rpc`.
+"""Functions that read and write one worker's KV cache in logical coordinates.
 
-Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V; a state is a tuple of segments [channel, ...]. Where a
-token's words lie in memory is the attention backend's business (vLLM: v1/attention/backends/*.py).
+They run inside a worker, through `collective_rpc`.
+
+Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V. A state is a tuple of
+segments [channel, ...]. The attention backend decides where a token's words lie in memory (vLLM:
+v1/attention/backends/*.py).
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-POISON = 0x4B  # every byte of an unowned block; as a number large and finite in each float format (bf16 and fp32: 1.3e7)
+# Every byte of an unowned block. As a number it is large and finite in each float format (bf16 and fp32:
+# 1.3e7).
+POISON = 0x4B
 
 
 def layers(worker: Any) -> dict[str, Any]:
@@ -20,10 +25,12 @@ def layers(worker: Any) -> dict[str, Any]:
 
 
 def row_index(layer: Any) -> Any:
-    """Where the words of a token lie in the content of one (block, head): a tensor [token, plane, word] of flat positions.
+    """Where the words of a token lie in the content of one (block, head): a tensor [token, plane, word] of
+    flat positions.
 
-    The backend itself is asked: it stores keys and values that count, in a scratch block. Backends pack [K | V] per token, or all K
-    before all V, or transpose keys for their kernel (CPU_ATTN, by instruction set), and change that without telling anybody.
+    The backend itself is asked: it stores keys and values that count up, in a scratch block. Backends pack [K
+    | V] per token, or all K before all V, or transpose keys for their kernel (CPU_ATTN, by instruction set).
+    No interface of vLLM says which.
     """
     if not hasattr(layer, "kv_row_index"):
         layer.kv_row_index = _ask_backend(layer)
@@ -51,9 +58,8 @@ def _ask_backend(layer: Any) -> Any:
     index = torch.empty_like(found)
     index[found] = torch.arange(len(found), device=cache.device)
     if not torch.equal(found.sort().values, count.flatten()):
-        raise RuntimeError(
-            f"backend {layer.get_attn_backend().get_name()} does not store a token's KV as a permutation of its words"
-        )
+        name = layer.get_attn_backend().get_name()
+        raise RuntimeError(f"backend {name} does not store a token's KV as a permutation of its words")
     return index.view(tokens, 2, width)
 
 
@@ -77,7 +83,9 @@ def describe(worker: Any) -> dict[str, dict[str, Any]]:
 
 
 def _words(tensor: Any) -> np.ndarray:
-    """Raw words of a tensor: unsigned integers of its item size, so that comparing is exact and NaN equals itself."""
+    """Raw words of a tensor: unsigned integers of its item size, so that comparing is exact and NaN equals
+    itself.
+    """
     import torch
 
     kinds = {
@@ -104,7 +112,9 @@ def read_rows(worker: Any, name: str, blocks: list[int]) -> np.ndarray:
 
 
 def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.ndarray) -> None:
-    """Write rows [token, head, plane, word] of all heads of the model at token offset `first` into the given logical blocks."""
+    """Write rows [token, head, plane, word] of all heads of the model at token offset `first` into the given
+    logical blocks.
+    """
     import torch
 
     layer = layers(worker)[name]
@@ -121,7 +131,9 @@ def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.n
 
 
 def my_heads(worker: Any, local: int, total: int) -> slice:
-    """Which of the model's KV heads this rank holds. vLLM replicates heads when there are more ranks than heads."""
+    """Which of the model's KV heads this rank holds. vLLM replicates heads when there are more ranks than
+    heads.
+    """
     rank, size = (
         worker.rank % worker.parallel_config.tensor_parallel_size,
         worker.parallel_config.tensor_parallel_size,
@@ -131,7 +143,9 @@ def my_heads(worker: Any, local: int, total: int) -> slice:
 
 
 def read_state(worker: Any, name: str, slot: int) -> tuple[np.ndarray, ...]:
-    """This rank's share of the state in one slot: convolution segments [channel, position] (Q, K, V), then the recurrent state."""
+    """This rank's share of the state in one slot: convolution segments [channel, position] (Q, K, V), then
+    the recurrent state.
+    """
     layer = layers(worker)[name]
     conv, *recurrent = layer.kv_cache
     return (
@@ -155,9 +169,11 @@ def write_state(worker: Any, name: str, slot: int, state: tuple[np.ndarray, ...]
 
 
 def _segments(layer: Any, conv: Any) -> list[Any]:
-    """The convolution state of one slot as views [channel, position], one per projection, since each is sharded by itself.
+    """The convolution state of one slot as views [channel, position], one per projection, since each is
+    sharded by itself.
 
-    Shapes: vllm/model_executor/layers/mamba/gdn_linear_attn.py; the order of the axes is vLLM's setting VLLM_SSM_CONV_STATE_LAYOUT.
+    Shapes: vllm/model_executor/layers/mamba/gdn_linear_attn.py; the order of the axes is vLLM's setting
+    VLLM_SSM_CONV_STATE_LAYOUT.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
@@ -172,7 +188,10 @@ def join_state(shards: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
 
 
 def join_heads(shards: list[np.ndarray], total: int) -> np.ndarray:
-    """Rows of all ranks -> rows with all `total` KV heads of the model. Replicated heads are taken from the first rank that has them."""
+    """Rows of all ranks -> rows with all `total` KV heads of the model.
+
+    Replicated heads are taken from the first rank that has them.
+    """
     local, ranks = shards[0].shape[1], len(shards)
     if ranks <= total:
         return np.concatenate(shards, axis=1)
@@ -198,10 +217,13 @@ def specs(worker: Any) -> dict[str, Any]:
 
 
 def _pages(worker: Any) -> list[Any]:
-    """Every region of the pool as raw bytes [block, byte]. Layers of different groups share regions, so each address counts once.
+    """Every region of the pool as raw bytes [block, byte].
 
-    vLLM places layer l of block b at offset + l * layer_stride + b * block_stride of one allocation (v1/kv_cache_interface.py,
-    KVCacheTensor): either a region per layer, or all layers of a block side by side in one region.
+    Layers of different groups share regions, so each address counts once.
+
+    vLLM places layer l of block b at offset + l * layer_stride + b * block_stride of one allocation
+    (v1/kv_cache_interface.py, KVCacheTensor): either a region per layer, or all layers of a block side by
+    side in one region.
     """
     import torch
 
@@ -235,7 +257,9 @@ def poison(worker: Any, blocks: list[int]) -> int:
 
 
 def digest(worker: Any) -> np.ndarray:
-    """One number per block, over all regions: changes with overwhelming probability when any byte of the block changes."""
+    """One number per block, over all regions: changes with overwhelming probability when any byte of the
+    block changes.
+    """
     total: Any = 0
     for index, page in enumerate(_pages(worker)):
         data = page.cpu().numpy()

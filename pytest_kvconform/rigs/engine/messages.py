@@ -1,4 +1,6 @@
-"""What travels between the harness and an engine's process. Frozen records, pickled over a Unix socket; arrays are NumPy."""
+"""Records that travel between pytest and an engine's process: frozen, pickled over a Unix socket; arrays are
+NumPy.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[
         str, tuple[np.ndarray, ...]
     ]  # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]
-    changed: tuple[int, ...] = ()  # blocks of nobody that changed since the request was added
+    changed: tuple[int, ...] = ()  # unowned blocks that changed since the request was added
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step said about one request."""
+    """What one step returned for one request."""
 
     id: str
     token: int | None
@@ -98,7 +100,7 @@ class Trace(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     local_tokens: int = 0  # hit in the engine's own prefix cache
     external_tokens: int = 0  # announced by the connector and accepted
-    asynchronous: bool = False  # the load parked the request
+    asynchronous: bool = False  # the request waited for remote KV (WAITING_FOR_REMOTE_KVS)
     computed_tokens: int = 0  # prompt tokens that went through the model
     first_computed: int = -1  # position of the first of them
     steps: int = 0

@@ -1,7 +1,9 @@
-"""An engine of the engine rig: a real vLLM engine with a tiny checkpoint, whose KV cache the harness reads and writes.
+"""An engine of the engine rig: a real vLLM engine with a tiny checkpoint, whose KV cache the harness reads
+and writes.
 
-Before the first step that reads loaded KV, the process takes a snapshot of a watched request's KV. In the oracle's run
-the harness itself puts P's snapshot into D's cache, and the connector never hears of the request.
+Before the first step that reads loaded KV, the process takes a snapshot of a watched request's KV. In the
+oracle's run the harness itself puts P's snapshot into D's cache, and the connector never hears of the
+request.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class ModelEngineProcess(EngineProcess):
     def _poison_blocks(self, blocks: list[int]) -> None:
         self._workers(kv_access.poison, blocks)
 
-    # ---- calls ----------------------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -76,7 +78,7 @@ class ModelEngineProcess(EngineProcess):
         """The snapshot of a watched request, once; None if no forward has read loaded KV."""
         return self.snapshots.pop(request_id, None)
 
-    # ---- watching -------------------------------------------------------------------------------------------------
+    # ---- watching ------------------------------------------------------------------------------------------
 
     def _watch_connector(self) -> None:
         """Keep the hooks of the connector's scheduler half away from requests that the oracle serves."""
@@ -123,7 +125,10 @@ class ModelEngineProcess(EngineProcess):
     def _before_step(
         self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]
     ) -> None:
-        """Count what is about to be computed. Look at the cache now, or note in `later` to look at it after the step."""
+        """Count the tokens that the step computes.
+
+        Take a snapshot now, or note in `later` that it is taken after the step.
+        """
         trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
         if position >= prompt:
             return
@@ -135,14 +140,16 @@ class ModelEngineProcess(EngineProcess):
             return
         if self.spec.role == "P":
             if position + scheduled >= prompt:
-                later[request_id] = prompt  # the whole prompt's KV, before anyone can free a block of it
+                later[request_id] = prompt  # the whole prompt's KV, before a block of it can be freed
         elif first and scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
             later[request_id] = position  # a synchronous load happens inside the step
         elif first:
             self.snapshots[request_id] = self._read(request_id, position)
 
     def _writable(self) -> set[int]:
-        """Blocks that a load or a step may change: those that requests hold, without the ones they share through the prefix cache."""
+        """Blocks that a load or a step may change: blocks of requests, without those that they share through
+        the prefix cache.
+        """
         return {
             b
             for r in self.scheduler.requests
@@ -156,14 +163,16 @@ class ModelEngineProcess(EngineProcess):
         }
 
     def _keep_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
-        """Blocks that the oracle has just filled are not to be zeroed by the step, as vLLM spares those of an asynchronous load."""
+        """Keep the step from zeroing blocks that the oracle has just filled, as vLLM does with blocks of an
+        asynchronous load.
+        """
         if scheduler_output.new_block_ids_to_zero:
             filled = {b for ids in self.manager.get_block_ids(request_id) for b in ids}
             scheduler_output.new_block_ids_to_zero = [
                 b for b in scheduler_output.new_block_ids_to_zero if b not in filled
             ] or None
 
-    # ---- reading and writing the KV cache -------------------------------------------------------------------------
+    # ---- reading and writing the KV cache ------------------------------------------------------------------
 
     def _digest(self) -> np.ndarray:
         return np.stack(self._workers(kv_access.digest))
@@ -200,7 +209,7 @@ class ModelEngineProcess(EngineProcess):
         return self.config.model_config.get_total_num_kv_heads()
 
     def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
-        """Put the oracle's KV of the tokens before `position` where vLLM's own block tables say it belongs."""
+        """Put the oracle's KV of the tokens before `position` where vLLM's own block tables place it."""
         local = self.traces[request_id].local_tokens
         for group, table in zip(self.groups, self.manager.get_block_ids(request_id), strict=True):
             for name in group.layers:
@@ -213,7 +222,7 @@ class ModelEngineProcess(EngineProcess):
                             oracle.state[name],
                         )
                     continue
-                first = local  # tokens hit locally stand there already, in blocks that others may share
+                first = local  # local hits are there already, in blocks that other requests may share
                 while first < position and not table[first // group.block_size]:
                     first = (first // group.block_size + 1) * group.block_size
                 if first < position:
@@ -225,7 +234,8 @@ class ModelEngineProcess(EngineProcess):
 def _slot(table: Any, tokens: int, block_size: int) -> int:
     """The block of a state group that holds the state after `tokens` tokens.
 
-    With prefix caching off there is one block per request; otherwise (vLLM's mamba_cache_mode "align") a state stays in the block in
-    which its last token lies, and the next step goes on from there, in the next block if that one is full.
+    With prefix caching off there is one block per request; otherwise (vLLM's mamba_cache_mode "align") a
+    state stays in the block in which its last token lies, and the next step goes on from there, in the next
+    block if that one is full.
     """
     return table[min((max(tokens, 1) - 1) // block_size, len(table) - 1)]

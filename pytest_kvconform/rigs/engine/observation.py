@@ -1,4 +1,4 @@
-"""What a scenario on two engines showed: the observation, each request in it, and how D's answers are compared.
+"""The observation of one scenario on two engines, each request in it, and the comparison of D's answers.
 
 Cases judge an observation; nothing is judged here.
 """
@@ -17,7 +17,7 @@ from pytest_kvconform.rigs.scenario import Scenario
 
 @dataclass(frozen=True)
 class Generated:
-    """What D said for one request."""
+    """What D generated for one request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[np.ndarray, ...]  # one array per token, over the whole vocabulary
@@ -38,22 +38,22 @@ class RequestObservation:
     state_bytes: int = 0  # bytes of recurrent state that were compared
     state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.rows.compare
     state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
-    changed_blocks: tuple[int, ...] = ()  # blocks of nobody that changed on D
+    changed_blocks: tuple[int, ...] = ()  # unowned blocks that changed on D
     got: Generated | None = None
     want: Generated | None = None
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All that one scenario showed. Cases judge it; nothing is judged here."""
+    """All that was observed in one scenario."""
 
     scenario: Scenario
     prefiller: EngineFacts
     decoder: EngineFacts
     requests: tuple[RequestObservation, ...] = ()
-    failed: EngineFailed | None = None  # an engine died, hung or raised while the subject was at work
-    stuck: tuple[str, ...] = ()  # requests that did not end in time, with what was last seen of them
-    logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs while the subject was at work
+    failed: EngineFailed | None = None  # an engine died, hung or raised in the subject's run
+    stuck: tuple[str, ...] = ()  # requests that did not end in time, with their last status
+    logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs in the subject's run
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
     released_s: float = 0.0  # how long that took
     noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
@@ -82,7 +82,10 @@ class OutputDifference:
 
 
 def first_difference(got: Generated, want: Generated, tolerance: float) -> OutputDifference:
-    """Where `got` leaves `want` by more than the tolerance. A token may differ only where both choices are equally good within it."""
+    """The first place where `got` differs from `want` by more than the tolerance.
+
+    A token may differ only where both choices are equally good within the tolerance.
+    """
     largest = 0.0
     if len(got.tokens) != len(want.tokens):
         return OutputDifference(

@@ -1,7 +1,7 @@
 """The one start of a pair of engines, P and D of a cell, and its cache.
 
-`EngineBench`, `ByteBench` and `FaultBench` have one `EnginePairs` each. A pair runs until the engines of another cell
-start, or until the bench ends it. A pair that did not start is not started again.
+`EngineBench`, `ByteBench` and `FaultBench` have one `EnginePairs` each. A pair runs until the engines of
+another cell start, or until the bench ends it. A pair that did not start is not started again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class EnginePairs(Generic[Handle]):
     """Pairs of engines with handles of one class."""
 
     def __init__(self, context: RunContext, handle: type[Handle], call_s: float, remark: str = ""):
-        """`call_s`: seconds that one call of an engine may take. `remark`: what the progress line adds about these engines."""
+        """`call_s`: seconds that one call of an engine may take.
+
+        `remark`: what the progress line adds about these engines.
+        """
         self.context, self.handle, self.call_s, self.remark = context, handle, call_s, remark
         self._pairs: dict[Key, tuple[Handle, Handle]] = {}
         self._folders: dict[Key, Path] = {}  # where the store of a pair saves
@@ -68,7 +71,9 @@ class EnginePairs(Generic[Handle]):
         return (cell, word) in self._pairs
 
     def started(self, cell: Cell, word: str = "") -> tuple[EngineFacts, EngineFacts] | EngineFailed | None:
-        """What vLLM made of P and D of a cell, or why they did not start; None: nobody has asked for them yet."""
+        """What vLLM made of P and D of a cell, or why they did not start; None: no case has asked for them
+        yet.
+        """
         return self._started.get((cell, word))
 
     def end(self, cell: Cell, word: str = "") -> None:

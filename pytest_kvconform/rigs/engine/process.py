@@ -1,8 +1,8 @@
 """An engine in a process of its own: vLLM's real EngineCore, driven one call at a time over a connection.
 
-`EngineProcess` is what engines of all rigs have in common. vLLM's own code runs unchanged. The process watches the hooks
-of the connector's scheduler half: what vLLM asked and what the connector answered. Subclasses watch the executor's
-`execute_model`: what a step computes, and what the KV cache holds by then.
+`EngineProcess` is what engines of all rigs have in common. vLLM's own code runs unchanged. The process
+watches the hooks of the connector's scheduler half: what vLLM asked and what the connector answered.
+Subclasses watch the executor's `execute_model`: what a step computes, and what the KV cache holds by then.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EngineProcess:
         self._watch_connector()
         self._watch_steps()
 
-    # ---- what a subclass defines ----------------------------------------------------------------------------------
+    # ---- what a subclass defines ---------------------------------------------------------------------------
 
     def _configure(self, spec: Any) -> Any:
         """vLLM's configuration of a specification."""
@@ -103,10 +103,10 @@ class EngineProcess:
         """Wrap the executor's `execute_model`."""
         raise NotImplementedError
 
-    # ---- calls ----------------------------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------------------
 
     def facts(self) -> EngineFacts:
-        """What vLLM made of the specification."""
+        """What vLLM made of the specification: groups, block size, connector, layout, backend."""
         return EngineFacts(
             groups=self.groups,
             num_blocks=self.kv_config.num_blocks,
@@ -153,14 +153,16 @@ class EngineProcess:
         )
 
     def step(self, seconds: float) -> Step:
-        """Run steps until one says something or computes something, at most for `seconds`; at least one."""
+        """Run steps until one returns an output or computes a token, at most for `seconds`; at least one
+        step.
+        """
         deadline = time.monotonic() + seconds
         while True:
             outputs, executed = self.core.step_fn()
             self.core.post_step(executed)
-            said = tuple(self._output(o) for batch in (outputs or {}).values() for o in batch.outputs)
-            if said or executed or time.monotonic() >= deadline:
-                return Step(outputs=said, computed=int(executed))
+            found = tuple(self._output(o) for batch in (outputs or {}).values() for o in batch.outputs)
+            if found or executed or time.monotonic() >= deadline:
+                return Step(outputs=found, computed=int(executed))
             time.sleep(IDLE_S)
 
     def abort(self, request_id: str) -> None:
@@ -168,7 +170,7 @@ class EngineProcess:
         self.core.abort_requests([request_id])
 
     def trace(self, request_id: str) -> Trace:
-        """What was done with a request's prompt so far."""
+        """What the engine has done with a request's prompt so far."""
         trace = self.traces[request_id]
         request = self.scheduler.requests.get(request_id)
         if request is not None:
@@ -176,14 +178,17 @@ class EngineProcess:
         return trace
 
     def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks; 0: as configured."""
+        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks; 0: as
+        configured.
+        """
         self.scheduler.max_num_scheduled_tokens = tokens or self.spec.max_batched_tokens
 
     def poison(self, keep_cache: bool = False) -> int:
-        """Fill every block that nobody owns with the poison byte, and shuffle the order in which blocks are given out.
+        """Fill unowned blocks with poison, and shuffle the order in which the pool hands out blocks.
 
-        Unless it is to be kept, the prefix cache is emptied first. After it no block id of this engine says anything about ids of its peer,
-        and no KV of an earlier request can pass for one that was handed over. Returns the number of blocks filled.
+        The prefix cache is emptied first, unless `keep_cache`. So block ids of this engine are unrelated to
+        ids of its peer, and KV of an earlier request cannot pass for KV that was handed over. Returns the
+        number of blocks filled.
         """
         if not keep_cache:
             self.manager.reset_prefix_cache()
@@ -213,7 +218,10 @@ class EngineProcess:
         )
 
     def shutdown(self) -> Leftovers:
-        """Shut down as vLLM's EngineCore.shutdown does, without its tour of the garbage collector; report what the process still has."""
+        """Shut down as vLLM's EngineCore.shutdown does, without its garbage collection.
+
+        Returns what the process still has.
+        """
         error = ""
         try:
             self.core.structured_output_manager.clear_backend()
@@ -223,7 +231,7 @@ class EngineProcess:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"
         threads, ports = self.before or (Counter(), frozenset())
-        deadline = time.monotonic() + 2.0  # threads that were told to end may take a moment to do so
+        deadline = time.monotonic() + 2.0  # threads may take a moment to end
         while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
             time.sleep(0.02)
         return Leftovers(
@@ -234,16 +242,16 @@ class EngineProcess:
         )
 
     def _note_environment(self) -> None:
-        """Remember threads and ports at the moment before the connector is built: what vLLM itself keeps is not the connector's to end."""
+        """Remember threads and ports before the connector is built: the connector need not end what vLLM
+        itself keeps.
+        """
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         create, process = KVConnectorFactory.create_connector, os.getpid()
         self.before: tuple[Counter[str], frozenset[str]] | None = None
 
         def create_connector(*args: Any, **kwargs: Any) -> Any:
-            if (
-                self.before is None and os.getpid() == process
-            ):  # a rank that was forked would note it for nobody
+            if self.before is None and os.getpid() == process:  # not in a rank that was forked
                 self.before = thread_names(), frozenset(listening_sockets(os.getpid()))
             return create(*args, **kwargs)
 
@@ -282,7 +290,7 @@ class EngineProcess:
             kv_transfer_params=output.kv_transfer_params,
         )
 
-    # ---- watching the connector's scheduler half ------------------------------------------------------------------
+    # ---- watching the connector's scheduler half -----------------------------------------------------------
 
     def _watch_connector(self) -> None:
         """Note in the traces what the connector answers to the hooks of its scheduler half."""

@@ -1,4 +1,6 @@
-"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others, and cases judge it."""
+"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others, and cases
+judge it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pytest_kvconform.rigs.peers.scenario_engines import LONGEST, ScenarioEngine
 from pytest_kvconform.rigs.peers.scenarios import SCENARIOS
 from pytest_kvconform.rigs.peers.stepping import RunningScenario, run_scenarios
 
-LEASE_S = 3  # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
+# heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
+LEASE_S = 3
 
 
 class PeerBench:
@@ -23,7 +26,10 @@ class PeerBench:
         self._seen: dict[Cell, dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
 
     def observe(self, cell: Cell, name: str) -> ScenarioObservation:
-        """What a scenario shows in a cell. The first call runs all of them. Raises Blocked where engines do not start."""
+        """What a scenario shows in a cell.
+
+        The first call runs all of them. Raises Blocked where engines do not start.
+        """
         if cell not in self._seen:
             try:
                 self._seen[cell] = self._run(cell)
@@ -40,7 +46,9 @@ class PeerBench:
         return self.context.lease_s(self._asked_lease_s)
 
     def require_short_lease(self) -> None:
-        """Raise Blocked where the lease is longer than a run should wait: scenarios that wait for it do not run."""
+        """Raise Blocked where the lease is longer than a run should wait: scenarios that wait for it do not
+        run.
+        """
         self.context.require_short_lease(self._asked_lease_s)
 
     def patience(self, seconds: float) -> float:

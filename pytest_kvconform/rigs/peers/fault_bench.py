@@ -1,4 +1,6 @@
-"""Transfers over a transport that can fail: byte engines whose NIXL agents follow faults, and what their pools hold afterwards."""
+"""Transfers over a transport that can fail: byte engines whose NIXL agents follow faults, and what their
+pools hold afterwards.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ class FaultBench:
         return _agents(*self._engines(cell, policy))
 
     def observe(self, cell: Cell, transfer: Transfer) -> FaultObservation:
-        """The observation of a transfer with faults; runs it on first use. Raises Blocked if it cannot run."""
+        """The observation of a transfer with faults; runs it on first use.
+
+        Raises Blocked if it cannot run.
+        """
         key = cell, transfer.name
         if key not in self._observations:
             p, d = self._engines(cell, transfer.policy)
@@ -69,7 +74,10 @@ class FaultBench:
         return self._observations[key]
 
     def kept(self, cell: Cell, transfer: Transfer) -> tuple[str, ...]:
-        """Requests of a transfer that P still holds when their lease is over. Raises Blocked if that would take too long."""
+        """Requests of a transfer that P still holds when their lease is over.
+
+        Raises Blocked if that would take too long.
+        """
         found = self.observe(cell, transfer).transfer
         assert found.usage is not None
         mine = {r.prefill.id for r in found.requests}
@@ -96,9 +104,7 @@ class FaultBench:
     def _engines(self, cell: Cell, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
         if not self.pairs.running(cell, policy) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
-            raise Blocked(
-                f"transfers of {cell} on a transport with faults failed {len(deaths)} times, last: {deaths[-1]}"
-            )
+            raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
         try:
             new = not self.pairs.running(cell, policy)
             p, d = self.pairs.pair(
@@ -121,8 +127,8 @@ class FaultBench:
     def _introduce(self, cell: Cell, policy: str, p: FaultyEngineHandle, d: FaultyEngineHandle) -> None:
         """Hand something over without faults, so that peers have met, and what follows comes from the faults.
 
-        Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no fault can be
-        set for it.
+        Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no
+        fault can be set for it.
         """
         found = observe_transfer(AFTER, p, d, self.context.deadlines, self.context.next_name)
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
@@ -130,7 +136,7 @@ class FaultBench:
             self.pairs.end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/handover::completes: without any fault a transfer did not end well: {reason}"
+                f"stands on kv::bytes/handover::completes: a transfer without faults did not end well: {reason}"
             )
 
 
@@ -191,7 +197,9 @@ def _observe(
 def _until_quiet(
     transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
-    """Step both engines until no transfer and no message is under way and neither holds a block of this transfer."""
+    """Step both engines until no transfer and no message is under way and neither holds a block of this
+    transfer.
+    """
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -205,7 +213,9 @@ def _until_quiet(
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Of each rank the audit at the end of the transfer if it found something, else the audit when nothing was under way."""
+    """Of each rank the audit at the end of the transfer if it found something, else the audit when nothing
+    was under way.
+    """
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 
 

@@ -1,6 +1,7 @@
 """A byte engine whose NIXL agents follow faults: its process and the handle on it.
 
-`faulty_nixl.install` replaces the class of NIXL's agent before the connector is built and before ranks are forked.
+`faulty_nixl.install` replaces the class of NIXL's agent before the connector is built and before ranks are
+forked.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class FaultyEngineProcess(ByteEngineProcess):
         return super()._configure(spec)
 
     def step(self, seconds: float) -> Step:
-        """Run steps, see `EngineProcess.step`. An engine without requests still serves the transfers of its peers."""
+        """Run steps, see `EngineProcess.step`.
+
+        An engine without requests still serves the transfers of its peers.
+        """
         if not self.scheduler.has_requests():
             self._workers(_progress)
         return super().step(seconds)
@@ -59,7 +63,7 @@ def serve(connection: Connection, spec: ByteEngineSpec) -> None:
     engine_process.serve(connection, spec, FaultyEngineProcess)
 
 
-# ---- calls of the engine, in each rank ----------------------------------------------------------------------------
+# ---- calls of the engine, in each rank ---------------------------------------------------------------------
 
 
 def _set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:

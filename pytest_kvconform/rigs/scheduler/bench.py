@@ -1,4 +1,7 @@
-"""The host process in which cases of the scheduler rig run, and its handle. One host for the current cell; a case is one call."""
+"""The bench of the scheduler rig: one scheduler host process for the current cell.
+
+A case is one call of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ class SchedulerBench:
         self._hung: list[str] = []
 
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
-        """Run a case in a fork of the host. Raises Blocked after several cases that hung, HarnessError without a host."""
+        """Run a case in a fork of the host.
+
+        Raises Blocked after several cases that hung, HarnessError without a host.
+        """
         if len(self._hung) >= HANGS:
             raise Blocked(
                 f"{HANGS} cases did not come back in time, {self._hung[0]} first: others are not tried"

@@ -55,7 +55,7 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
         Transfer("preempted_on_p", (Prompt(tokens(n)),), budget=step, preempt="P"),
         Transfer("preempted_on_d", (Prompt(tokens(n)),), preempt="D"),
     ]
-    more = [Transfer("p_generates_two", (Prompt(tokens(2 * b)),), says=2)]
+    more = [Transfer("p_generates_two", (Prompt(tokens(2 * b)),), generates=2)]
     # A state includes all that was computed, and cannot be shortened to the prompt.
     return found + hits(cell, matrix) + (more if matrix != "quick" and not has_state(cell) else [])
 
