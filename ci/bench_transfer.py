@@ -38,7 +38,7 @@ from pytest_kvconform.rigs.bytes.handover import _release
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
 from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.context import transfer_config
-from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens

@@ -22,8 +22,7 @@ from counting_engine import BLOCK, CountingEngine, background, start
 from model_matrix import load_geometries, parse_topology
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.bytes.specs import ROOM, blocks_for
-from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Trace
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of

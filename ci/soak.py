@@ -36,8 +36,7 @@ from pytest_kvconform.rigs.bytes.handover import shared_owners
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.engine.messages import Output
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import VOCABULARY
 

@@ -139,8 +139,9 @@ class RunContext:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end."""
         if self.has_long_lease(asked_s):
             raise Blocked(
-                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: declare `lease`, "
-                f"the key of kv_connector_extra_config for these seconds, and the suite asks for {asked_s:.0f} s"
+                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: "
+                "declare `lease`, the key of kv_connector_extra_config for these seconds, "
+                f"and the suite asks for {asked_s:.0f} s"
             )
 
 

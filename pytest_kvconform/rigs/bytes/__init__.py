@@ -25,7 +25,7 @@ The way of one hand-over:
 3. D gets the requests with P's kv_transfer_params, or finds them in a store. Before the first step that reads
    loaded KV, each rank of D puts what is due into its shadow and compares the whole pool
    (`PoolChecker.check_loads`).
-4. Both engines are stepped until neither holds a block. Then each rank compares its whole pool again (`audit`).
+4. Both engines are stepped until neither holds a block. Then each rank compares its pool again (`audit`).
 5. The `TransferObservation` has the checks, the audits, traces, usage and logged exceptions.
 
 This room imports `engine`, `vllm_setup`, `processes`, `kvspace`, `context.py` and `scenario.py`, and neither

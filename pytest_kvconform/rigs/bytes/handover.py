@@ -16,8 +16,7 @@ from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself

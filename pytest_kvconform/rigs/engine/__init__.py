@@ -7,7 +7,7 @@ in common.
 | `pairs` | the one start of a pair of engines, and its cache; also for the rigs bytes and peers |
 | `handle` | `EngineHandle`: one engine process, as pytest calls it; `EngineFailed` |
 | `process` | `EngineProcess`: vLLM's EngineCore in the child, driven one call at a time; for all rigs |
-| `model_engine` | `ModelEngineProcess`: an engine with a checkpoint, its snapshots, the writes of the oracle |
+| `model_engine` | `ModelEngineProcess`: an engine with a checkpoint, its snapshots, the oracle's writes |
 | `kv_access` | reads and writes a worker's KV cache in logical coordinates |
 | `handover` | one scenario: the subject's run, then the oracle's |
 | `observation` | what a scenario showed, and the comparison of D's answers |

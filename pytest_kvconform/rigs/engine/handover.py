@@ -18,7 +18,7 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output, Request, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
@@ -29,21 +29,7 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
-# The id of a request is like that of vLLM's servers: the router's id, the same on both sides, and 8
-# hexadecimal digits of the server. A connector that pushes pairs P's request with D's by the first part
-# (`get_base_request_id`, nixl/utils.py).
-ON_P, ON_D = "0000000a", "0000000d"
-PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}  # what vLLM's own proxy sends to P
-
-
-FLOAT32_TOLERANCE = 1e-4
+FLOAT32_TOLERANCE = 1e-4  # of log-probabilities, see DESIGN.md
 
 
 def observe(

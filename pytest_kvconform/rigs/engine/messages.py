@@ -9,6 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
+# The id of a request is like that of vLLM's servers: the router's id, the same on both sides, and 8
+# hexadecimal digits of the server. A connector that pushes pairs P's request with D's by the first part
+# (`get_base_request_id`, nixl/utils.py).
+ON_P, ON_D = "0000000a", "0000000d"
+# kv_transfer_params that vLLM's own proxy sends to P.
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to build one engine."""

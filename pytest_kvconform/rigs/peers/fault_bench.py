@@ -136,7 +136,8 @@ class FaultBench:
             self.pairs.end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/handover::completes: a transfer without faults did not end well: {reason}"
+                f"stands on kv::bytes/handover::completes: "
+                f"a transfer without faults did not end well: {reason}"
             )
 
 

@@ -6,7 +6,7 @@ import time
 
 from msgspec.structs import replace
 
-from pytest_kvconform.rigs.engine.handover import PREFILL
+from pytest_kvconform.rigs.engine.messages import PREFILL
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults

@@ -15,8 +15,7 @@ from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.handover import PREFILL
-from pytest_kvconform.rigs.engine.messages import Trace, Usage
+from pytest_kvconform.rigs.engine.messages import PREFILL, Trace, Usage
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
