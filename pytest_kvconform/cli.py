@@ -15,8 +15,8 @@ from pathlib import Path
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
-from pytest_kvconform.setting_parsers import did_you_mean
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
+from pytest_kvconform.settings.parsers import did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import features
-from pytest_kvconform.setting_parsers import did_you_mean
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
+from pytest_kvconform.settings.parsers import did_you_mean
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")

@@ -19,8 +19,8 @@ from typing import Any
 from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
 from pytest_kvconform.result import Cell
-from pytest_kvconform.setting_parsers import did_you_mean
 from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.settings.parsers import did_you_mean
 
 PREFIX = "kv::"
 # From cheap to dear, so that the first results come early.

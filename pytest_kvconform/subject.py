@@ -15,8 +15,8 @@ import msgspec
 
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
-from pytest_kvconform.setting_parsers import did_you_mean
 from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.settings.parsers import did_you_mean
 
 _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")

@@ -20,7 +20,7 @@ HEAVY = ("torch", "vllm", "transformers", "nixl")
 LOWER = ("result", "case", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
-    for name in """plugin pytest_hooks settings setting_parsers declaration apply_declaration features
+    for name in """plugin pytest_hooks settings declaration apply_declaration features
                    plan loading rules verdict report cli doctor suite""".split()
 )
 LIGHT = (*UPPER, f"{PLUGIN}.result", f"{PLUGIN}.case", f"{PLUGIN}.subject")

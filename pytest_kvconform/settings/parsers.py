@@ -1,7 +1,7 @@
 """Parsers of settings: a text of the command line or the environment, or a value of pyproject.toml -> the
 setting.
 
-A parser raises ValueError with a message that names what is valid. Like settings.py, this module is
+A parser raises ValueError with a message that names what is valid. Like the table of settings, this module is
 imported by every pytest run, and imports only the cheap part of the standard library.
 """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pytest_kvconform.setting_parsers import (
+from pytest_kvconform.settings.parsers import (
     did_you_mean,
     object_or_path,
     one_of,
