@@ -32,13 +32,9 @@ from typing import TYPE_CHECKING, Any
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.scenario import tokens
-from pytest_kvconform.rigs.scheduler.side import (
-    APART,
-    RequestOutput,
-    Side,
-    Step,
-    WorkerReport,
-)
+from pytest_kvconform.rigs.scheduler.side import Side
+from pytest_kvconform.rigs.scheduler.side_state import APART
+from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host

@@ -1,4 +1,4 @@
-"""One engine without workers: vLLM's real scheduler with the connector's scheduler half, and a scripted worker. See scheduler_rig.py."""
+"""One engine without workers, as a case drives it: requests, steps with the reports of a scripted worker, ends. See rig.py."""
 
 from __future__ import annotations
 
@@ -8,124 +8,34 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
-from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
-from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.result import Blocked, HarnessError, Violation
+from pytest_kvconform.rigs.scheduler.leaks import leaks
+from pytest_kvconform.rigs.scheduler.side_state import SideState
+from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
-from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
-from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
-APART = 256  # block ids between two sides
 STEPS = 200  # that a run may take
-AGAIN = 5  # loads of one request after which it is no longer chance
+MAX_LOADS = 5  # of one request; more are no chance
 END_OF_SEQUENCE = 2
-SAID = 7  # the token that the scripted worker samples
+SAMPLED = 7  # the token that the scripted worker samples
 
 
-@dataclass(frozen=True)
-class WorkerReport:
-    """What one rank says at the end of a step: ids of requests; `invalid` block ids (one KV cache group only)."""
-
-    sent: Iterable[str] = ()
-    received: Iterable[str] = ()
-    failed: Iterable[str] = ()  # of those received
-    invalid: Iterable[int] = ()
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one step said about one request."""
-
-    tokens: tuple[int, ...]
-    finish: str | None  # "stop", "length", "abort", "error"; None: it goes on
-    params: dict[str, Any] | None  # kv_transfer_params, as the connector returned them
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did."""
-
-    number: int  # from 1
-    scheduled: dict[str, tuple[int, int]]  # request -> tokens [first, end) that are computed in it
-    outputs: dict[str, RequestOutput]
-    metadata: Any  # the connector's, after the way to a worker (pickle)
-    has_sync_kv_loads: bool  # scheduler_output.has_sync_kv_loads: a synchronous load happens in this step
-    finished: frozenset[str]  # finished_req_ids: requests of whose end the workers are notified
-    preempted: frozenset[str]
-    metadata_object: Any  # the metadata's own object, which the connector may still hold
-
-    def mentions(self, request: str) -> bool:
-        """Whether the metadata holds the id of a request in any place."""
-        return bool(mentions(self.metadata, request))
-
-    def block_ids_for(self, request: str) -> frozenset[int]:
-        """Block ids, or other listed numbers, that the metadata holds if it mentions a request: the orders for its load or its save."""
-        return integers(self.metadata) if self.mentions(request) else frozenset()
-
-
-class Side:
-    """One engine without workers. Made by `Rig.side`.
-
-    Attributes: `scheduler`, `manager` (KVCacheManager), `connector`: vLLM's own objects; `ranks`: workers that report; `block_size`:
-    tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group; `finished`: ids of requests that have ended; `steps`: all steps.
-    """
+class Side(SideState):
+    """One engine without workers. Made by `Rig.side`."""
 
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        self.rig, self.role, self.name = rig, role, f"{role}{index}"
-        self.config, self.kv_config, self.first_block = config, kv_config, first_block
-        self.recorder = Recorder(rig.host.note_running_hook)
-        self.steps: list[Step] = []
-        self.finished: list[str] = []
-        self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
-        self.prompts: dict[str, tuple[int, ...]] = {}
-        self.worker: Callable[[Any], Any] | None = (
-            None  # a real one instead of the script: SchedulerOutput -> KVConnectorOutput
-        )
+        super().__init__(rig, role, index, config, kv_config, first_block)
+        # A real worker in place of the script: SchedulerOutput -> KVConnectorOutput.
+        self.worker: Callable[[Any], Any] | None = None
         self._preempting, self._taken = "", list[Any]()
-        self.block_size, hash_size = resolve_kv_cache_block_sizes(kv_config, config)
-        create = KVConnectorFactory.create_connector
-
-        def create_connector(*args: Any, **kwargs: Any) -> Any:
-            return self.recorder.wrap_hooks(self.recorder.call("__init__", create, *args, **kwargs))
-
-        KVConnectorFactory.create_connector = create_connector
-        try:
-            self.scheduler: Any = Scheduler(
-                vllm_config=config,
-                kv_cache_config=kv_config,
-                structured_output_manager=rig.host.structured_output,
-                block_size=self.block_size,
-                hash_block_size=hash_size,
-                log_stats=True,
-            )
-        finally:
-            KVConnectorFactory.create_connector = create
-        self.connector = self.scheduler.connector
-        self.manager = self.scheduler.kv_cache_manager
-        self.group_sizes = tuple(
-            manager.block_size for manager in self.manager.coordinator.single_type_managers
-        )
-        self._set_aside_blocks(first_block)
-        self.free_blocks_at_start = self.manager.block_pool.get_num_free_blocks()
-        self.ranks = config.parallel_config.world_size
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
-        self._hash = rig.host.hash_function()
-        init_none_hash(self._hash)
-        self._hasher = get_request_block_hasher(hash_size, self._hash)
         self._watch_allocations()
 
-    # ---- requests -----------------------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -188,10 +98,10 @@ class Side:
         *,
         ranks: tuple[WorkerReport, ...] | None = None,
     ) -> Step:
-        """One step of the engine: schedule(), what the workers report, update_from_output().
+        """Take one step of the engine: schedule(), the reports of the workers, update_from_output().
 
-        Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as well. `ranks` says instead what
-        each rank reports. Raises Violation if vLLM's scheduler cannot go on with what the connector answered.
+        Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as well. `ranks` gives
+        the reports of each rank instead. Raises Violation if vLLM's scheduler cannot go on with what the connector answered.
         """
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
         reports = ranks or (report,) * self.ranks
@@ -225,8 +135,8 @@ class Side:
         return self.steps[-1]
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = STEPS, sent: bool = False) -> int:
-        """Step until `until()`, or until every request has ended. Every load is reported as received in the step after it began, and with
-        `sent` every kept block as sent. Returns the number of steps; raises Violation if `limit` steps are not enough.
+        """Step until `until()`, or until every request has ended. The workers report every load as received in the step after it
+        began, and with `sent` every delayed free as sent. Returns the number of steps. Raises Violation after `limit` steps.
         """
         for number in range(limit + 1):
             if (
@@ -243,7 +153,7 @@ class Side:
             ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "nobody waits"
         )
         if again := [
-            (id, loads) for id in self.unfinished_requests() if (loads := self.loads_started(id)) > AGAIN
+            (id, loads) for id in self.unfinished_requests() if (loads := self.loads_started(id)) > MAX_LOADS
         ]:
             raise self.rig.violation(
                 "KV-MATCH-005",
@@ -260,14 +170,14 @@ class Side:
         )
 
     def abort(self, id: str, how: str = "FINISHED_ABORTED") -> None:
-        """End a request from outside, in whatever state it is; `how` is a name of vLLM's RequestStatus."""
+        """End a request from outside, in any state. `how`: name of vLLM's RequestStatus."""
         from vllm.v1.request import RequestStatus
 
         self._guarded(self.scheduler.finish_requests, id, RequestStatus[how])
         self._note_ends()
 
     def preempt(self, id: str) -> None:
-        """Preempt a running request in the next step: the scheduler finds no block for it."""
+        """Preempt a running request in the next step: allocate_slots finds no block."""
         self._preempting = id
 
     def take_all_free_blocks(self) -> None:
@@ -281,14 +191,14 @@ class Side:
         self._taken = []
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
-        """Compute the first `tokens` tokens of a prompt with a request that the connector is told nothing about, so that they stand in the
-        prefix cache of this side. What a later request hits of them, whole blocks that every KV cache group has, is vLLM's to say.
+        """Compute the first `tokens` tokens of a prompt with a request without kv_transfer_params, so that the prefix cache of
+        this side has them. A later request hits whole blocks that every KV cache group has.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
 
     def evict_prefix_cache(self) -> None:
-        """Forget the prefix cache: free blocks keep no hash."""
+        """Empty the prefix cache: free blocks lose their hashes. The connector is not notified."""
         pool = self.manager.block_pool
         pool.evict_blocks(
             {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
@@ -298,118 +208,18 @@ class Side:
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""
         self.scheduler.max_num_scheduled_tokens = tokens
 
-    # ---- looking ------------------------------------------------------------------------------------------------------------------
-
-    def status(self, id: str) -> str:
-        """Name of vLLM's RequestStatus; "gone": the scheduler does not know the request any more."""
-        request = self.scheduler.requests.get(id)
-        return "gone" if request is None else str(request.status.name)
-
-    def waits_for_remote_kv(self, id: str) -> bool:
-        """Whether a request waits for its KV."""
-        request = self.scheduler.requests.get(id)
-        return (
-            request is not None
-            and self.status(id) == "WAITING_FOR_REMOTE_KVS"
-            and id not in self.scheduler.finished_recving_kv_req_ids
-        )
-
-    def unfinished_requests(self) -> tuple[str, ...]:
-        """Requests that have not ended."""
-        return tuple(id for id, request in self.scheduler.requests.items() if not request.is_finished())
-
-    def delayed_free_requests(self) -> tuple[str, ...]:
-        """Requests that have ended and whose blocks the connector keeps (it returned True), or that were cancelled while loading."""
-        return tuple(id for id, request in self.scheduler.requests.items() if request.is_finished())
-
-    def num_computed_tokens(self, id: str) -> int:
-        """vLLM's num_computed_tokens of a living request."""
-        return int(self.scheduler.requests[id].num_computed_tokens)
-
-    def finished_while_loading(self, id: str) -> bool:
-        """Whether a request ended while it was loading, and nobody has reported the load yet: the scheduler keeps its blocks, and the
-        connector did not ask for it.
-        """
-        return id in self.delayed_free_requests() and not any(
-            call.result[0] for call in self.calls_of("request_finished", id)
-        )
-
-    def locally_computed_tokens(self, id: str) -> int:
-        """Prompt tokens of a request that went through this side's model, each counted once."""
-        spans = [step.scheduled[id] for step in self.steps if id in step.scheduled]
-        return len({token for first, end in spans for token in range(first, min(end, len(self.prompts[id])))})
-
-    def blocks(self, id: str) -> tuple[tuple[int, ...], ...]:
-        """Block ids of a request, by KV cache group; 0 is the null block."""
-        return tuple(tuple(ids) for ids in self.manager.get_block_ids(id))
-
-    def owns_block(self, block: int) -> bool:
-        """Whether a number is a block id of this side's pool."""
-        return self.first_block < block < self.first_block + APART
-
-    def free_blocks(self) -> int:
-        """Number of free blocks."""
-        return int(self.manager.block_pool.get_num_free_blocks())
-
-    def kv_transfer_params(self, id: str) -> dict[str, Any]:
-        """What P handed over for a request that has ended, after the way through JSON. Raises NotApplicable if nothing was."""
-        said = self.results.get(id)
-        if said is None or said.params is None:
-            said_nothing = f"{self.rig.subject.connector} returns no kv_transfer_params for a request that asks for a hand-over"
-            raise NotApplicable(said_nothing, refused=len(self.prompts.get(id, ())) > self.block_size)
-        found: dict[str, Any] = json.loads(json.dumps(said.params))
-        return found
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """Every call of a hook, in order."""
-        return tuple(self.recorder.calls)
-
-    def calls_of(self, hook: str, id: str | None = None) -> tuple[Call, ...]:
-        """Calls of one hook, about one request. "request_finished" stands for request_finished_all_groups, too."""
-        names = FINISHED if hook == "request_finished" else (hook,)
-        return tuple(
-            call for call in self.recorder.calls if call.hook in names and id in (None, call.request)
-        )
-
-    def match_is_pending(self, id: str) -> bool:
-        """Whether the last answer about a request was None: ask again."""
-        calls = self.calls_of("get_num_new_matched_tokens", id)
-        return bool(calls) and calls[-1].result[0] is None
-
-    def matched_tokens(self, id: str) -> tuple[int, bool]:
-        """The last answer of get_num_new_matched_tokens for a request; (0, False) if it was never asked."""
-        calls = self.calls_of("get_num_new_matched_tokens", id)
-        return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
-
-    def declined_to_load(self, id: str) -> bool:
-        """Whether the connector announced nothing of a request of which this side lacks a whole block or more."""
-        calls = self.calls_of("get_num_new_matched_tokens", id)
-        lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
-        return lacks > self.block_size and calls[-1].result[0] == 0
-
-    def loads_started(self, id: str) -> int:
-        """How many times a request was admitted with external tokens."""
-        return sum(
-            call.arguments["num_external_tokens"] > 0
-            for call in self.calls_of("update_state_after_alloc", id)
-        )
-
-    def first_external_tokens(self, id: str) -> int:
-        """External tokens with which a request was first admitted."""
-        calls = self.calls_of("update_state_after_alloc", id)
-        return int(calls[0].arguments["num_external_tokens"]) if calls else 0
+    # ---- hooks of the connector ----------------------------------------------------------------------------
 
     def leaks(self) -> tuple[str, ...]:
-        """What is left although every request has ended and every kept block was sent: see `leaks.leaks`. Runs one empty step first, in
-        which the connector tells its workers of the ends.
+        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`. Takes one empty step first, in
+        which the connector notifies its workers of the ends.
         """
         self.step()
         return leaks(self)
 
     def require_standard_reports(self) -> None:
-        """Raise Blocked for a store whose workers report what they have saved in words of their own, which no script knows: what waits for
-        such a report waits here for ever.
+        """Raise Blocked for a store whose workers report what they saved in a format of their own (build_connector_worker_meta):
+        the scripted worker cannot send such a report.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
@@ -420,37 +230,21 @@ class Side:
             )
 
     def call_hook(self, hook: str, *args: Any) -> Any:
-        """Call a hook of the connector as vLLM would; its checks apply. Raises HookRaised."""
+        """Call a hook of the connector as vLLM does, with the checks of the recorder. Raises HookRaised."""
         return getattr(self.connector, hook)(*args)
 
-    def request(self, id: str) -> Any:
-        """vLLM's own Request object."""
-        return self.scheduler.requests[id]
-
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Call update_connector_output with a report alone, as vLLM does before it acts on it; empty sets are None. Raises HookRaised."""
+        """Call update_connector_output with one report, as vLLM does before it acts on the report. Raises HookRaised."""
         self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
-        """What an operator can ask for at any time: empty the prefix cache, the connector's own included."""
+        """Call vLLM's reset_prefix_cache, which an operator can call at any time, for the connector's cache, too."""
         return bool(self._guarded(self.scheduler.reset_prefix_cache, False, True))
 
-    def full_attention_groups(self) -> tuple[int, ...]:
-        """KV cache groups in which every token of a request has its KV: neither a window nor a state."""
-        names = [type(group.kv_cache_spec).__name__ for group in self.kv_config.kv_cache_groups]
-        return tuple(
-            index for index, name in enumerate(names) if name in ("FullAttentionSpec", "MLAAttentionSpec")
-        )
-
-    def connector_state(self) -> dict[str, Any]:
-        """What the connector's object holds, without what vLLM has given to it."""
-        given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
-        return {name: value for name, value in vars(self.connector).items() if name not in given}
-
-    # ---- inside -------------------------------------------------------------------------------------------------------------------
+    # ---- inside --------------------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call vLLM's scheduler. What it raises by itself, it raises over what the connector said or did."""
+        """Call vLLM's scheduler. Raises SchedulerStopped for what vLLM itself raises: the connector's answers are the cause."""
         try:
             return function(*args)
         except Violation:
@@ -474,7 +268,7 @@ class Side:
         said = []
         for id in ids:
             request = self.scheduler.requests[id]
-            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAID
+            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
             said.append([token] if request.num_computed_tokens >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=ids,
@@ -493,13 +287,6 @@ class Side:
             c.request for c in self.calls_of("request_finished") if c.request not in self.finished
         ]
 
-    def _set_aside_blocks(self, first: int) -> None:
-        """Take the blocks below `first` out of the pool for good: what is left has ids of this side only."""
-        pool = self.manager.block_pool
-        if first:
-            pool.free_block_queue.popleft_n(first)
-            pool.num_gpu_blocks -= first
-
     def _watch_allocations(self) -> None:
         allocate = self.manager.allocate_slots
 
@@ -508,7 +295,7 @@ class Side:
             if victim is not None and victim in self.scheduler.running:
                 self._preempting = ""
                 self.scheduler.running.remove(victim)
-                self.scheduler.running.append(victim)  # the last one is the one to go
+                self.scheduler.running.append(victim)  # vLLM preempts the last one
                 return None
             return allocate(request, *args, **kwargs)
 

@@ -1,0 +1,196 @@
+"""One engine without workers, as a case looks at it: vLLM's real scheduler with the connector's scheduler half."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
+from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.rig import Rig
+
+APART = 256  # block ids between two sides
+
+
+class SideState:
+    """Builds vLLM's scheduler and reads it. `side.Side` drives it.
+
+    Attributes: `scheduler`, `manager` (KVCacheManager), `connector`: vLLM's own objects; `ranks`: workers that report;
+    `block_size`: tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group; `finished`: ids of requests that
+    have ended; `steps`: all steps; `results`: the last outputs of requests that ended with one.
+    """
+
+    def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self.rig, self.role, self.name = rig, role, f"{role}{index}"
+        self.config, self.kv_config, self.first_block = config, kv_config, first_block
+        self.recorder = Recorder(rig.host.note_running_hook)
+        self.steps: list[Step] = []
+        self.finished: list[str] = []
+        self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.block_size, hash_size = resolve_kv_cache_block_sizes(kv_config, config)
+        create = KVConnectorFactory.create_connector
+
+        def create_connector(*args: Any, **kwargs: Any) -> Any:
+            return self.recorder.wrap_hooks(self.recorder.call("__init__", create, *args, **kwargs))
+
+        KVConnectorFactory.create_connector = create_connector
+        try:
+            self.scheduler: Any = Scheduler(
+                vllm_config=config,
+                kv_cache_config=kv_config,
+                structured_output_manager=rig.host.structured_output,
+                block_size=self.block_size,
+                hash_block_size=hash_size,
+                log_stats=True,
+            )
+        finally:
+            KVConnectorFactory.create_connector = create
+        self.connector = self.scheduler.connector
+        self.manager = self.scheduler.kv_cache_manager
+        self.group_sizes = tuple(
+            manager.block_size for manager in self.manager.coordinator.single_type_managers
+        )
+        self._set_aside_blocks(first_block)
+        self.free_blocks_at_start = self.manager.block_pool.get_num_free_blocks()
+        self.ranks = config.parallel_config.world_size
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
+        self._hash = rig.host.hash_function()
+        init_none_hash(self._hash)
+        self._hasher = get_request_block_hasher(hash_size, self._hash)
+
+    def status(self, id: str) -> str:
+        """Name of vLLM's RequestStatus; "gone": the scheduler does not know the request any more."""
+        request = self.scheduler.requests.get(id)
+        return "gone" if request is None else str(request.status.name)
+
+    def waits_for_remote_kv(self, id: str) -> bool:
+        """Whether a request is in WAITING_FOR_REMOTE_KVS and no worker has reported its load."""
+        request = self.scheduler.requests.get(id)
+        return (
+            request is not None
+            and self.status(id) == "WAITING_FOR_REMOTE_KVS"
+            and id not in self.scheduler.finished_recving_kv_req_ids
+        )
+
+    def unfinished_requests(self) -> tuple[str, ...]:
+        """Requests that have not ended."""
+        return tuple(id for id, request in self.scheduler.requests.items() if not request.is_finished())
+
+    def delayed_free_requests(self) -> tuple[str, ...]:
+        """Requests that have ended and whose blocks are not freed yet: request_finished returned True, or they were loading."""
+        return tuple(id for id, request in self.scheduler.requests.items() if request.is_finished())
+
+    def num_computed_tokens(self, id: str) -> int:
+        """num_computed_tokens of a request that vLLM's scheduler has."""
+        return int(self.scheduler.requests[id].num_computed_tokens)
+
+    def finished_while_loading(self, id: str) -> bool:
+        """Whether a request ended while it was loading and no worker has reported the load yet. The scheduler keeps its blocks
+        although request_finished did not ask for it.
+        """
+        return id in self.delayed_free_requests() and not any(
+            call.result[0] for call in self.calls_of("request_finished", id)
+        )
+
+    def locally_computed_tokens(self, id: str) -> int:
+        """Prompt tokens of a request that went through this side's model, each counted once."""
+        spans = [step.scheduled[id] for step in self.steps if id in step.scheduled]
+        return len({token for first, end in spans for token in range(first, min(end, len(self.prompts[id])))})
+
+    def blocks(self, id: str) -> tuple[tuple[int, ...], ...]:
+        """Block ids of a request, by KV cache group; 0 is the null block."""
+        return tuple(tuple(ids) for ids in self.manager.get_block_ids(id))
+
+    def owns_block(self, block: int) -> bool:
+        """Whether a number is a block id of this side's pool."""
+        return self.first_block < block < self.first_block + APART
+
+    def free_blocks(self) -> int:
+        """Number of free blocks."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    def kv_transfer_params(self, id: str) -> dict[str, Any]:
+        """kv_transfer_params that P returned for a request that has ended, after the way through JSON. Raises NotApplicable if P
+        returned none.
+        """
+        output = self.results.get(id)
+        if output is None or output.params is None:
+            what = "returns no kv_transfer_params for a request that asks for a hand-over"
+            sentence = f"{self.rig.subject.connector} {what}"
+            raise NotApplicable(sentence, refused=len(self.prompts.get(id, ())) > self.block_size)
+        found: dict[str, Any] = json.loads(json.dumps(output.params))
+        return found
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Every call of a hook, in order."""
+        return tuple(self.recorder.calls)
+
+    def calls_of(self, hook: str, id: str | None = None) -> tuple[Call, ...]:
+        """Calls of one hook, about one request. "request_finished" stands for request_finished_all_groups, too."""
+        names = FINISHED if hook == "request_finished" else (hook,)
+        return tuple(
+            call for call in self.recorder.calls if call.hook in names and id in (None, call.request)
+        )
+
+    def match_is_pending(self, id: str) -> bool:
+        """Whether get_num_new_matched_tokens last answered None for a request: vLLM asks again."""
+        calls = self.calls_of("get_num_new_matched_tokens", id)
+        return bool(calls) and calls[-1].result[0] is None
+
+    def matched_tokens(self, id: str) -> tuple[int, bool]:
+        """The last answer of get_num_new_matched_tokens for a request; (0, False) if vLLM has not called it."""
+        calls = self.calls_of("get_num_new_matched_tokens", id)
+        return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
+
+    def declined_to_load(self, id: str) -> bool:
+        """Whether get_num_new_matched_tokens answered 0 for a request that lacks a whole block or more on this side."""
+        calls = self.calls_of("get_num_new_matched_tokens", id)
+        lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
+        return lacks > self.block_size and calls[-1].result[0] == 0
+
+    def loads_started(self, id: str) -> int:
+        """How many times update_state_after_alloc was called with external tokens for a request."""
+        return sum(
+            call.arguments["num_external_tokens"] > 0
+            for call in self.calls_of("update_state_after_alloc", id)
+        )
+
+    def first_external_tokens(self, id: str) -> int:
+        """External tokens of the first call of update_state_after_alloc for a request."""
+        calls = self.calls_of("update_state_after_alloc", id)
+        return int(calls[0].arguments["num_external_tokens"]) if calls else 0
+
+    def request(self, id: str) -> Any:
+        """vLLM's own Request object."""
+        return self.scheduler.requests[id]
+
+    def full_attention_groups(self) -> tuple[int, ...]:
+        """KV cache groups in which every token of a request has its KV: neither a window nor a state."""
+        names = [type(group.kv_cache_spec).__name__ for group in self.kv_config.kv_cache_groups]
+        return tuple(
+            index for index, name in enumerate(names) if name in ("FullAttentionSpec", "MLAAttentionSpec")
+        )
+
+    def connector_state(self) -> dict[str, Any]:
+        """Attributes of the connector's object, without those that vLLM passed to it."""
+        given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
+        return {name: value for name, value in vars(self.connector).items() if name not in given}
+
+    def _set_aside_blocks(self, first: int) -> None:
+        """Take the blocks below `first` out of the pool for good: block ids of two sides then differ."""
+        pool = self.manager.block_pool
+        if first:
+            pool.free_block_queue.popleft_n(first)
+            pool.num_gpu_blocks -= first
