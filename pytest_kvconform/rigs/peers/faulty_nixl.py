@@ -1,12 +1,14 @@
-"""A transport that misbehaves on demand, for connectors built on NIXL: delays, failures, messages that come twice, late, reversed or never.
+"""A transport that misbehaves on demand, for connectors built on NIXL: delays, failures, messages that come
+twice, late, reversed or never.
 
-`install` puts a subclass of the real `nixl_agent` in its place wherever a loaded module refers to it, and where modules that are imported
-later will find it. Bytes are moved by the real agent and by nothing else; what the subclass changes is when a transfer is begun, what is
-said about it, and which notifications are passed on. Without an instruction (`arm`) it changes nothing.
+`install` puts a subclass of the real `nixl_agent` in its place wherever a loaded module refers to it, and
+where modules that are imported later will find it. Bytes are moved by the real agent and by nothing else;
+what the subclass changes is when a transfer is begun, what is said about it, and which notifications are
+passed on. Without an instruction (`arm`) it changes nothing.
 
-NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle, get_new_notifs, update_notifs,
-check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a question for its state, or for new notifications if the
-connector asks for those more often.
+NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle,
+get_new_notifs, update_notifs, check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a
+question for its state, or for new notifications if the connector asks for those more often.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ _orders = _Orders()
 
 
 class FaultyAgent:
-    """What stands before NIXL's own methods. `install` joins it with the real class, of which every other method stays."""
+    """What stands before NIXL's own methods. `install` joins it with the real class, of which every other
+    method stays.
+    """
 
     real: Any  # the class nixl_agent
     notifs: dict[str, list[bytes]]  # the real agent's: what check_remote_xfer_done looks through
@@ -122,7 +126,7 @@ class FaultyAgent:
             )
         return False
 
-    # ---- transfers ------------------------------------------------------------------------------------------------------------
+    # ---- transfers -----------------------------------------------------------------------------------------
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> Any:
         with self._lock:
@@ -202,7 +206,7 @@ class FaultyAgent:
             flight.over = self.real.check_xfer_state(self, flight.handle) != "PROC"
         return round_
 
-    # ---- notifications --------------------------------------------------------------------------------------------------------
+    # ---- notifications -------------------------------------------------------------------------------------
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> dict[str, list[bytes]]:
         with self._lock:
@@ -261,7 +265,9 @@ class FaultyAgent:
 
 
 def install() -> bool:
-    """Put the agent that obeys in the place of NIXL's, see `replace_agent_class`. Returns whether NIXL is installed."""
+    """Put the agent that obeys in the place of NIXL's, see `replace_agent_class`. Returns whether NIXL is
+    installed.
+    """
     return replace_agent_class(_faulty)
 
 
@@ -273,7 +279,9 @@ def _faulty(real: Any, error: type[Exception]) -> Any:
 
 
 def arm(orders: tuple[Faults, ...], rank: int) -> None:
-    """Give every agent of this process instructions, in place of those before. Transfers under way keep theirs."""
+    """Give every agent of this process instructions, in place of those before. Transfers under way keep
+    theirs.
+    """
     mine = [faults for faults in orders if not faults.ranks or rank in faults.ranks]
     _orders.transfers = tuple(faults for faults in mine if faults.hold or faults.late or faults.fail)
     _orders.notifications = next((faults for faults in mine if faults.notifications), NOTHING)
@@ -288,10 +296,11 @@ def start_held_transfers() -> None:
 
 
 def progress() -> None:
-    """Let the agents of this process serve their peers although the connector asks them nothing, as with a progress thread (see `nixl`).
+    """Let the agents of this process serve their peers although the connector asks them nothing, as with a
+    progress thread (see `nixl`).
 
-    An engine that has no request left does not step, and then a peer that still reads from it would wait for ever instead of reading what
-    stands there by now.
+    An engine that has no request left does not step, and then a peer that still reads from it would wait for
+    ever instead of reading what stands there by now.
     """
     for agent in _orders.agents:
         agent._progress()

@@ -1,4 +1,6 @@
-"""The ports on which engines find each other: which are open, a listener that never answers, and malformed messages."""
+"""The ports on which engines find each other: which are open, a listener that never answers, and malformed
+messages.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def with_port_replaced(params: Any, ports: set[int], other: int) -> Any:
 
 
 class SilentListener:
-    """A listener that receives messages and never answers. It is a ZeroMQ socket where P's is one, so that peers send at all."""
+    """A listener that receives messages and never answers. It is a ZeroMQ socket where P's is one, so that
+    peers send at all.
+    """
 
     def __init__(self, port: int, zeromq: bool):
         self.received: list[list[bytes]] = []  # messages, each a list of frames
@@ -127,7 +131,9 @@ def malformed_messages(valid: list[list[bytes]], count: int, seed: int) -> Itera
 
 
 def _renumbered(message: bytes, choose: random.Random) -> bytes:
-    """A valid message with other numbers, such as a rank that does not exist. A message without numbers gets a huge length."""
+    """A valid message with other numbers, such as a rank that does not exist. A message without numbers gets
+    a huge length.
+    """
     try:
         words = msgspec.msgpack.decode(message)
     except msgspec.DecodeError:
@@ -140,7 +146,9 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
 
 
 class HostileClient:
-    """A client that sends messages to a listener and waits for no answer: ZeroMQ messages where the listener speaks ZeroMQ, and raw bytes."""
+    """A client that sends messages to a listener and waits for no answer: ZeroMQ messages where the listener
+    speaks ZeroMQ, and raw bytes.
+    """
 
     def __init__(self, port: int):
         self.port, self.dealer = port, None

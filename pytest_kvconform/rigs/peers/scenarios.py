@@ -1,4 +1,6 @@
-"""Scenarios between peers: P is unreachable, silent, stopped or restarted, leases end, and strangers send malformed messages."""
+"""Scenarios between peers: P is unreachable, silent, stopped or restarted, leases end, and strangers send
+malformed messages.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,13 @@ class PeerScenario:
     starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
 
 
-# ---- P cannot be reached ----------------------------------------------------------------------------------------------
+# ---- P cannot be reached -----------------------------------------------------------------------------------
 
 
 def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
-    """Let another engine compute a prompt, whose params are then changed. Returns PrefillResult and the engine's ports."""
+    """Let another engine compute a prompt, whose params are then changed. Returns PrefillResult and the
+    engine's ports.
+    """
     bad = yield from engines.prefill(other)
     engines.prefills_elsewhere += 1
     return bad, listening_ports(other.handle.process.pid)
@@ -64,8 +68,8 @@ def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
 def unreachable_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
 ) -> Steps:
-    """For one of three requests no process listens on the port that its params name; another one is from a peer that D has
-    met.
+    """For one of three requests no process listens on the port that its params name; another one is from a
+    peer that D has met.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     bad, ports = yield from prefill_elsewhere(engines, other)
@@ -81,8 +85,8 @@ def unreachable_peer(
 
 
 def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
-    """For one of three requests the port that its params name accepts connections and never answers; another one is from a
-    peer that D has not met.
+    """For one of three requests the port that its params name accepts connections and never answers; another
+    one is from a peer that D has not met.
     """
     bad, ports = yield from prefill_elsewhere(engines, other)
     good = yield from engines.prefill(p)
@@ -99,7 +103,9 @@ def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
 
 
 def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """P's process is stopped while D meets it, and again while D reads from it; the third load is undisturbed."""
+    """P's process is stopped while D meets it, and again while D reads from it; the third load is
+    undisturbed.
+    """
     decodes, numbers = {}, {}
     for what in ("meeting", "reading"):
         prefill = yield from engines.prefill(p)
@@ -121,7 +127,9 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
 def restarted_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
 ) -> Steps:
-    """P ends, and another engine is started on its ports. D has met the old one, and the stranger has met neither."""
+    """P ends, and another engine is started on its ports. D has met the old one, and the stranger has met
+    neither.
+    """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
     p.end()
@@ -140,11 +148,13 @@ def restarted_peer(
     return ScenarioObservation(decodes)
 
 
-# ---- leases -----------------------------------------------------------------------------------------------------------
+# ---- leases ------------------------------------------------------------------------------------------------
 
 
 def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D's request is added when its lease is over and P has overwritten its blocks; a normal hand-over follows."""
+    """D's request is added when its lease is over and P has overwritten its blocks; a normal hand-over
+    follows.
+    """
     prefill = yield from engines.prefill(p)
     freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
     if not freed:
@@ -156,7 +166,9 @@ def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D takes no step during a load, until the lease is over and P has overwritten its blocks; then D goes on."""
+    """D takes no step during a load, until the lease is over and P has overwritten its blocks; then D goes
+    on.
+    """
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
     held = yield from engines.add_decode_with_faults(d, prefill, HELD)
@@ -205,11 +217,13 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
 
 
-# ---- malformed messages -----------------------------------------------------------------------------------------------
+# ---- malformed messages ------------------------------------------------------------------------------------
 
 
 def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A client that is no peer sends a thousand malformed messages to P's ports; then a D that has not met P loads from P."""
+    """A client that is no peer sends a thousand malformed messages to P's ports; then a D that has not met P
+    loads from P.
+    """
     senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
     yield from until(
         lambda: engines.prefills_elsewhere == len(senders) or all(sender.done for sender in senders),
@@ -247,7 +261,8 @@ RANK_SCENARIOS = {
     "aborted_during_load": PeerScenario(aborted_during_load, RANKS, after="aborted_before_load"),
     "failed_load": PeerScenario(failed_load, RANKS, after="aborted_during_load"),
 }
-# Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is not used in another.
+# Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is
+# not used in another.
 SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P1D1": {
         "silent_peer": PeerScenario(silent_peer, ("P", "D4"), other_engines=("P3",), starts_early=True),

@@ -1,7 +1,8 @@
-"""Several engines at once, and scenarios that run on them side by side: a deadline of the connector costs its time only once.
+"""Several engines at once, and scenarios that run on them side by side: a deadline of the connector costs its
+time only once.
 
-A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on. No call blocks: an
-engine that stands in a hook for seconds keeps no other engine from stepping.
+A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on.
+No call blocks: an engine that stands in a hook for seconds keeps no other engine from stepping.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ class RunningScenario:
     done: bool = False
 
     def advance(self) -> None:
-        """Take the next step; the first one when the engines are up. A failure of one of its engines ends the scenario."""
+        """Take the next step; the first one when the engines are up. A failure of one of its engines ends the
+        scenario.
+        """
         failed = next((engine for engine in self.engines if engine.failed), None)
         if not failed and not self.started:
             up = all(engine.started or engine.failed for engine in (*self.engines, *self.started_first))

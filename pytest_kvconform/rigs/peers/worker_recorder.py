@@ -1,7 +1,7 @@
 """Record, in each rank, the calls of the connector's worker half and its answers.
 
-vLLM's KVOutputAggregator (distributed/kv_transfer/kv_connector/utils.py) adds the reports of all ranks up; the recorder keeps
-what each rank reported before that.
+vLLM's KVOutputAggregator (distributed/kv_transfer/kv_connector/utils.py) adds the reports of all ranks up;
+the recorder keeps what each rank reported before that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A second connector for vLLM's MultiConnector, that answers what a case wants it to. It has nothing, and moves nothing.
+"""A second connector for vLLM's MultiConnector, that answers what a case wants it to. It has nothing, and
+moves nothing.
 
 side = rig.side("D", transfer=with_fake_connector("first"))        # MultiConnector([FakeConnector, the subject])
 subject, neighbour = multi_connector_children(side)
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 
 class FakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between steps; `none_answers`: as often it
-    answers None first; `keeps`: it keeps the blocks of every request that ends; `params`: what it returns then.
+    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between
+    steps; `none_answers`: as often it answers None first; `keeps`: it keeps the blocks of every request that
+    ends; `params`: what it returns then.
     """
 
     loads, none_answers, keeps = False, 0, False
@@ -75,13 +77,17 @@ class Child:
     recorder: Recorder
 
     def calls_of(self, hook: str, id: str) -> tuple[Call, ...]:
-        """Calls of one hook about one request. "request_finished" stands for request_finished_all_groups, too."""
+        """Calls of one hook about one request. "request_finished" stands for request_finished_all_groups,
+        too.
+        """
         names = FINISHED if hook == "request_finished" else (hook,)
         return tuple(call for call in self.recorder.calls if call.hook in names and call.request == id)
 
 
 def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
-    """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of the neighbour."""
+    """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of
+    the neighbour.
+    """
 
     def both(subject: KVTransferConfig) -> KVTransferConfig:
         given = {
@@ -105,7 +111,9 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:
-    """The subject and its neighbour on a side that was made with `beside`; from now on their calls are recorded."""
+    """The subject and its neighbour on a side that was made with `beside`; from now on their calls are
+    recorded.
+    """
     found = []
     for index, connector in enumerate(side.connector._connectors):
         recorder = Recorder(side.rig.host.note_running_hook)

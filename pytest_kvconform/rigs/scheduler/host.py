@@ -1,7 +1,7 @@
 """The scheduler host process: the configurations that cases of one cell share, and the fork of each case.
 
-A case runs in a child with a pipe: see case_process.py. If a child dies or does not end in time, the finding names the signal, the
-connector's hook that was running, and the last lines of the log.
+A case runs in a child with a pipe: see case_process.py. If a child dies or does not end in time, the finding
+names the signal, the connector's hook that was running, and the last lines of the log.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as the connector has no worker half.
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as the connector has no worker
+    # half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
     supports_hma: bool
@@ -60,8 +61,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 def serve(connection: Connection, spec: HostSpec) -> None:
     """Run the host in a child of the zygote.
 
-    Sends ("ready", None) or ("failed", CaseEnd), then answers each (module, function, rule, variant, deadline) with
-    (CaseEnd, whether it ended in time), until the connection ends.
+    Sends ("ready", None) or ("failed", CaseEnd), then answers each (module, function, rule, variant,
+    deadline) with (CaseEnd, whether it ended in time), until the connection ends.
     """
     try:
         host = Host(spec)
@@ -70,7 +71,8 @@ def serve(connection: Connection, spec: HostSpec) -> None:
         connection.send(("failed", _not_configured(spec, error)))
         return
     gc.freeze()
-    huge_pages.collapse()  # what this process wrote to is in small pages again: 0.4 s, and half of what a fork takes
+    # What this process wrote to is in small pages again: 0.4 s, and half of what a fork takes.
+    huge_pages.collapse()
     connection.send(("ready", None))
     while True:
         try:
@@ -114,7 +116,7 @@ class Host:
                 self.kv_config(role, self.vllm_config(role, max_seqs=1), APART * index + BLOCKS + 1)
         self.structured_output = StructuredOutputManager(self._configs["D", True])  # no request uses it
 
-    # ---- what sides are made of -------------------------------------------------------------------------------------------
+    # ---- what sides are made of ----------------------------------------------------------------------------
 
     def vllm_config(
         self,
@@ -144,7 +146,9 @@ class Host:
         return config
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
-        """The KVCacheConfig of a scheduler with so many blocks, the null block included (v1/core/kv_cache_utils.py)."""
+        """The KVCacheConfig of a scheduler with so many blocks, the null block included
+        (v1/core/kv_cache_utils.py).
+        """
         prefix_caching, tp = config.cache_config.enable_prefix_caching, self.spec.tensor_parallel[role]
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks
         key = role, prefix_caching, num_blocks
@@ -186,7 +190,7 @@ class Host:
             kernel_block=memory.kernel or 16,
         )
 
-    # ---- cases ------------------------------------------------------------------------------------------------------------
+    # ---- cases ---------------------------------------------------------------------------------------------
 
     def run(
         self, module: str, function: str, rule: str, variant: Any, deadline_s: float

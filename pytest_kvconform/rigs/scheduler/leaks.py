@@ -1,5 +1,5 @@
-"""What is left in a scheduler, in its block pool and in the connector's scheduler half when every request has ended; and the walk
-through objects of which nothing is known that this takes.
+"""What is left in a scheduler, in its block pool and in the connector's scheduler half when every request has
+ended; and the walk through objects of which nothing is known that this takes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.side import Side
 
-# Modules whose objects the walk does not enter: a connector may hold the engine's configuration and cache manager, which are not its own.
+# Modules whose objects the walk does not enter: a connector may hold the engine's configuration and cache
+# manager, which are not its own.
 NOT_OURS = (
     "vllm.config",
     "vllm.v1.core",
@@ -28,7 +29,9 @@ Path = tuple[str, ...]
 
 
 def walk(root: Any) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of every string, number and None that can be reached from an object through containers and attributes."""
+    """(path, value) of every string, number and None that can be reached from an object through containers
+    and attributes.
+    """
     seen: set[int] = set()
     todo: list[tuple[Path, Any]] = [((), root)]
     for _ in range(MANY):
@@ -78,7 +81,9 @@ def mentions(root: Any, word: str) -> tuple[str, ...]:
 
 
 def integers(root: Any) -> frozenset[int]:
-    """Every int that stands in a list, tuple, set or array within an object: block ids do, sizes and ports do not."""
+    """Every int that stands in a list, tuple, set or array within an object: block ids do, sizes and ports do
+    not.
+    """
     return frozenset(
         value
         for path, value in walk(root)

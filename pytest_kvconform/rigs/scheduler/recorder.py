@@ -1,7 +1,9 @@
-"""What a connector's scheduler half was asked and what it answered, one `Call` a hook, with the checks that hold for every call.
+"""What a connector's scheduler half was asked and what it answered, one `Call` a hook, with the checks that
+hold for every call.
 
-Hooks are wrapped on the object, so that its class, and with it `isinstance(connector, SupportsHMA)`, stays what it is. An exception of a
-hook becomes `HookRaised`, an answer that vLLM could not use a `Violation`: before vLLM's own assertion would end the engine.
+Hooks are wrapped on the object, so that its class, and with it `isinstance(connector, SupportsHMA)`, stays
+what it is. An exception of a hook becomes `HookRaised`, an answer that vLLM could not use a `Violation`:
+before vLLM's own assertion would end the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Call:
 
 
 class Recorder:
-    """Records the calls of one connector. `note(hook)` is told before each call, "" after it, so that a death can be explained."""
+    """Records the calls of one connector. `note(hook)` is told before each call, "" after it, so that a death
+    can be explained.
+    """
 
     def __init__(self, note: Callable[[str], None]):
         self.note = note
@@ -95,7 +99,8 @@ def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         return {
             "num_external_tokens": values[2],
             "blocks": tuple(tuple(block.block_id for block in group) for group in groups),
-            # Blocks that a load may write: those that are neither shared through the prefix cache nor the null block.
+            # Blocks that a load may write: those that are neither shared through the prefix cache nor the
+            # null block.
             "writable": tuple(
                 tuple(b.block_id for b in group if b.block_hash is None and not b.is_null) for group in groups
             ),
@@ -132,8 +137,8 @@ _PLAIN = {
 
 
 def _content(scheduler_output: Any) -> dict[str, str]:
-    """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector may change
-    (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
+    """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector
+    may change (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
     """
     left_out = ("new_block_ids_to_zero", "kv_connector_block_state", "kv_connector_metadata")
     return {name: _text(value) for name, value in vars(scheduler_output).items() if name not in left_out}
@@ -159,7 +164,7 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-# ---- what holds for every call ---------------------------------------------------------------------------------------------------
+# ---- what holds for every call -----------------------------------------------------------------------------
 
 
 def check_match(request: Any, computed: int, answer: Any) -> None:

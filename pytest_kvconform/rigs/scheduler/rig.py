@@ -1,8 +1,10 @@
-"""What cases of the tiers interface and protocol run on: vLLM's real scheduler with the connector's scheduler half, and a scripted worker.
+"""What cases of the tiers interface and protocol run on: vLLM's real scheduler with the connector's scheduler
+half, and a scripted worker.
 
-A case that says `@case(RULE, rig="scheduler")` is a function `case(rig: Rig, variant) -> Evidence` and runs in a process of its own, forked for
-it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request, KVOutputAggregator, the KV cache groups of a real model. The
-scheduler builds the connector itself. There is no worker: the case says what one would report.
+A case that says `@case(RULE, rig="scheduler")` is a function `case(rig: Rig, variant) -> Evidence` and runs
+in a process of its own, forked for it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request,
+KVOutputAggregator, the KV cache groups of a real model. The scheduler builds the connector itself. There is
+no worker: the case says what one would report.
 
     p, d = rig.side("P"), rig.side("D")
     first = p.add(rig.prompt(100), rig.prefill_params())        # a request that asks P for a hand-over
@@ -15,11 +17,12 @@ scheduler builds the connector itself. There is no worker: the case says what on
     p.step(sent=[first])
     p.leaks(), d.leaks()                                     # sentences; empty: nothing is left
 
-`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`, `rig.violation(...)` makes one; a hook that
-raises, an answer that vLLM cannot use and a scheduler that stops become violations by themselves. `side.calls` has every call of a hook.
+`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`,
+`rig.violation(...)` makes one; a hook that raises, an answer that vLLM cannot use and a scheduler that stops
+become violations by themselves. `side.calls` has every call of a hook.
 
-Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) gives out 256 * k + 1 and up, so
-that a block id that stands in metadata or params belongs to one side only.
+Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) gives
+out 256 * k + 1 and up, so that a block id that stands in metadata or params belongs to one side only.
 """
 
 from __future__ import annotations
@@ -82,11 +85,12 @@ class Rig:
         config: Mapping[str, Any] | None = None,
         transfer: Callable[[Any], Any] | None = None,
     ) -> Side:
-        """A new engine of a role, "P" or "D"; several of one role are engines of their own, as after a restart.
+        """A new engine of a role, "P" or "D"; several of one role are engines of their own, as after a
+        restart.
 
-        `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255. `policy`:
-        kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`: makes another KVTransferConfig of the
-        subject's, see neighbour.py.
+        `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
+        `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
+        makes another KVTransferConfig of the subject's, see neighbour.py.
         """
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
@@ -103,7 +107,9 @@ class Rig:
         return self._sides[-1]
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No token is a block id, too."""
+        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
+        token is a block id, too.
+        """
         return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
     def prefill_params(self) -> dict[str, Any]:
@@ -116,7 +122,8 @@ class Rig:
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """Let P compute a prompt and add it to D with what P hands over. Returns both ids; D has made no step yet. `more`: of D's `add`.
+        """Let P compute a prompt and add it to D with what P hands over. Returns both ids; D has made no step
+        yet. `more`: of D's `add`.
 
         Raises NotApplicable if P hands nothing over: a store has nothing where no worker has saved.
         """
@@ -128,13 +135,17 @@ class Rig:
     def hand_over_and_load(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no asynchronous load."""
+        """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no
+        asynchronous load.
+        """
         first, second = self.hand_over(p, d, prompt, max_tokens, **more)
         self.start_loads(d, second)
         return first, second
 
     def step_until_matched(self, d: Side, *ids: str) -> Step:
-        """The steps of D until the connector knows how much there is to load for these requests: one, or more. Returns the last."""
+        """The steps of D until the connector knows how much there is to load for these requests: one, or
+        more. Returns the last.
+        """
         for _ in range(UNSURE):
             step = d.step()
             if not any(map(d.match_is_pending, ids)):

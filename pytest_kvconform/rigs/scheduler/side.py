@@ -1,4 +1,6 @@
-"""One engine without workers, as a case drives it: requests, steps with the reports of a scripted worker, ends. See rig.py."""
+"""One engine without workers, as a case drives it: requests, steps with the reports of a scripted worker,
+ends. See rig.py.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,10 @@ class Side(SideState):
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
 
-        `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token is the end of the sequence,
-        so that it ends with "stop". `read_cache=False`: it must not read prefix caches, as one that wants log-probabilities of its prompt.
-        Raises HarnessError if the params are no JSON.
+        `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
+        is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
+        caches, as one that wants log-probabilities of its prompt. Raises HarnessError if the params are no
+        JSON.
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -100,8 +103,9 @@ class Side(SideState):
     ) -> Step:
         """Take one step of the engine: schedule(), the reports of the workers, update_from_output().
 
-        Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as well. `ranks` gives
-        the reports of each rank instead. Raises Violation if vLLM's scheduler cannot go on with what the connector answered.
+        Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as
+        well. `ranks` gives the reports of each rank instead. Raises Violation if vLLM's scheduler cannot go
+        on with what the connector answered.
         """
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
         reports = ranks or (report,) * self.ranks
@@ -135,8 +139,9 @@ class Side(SideState):
         return self.steps[-1]
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = STEPS, sent: bool = False) -> int:
-        """Step until `until()`, or until every request has ended. The workers report every load as received in the step after it
-        began, and with `sent` every delayed free as sent. Returns the number of steps. Raises Violation after `limit` steps.
+        """Step until `until()`, or until every request has ended. The workers report every load as received
+        in the step after it began, and with `sent` every delayed free as sent. Returns the number of steps.
+        Raises Violation after `limit` steps.
         """
         for number in range(limit + 1):
             if (
@@ -181,7 +186,9 @@ class Side(SideState):
         self._preempting = id
 
     def take_all_free_blocks(self) -> None:
-        """Take every free block from the pool, so that vLLM can allocate none. What the blocks cached is lost."""
+        """Take every free block from the pool, so that vLLM can allocate none. What the blocks cached is
+        lost.
+        """
         pool = self.manager.block_pool
         self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
 
@@ -191,8 +198,9 @@ class Side(SideState):
         self._taken = []
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
-        """Compute the first `tokens` tokens of a prompt with a request without kv_transfer_params, so that the prefix cache of
-        this side has them. A later request hits whole blocks that every KV cache group has.
+        """Compute the first `tokens` tokens of a prompt with a request without kv_transfer_params, so that
+        the prefix cache of this side has them. A later request hits whole blocks that every KV cache group
+        has.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
@@ -211,15 +219,15 @@ class Side(SideState):
     # ---- hooks of the connector ----------------------------------------------------------------------------
 
     def leaks(self) -> tuple[str, ...]:
-        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`. Takes one empty step first, in
-        which the connector notifies its workers of the ends.
+        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`. Takes one
+        empty step first, in which the connector notifies its workers of the ends.
         """
         self.step()
         return leaks(self)
 
     def require_standard_reports(self) -> None:
-        """Raise Blocked for a store whose workers report what they saved in a format of their own (build_connector_worker_meta):
-        the scripted worker cannot send such a report.
+        """Raise Blocked for a store whose workers report what they saved in a format of their own
+        (build_connector_worker_meta): the scripted worker cannot send such a report.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
@@ -234,17 +242,23 @@ class Side(SideState):
         return getattr(self.connector, hook)(*args)
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Call update_connector_output with one report, as vLLM does before it acts on the report. Raises HookRaised."""
+        """Call update_connector_output with one report, as vLLM does before it acts on the report. Raises
+        HookRaised.
+        """
         self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
-        """Call vLLM's reset_prefix_cache, which an operator can call at any time, for the connector's cache, too."""
+        """Call vLLM's reset_prefix_cache, which an operator can call at any time, for the connector's cache,
+        too.
+        """
         return bool(self._guarded(self.scheduler.reset_prefix_cache, False, True))
 
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call vLLM's scheduler. Raises SchedulerStopped for what vLLM itself raises: the connector's answers are the cause."""
+        """Call vLLM's scheduler. Raises SchedulerStopped for what vLLM itself raises: the connector's answers
+        are the cause.
+        """
         try:
             return function(*args)
         except Violation:

@@ -1,4 +1,5 @@
-"""An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what their workers have saved.
+"""An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what
+their workers have saved.
 
     side = engine(rig)          # its steps call every hook of a worker, in vLLM's order; KV memory holds nothing in particular
     side.add(rig.prompt(40))
@@ -38,7 +39,9 @@ def start_store_engine(rig: Rig) -> Side:
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
-    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's KVConnectorOutput."""
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's
+    KVConnectorOutput.
+    """
     guard = half.recorder.call
     if not output.total_num_scheduled_tokens:
         time.sleep(PAUSE_S)

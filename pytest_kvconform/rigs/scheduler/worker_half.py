@@ -1,4 +1,5 @@
-"""One rank of an engine without a model, for cases of the scheduler rig: vLLM's own start of a worker, taken apart into its calls.
+"""One rank of an engine without a model, for cases of the scheduler rig: vLLM's own start of a worker, taken
+apart into its calls.
 
     half = WorkerHalf(rig, "P")            # configuration, process groups, layers, KV cache groups; no connector yet
     half.construct()                       # vLLM builds the worker half of the connector
@@ -7,8 +8,9 @@
     half.set_handshake_metadata(side)                   # what the rank publishes goes to the scheduler half
     half.shutdown()
 
-An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the same for every rank. The layers
-and the memory are those of the byte rig (byte_worker.py). A hook that raises becomes a violation of the case's rule.
+An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the
+same for every rank. The layers and the memory are those of the byte rig (byte_worker.py). A hook that raises
+becomes a violation of the case's rule.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 
 class WorkerHalf:
-    """Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name -> stand-in; `connector`: the worker
-    half, None until it is built.
+    """Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
+    stand-in; `connector`: the worker half, None until it is built.
     """
 
     def __init__(self, rig: Rig, role: str, *, layout: str = "", port: int = 0, longest: int = 1):
@@ -93,7 +95,7 @@ class WorkerHalf:
         self.kv_config = kv_cache_config_of_rank(self.config, self._worker.get_kv_cache_spec())
         cache.num_gpu_blocks = self.kv_config.num_blocks
 
-    # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ------------------------------------
+    # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ----------
 
     def construct(self) -> Any:
         """Let vLLM build the worker half. Returns it."""
@@ -155,11 +157,11 @@ class WorkerHalf:
         self.set_handshake_metadata(side)
         return side
 
-    # ---- after it -------------------------------------------------------------------------------------------------------------------
+    # ---- after it ------------------------------------------------------------------------------------------
 
     def step_without_tokens(self, side: Side) -> Any:
-        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's KVConnectorOutput, None if
-        the connector said nothing.
+        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's
+        KVConnectorOutput, None if the connector said nothing.
         """
         output = side.scheduler.schedule()
         said = self.recorder.call("a step without tokens", self.active.no_forward, output).kv_connector_output
