@@ -6,7 +6,7 @@ They test nothing: docs/benchmarks.md has the numbers.
 
     start        two plain `LLM(...)` starts, one after the other, each in its own process; TP 1 and TP 2
     cell         one more P/D cell, from a running zygote to the end of its first hand-over; P1D1 and P2D2
-    bytes        the quick matrix of the byte tier: checked hand-overs, seconds, CPU seconds, those of each cell
+    bytes        the quick matrix of the byte tier: checked hand-overs, seconds, CPU seconds, by cell
     bytes-full   the full matrix of the byte tier
     quick        a whole quick run, as `make conform CONNECTOR=NixlConnector`: first verdict, end, peak memory
 """
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,8 @@ def memory(pid: int) -> float:
 def main(wanted: list[str]) -> int:
     seconds: dict[str, float] = {}
     jobs: dict[str, list[tuple[str, Callable[[], float]]]] = {
-        "start": [(f"two LLM(...) starts, TP {tp}", lambda tp=tp: start(tp)) for tp in (1, 2)],  # type: ignore[misc]
-        "cell": [(f"one more cell, {t}", lambda t=t: cell(t)) for t in ("P1D1", "P2D2")],  # type: ignore[misc]
+        "start": [(f"two LLM(...) starts, TP {tp}", partial(start, tp)) for tp in (1, 2)],
+        "cell": [(f"one more cell, {topology}", partial(cell, topology)) for topology in ("P1D1", "P2D2")],
     }
     for name in wanted or ["start", "cell", "quick", "bytes"]:
         for title, job in jobs.get(name, []):

