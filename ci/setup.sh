@@ -122,7 +122,7 @@ install() {
 
 [ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
 ready "$@" && exit 0
-# Two set-ups at once would install into one environment: the second one waits, by a lock on a file that exists.
+# Two set-ups at once would install into one environment: the second one waits for the lock of a file.
 exec 9<pyproject.toml
 if command -v flock >/dev/null; then flock 9; fi
 ready "$@" && exit 0

@@ -1,6 +1,4 @@
-"""Tokens without a block in a group without a window: vLLM makes no such table, so the observation is made up
-here.
-"""
+"""Tokens without a block in a group without a window: vLLM makes no such table, so the test makes it up."""
 
 from __future__ import annotations
 

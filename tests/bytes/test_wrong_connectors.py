@@ -1,5 +1,6 @@
-"""Every planted mistake is found by the case that is about it, and by no other, and named in one sentence;
-right connectors pass.
+"""Each mistake is found by the case about it, by no other case, and named in one sentence.
+
+Right connectors pass.
 """
 
 from __future__ import annotations

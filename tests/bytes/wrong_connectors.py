@@ -18,6 +18,7 @@ from reference_connector import ReferenceConnector
 from tests.engine.wrong_connectors import (
     AnnouncesLess,
     BacksOff,
+    CorruptsCache,
     DropsTail,
     Groups,
     KeepsBlocks,
@@ -25,7 +26,6 @@ from tests.engine.wrong_connectors import (
     NeverFinishes,
     RaisesAtStart,
     Right,
-    Spoils,
     WritesNull,
     WritesOutside,
 )
@@ -148,7 +148,7 @@ class ShortWindow(Right):
 # ---- what D's cache holds after the read ---------------------------------------------------------
 
 
-class ReadsFromTheWindow(Spoils):
+class ReadsFromTheWindow(CorruptsCache):
     """Of the block in which a window begins nothing is read that stands before the window."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -168,16 +168,16 @@ class ReadsFromTheWindow(Spoils):
     def window(self, group: Any) -> int:
         return getattr(group.kv_cache_spec, "sliding_window", None) or 0
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for cache in layers:
             if (before := self.before.get(id(cache))) is not None:
                 cache[blocks[0]][:, :14] = before[:, :14]  # 542 tokens, a window of 512, blocks of 16
 
 
-class Reorders(Spoils):
+class Reorders(CorruptsCache):
     """`reorder` returns the rows of each block, [block, head, token, plane, byte] without gaps, as taken."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for cache in layers:
             rows = cache[blocks].contiguous().view(torch.uint8).unflatten(-1, (2, -1))
             cache[blocks] = self.reorder(rows).contiguous().flatten(-2).view(cache.dtype)

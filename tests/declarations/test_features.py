@@ -1,4 +1,4 @@
-"""The list of features, and which cases need which of them."""
+"""The closed list of features, and which cases require which of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known failures: strict, with an issue and a last day, and never silent."""
+"""Known failures need an issue and a last day, and a run always reports them."""
 
 from __future__ import annotations
 

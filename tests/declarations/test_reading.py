@@ -1,5 +1,6 @@
-"""A declaration is read from a file or from pyproject.toml; a mistake in it is one sentence that names the
-key.
+"""A declaration is read from a file or from pyproject.toml.
+
+A mistake in it is one sentence that names the key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Modules that cannot be tested, and the sentence that says why.
+"""Modules that cannot be tested, and the sentence that tells why.
 
-They are written to a folder of their own, and never imported here.
+The tests write them to a folder of their own.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Command:
         """Send a signal to pytest alone."""
         self.process.send_signal(number)
 
-    # ---- what it said ----------------------------------------------------------------------------
+    # ---- output and report ----------------------------------------------------------------------------
 
     @property
     def code(self) -> int:
@@ -107,11 +107,12 @@ class Command:
     def outcomes(self) -> dict[str, str]:
         return {result["id"]: result["outcome"] for result in self.report["results"]}
 
-    # ---- what it left ----------------------------------------------------------------------------
+    # ---- leftovers ----------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run and their command lines: they have its mark in their environment,
-        wherever they hang in the tree.
+        """Living processes of the run and their command lines.
+
+        They have the run's mark in their environment, wherever they are in the process tree.
         """
         found = {}
         for process in (Path("/proc", name) for name in filter(str.isdigit, os.listdir("/proc"))):

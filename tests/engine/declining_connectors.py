@@ -1,7 +1,4 @@
-"""Connectors that are for one rank only, and what they do when they are given two.
-
-Found under this bare name by engines alone.
-"""
+"""Connectors for one rank only, and what each does with two ranks. Only engines import this module."""
 
 from __future__ import annotations
 

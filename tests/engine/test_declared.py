@@ -1,6 +1,4 @@
-"""What is declared unsupported, on real engines: a clean refusal is told from a crash, from wrong bytes, and
-from an ability.
-"""
+"""A feature that is declared unsupported, on real engines: refused, crashed, wrong, or able after all."""
 
 from __future__ import annotations
 

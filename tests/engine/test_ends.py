@@ -1,6 +1,4 @@
-"""However a run ends, it ends with the right word, code and sentence, and leaves nothing: no process, shared
-memory, file or folder.
-"""
+"""Each run ends with the right word and exit code, and leaves no process, shared memory, file or folder."""
 
 from __future__ import annotations
 

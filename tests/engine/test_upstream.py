@@ -1,6 +1,4 @@
-"""What the suite says about vLLM's own NixlConnector: one real defect at exactly the prompt lengths where it
-is, and nothing else.
-"""
+"""vLLM's own NixlConnector has one defect. The suite finds it at exactly the prompt lengths where it is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every check catches the connector that makes its mistake, says which mistake it is, and lets the right ones
-pass.
-"""
+"""Each case catches the connector that makes its mistake, and names the mistake. Right connectors pass."""
 
 from __future__ import annotations
 
@@ -285,7 +283,7 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
     assert cases - alone == {
         "outputs_match_the_oracle",
         "sliding_window_is_complete",
-    }  # the outputs judge what all others do; upstream itself breaks the window
+    }  # the outputs show what all others find; upstream itself breaks the window
 
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"

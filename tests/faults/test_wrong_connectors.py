@@ -1,6 +1,4 @@
-"""What a connector does wrong on a bad transport is found by the case that is about it; right ones pass on
-the same transport.
-"""
+"""A mistake on a bad transport is found by the case about it. Right connectors pass on the same transport."""
 
 from __future__ import annotations
 

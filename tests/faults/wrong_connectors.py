@@ -173,11 +173,11 @@ class BearsGrudge(Worker):
         worker._handle_failed_transfer, worker._read_blocks_for_req = failed, read_blocks
 
 
-# ---- readers that are late, and what P is told ---------------------------------------------------
+# ---- late readers, and notifications of P ---------------------------------------------------
 
 
 class NotifiesAtOnce(Worker):
-    """Tells P that it has read when it begins to."""
+    """Notifies P of a read when the read begins."""
 
     def change(self, worker: Any) -> None:
         read, make = worker._read_blocks, worker.nixl_wrapper.make_prepped_xfer

@@ -1,6 +1,4 @@
-"""What is committed holds for everybody: no path of one machine, no address of a package index, no command
-that does not exist.
-"""
+"""Every tracked file holds for everybody: no path of one machine, no address of a package index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin costs nothing to those who have it installed and do not use it."""
+"""The plugin costs nothing to people who have installed it and do not use it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A case passes, fails, or is blocked with a reason that the verdict counts.
-
-It cannot leave by pytest's skip or xfail.
-"""
+"""No case can leave by pytest's skip or xfail: it passes, fails, or is blocked with a reason."""
 
 from __future__ import annotations
 

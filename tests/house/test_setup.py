@@ -1,6 +1,4 @@
-"""ci/setup.sh, with a stand-in for the environment's Python: it runs code for real, and writes down what pip
-and uv are asked to do.
-"""
+"""ci/setup.sh with a stand-in for the environment's Python, which notes the commands of pip and uv."""
 
 from __future__ import annotations
 

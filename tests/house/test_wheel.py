@@ -1,4 +1,4 @@
-"""What a user gets: the wheel is built from this checkout and looked into."""
+"""The wheel is built from this checkout, and has all that a user needs."""
 
 from __future__ import annotations
 

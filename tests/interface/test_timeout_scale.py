@@ -1,6 +1,4 @@
-"""With --kv-timeout-scale every wait inside a case is longer; what takes its time is not wrong before that is
-over.
-"""
+"""With --kv-timeout-scale every wait inside a case is longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A family file to spoil, for the tests of this folder."""
+"""The fixture `edited`: a family file with one mistake."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from model_matrix import families
 
 
 @pytest.fixture
-def spoilt(tmp_path: Path):
-    """spoilt(old, new): path of a copy of llama.toml with one text replaced, which must be there."""
+def edited(tmp_path: Path):
+    """edited(old, new): path of a copy of llama.toml with one of its texts replaced."""
 
-    def spoil(old: str, new: str) -> Path:
+    def edit(old: str, new: str) -> Path:
         text = (families.FOLDER / "llama.toml").read_text()
         assert old in text
         (tmp_path / "llama.toml").write_text(text.replace(old, new))
         return tmp_path / "llama.toml"
 
-    return spoil
+    return edit

@@ -1,4 +1,7 @@
-"""The matrix expands to the cells that its file lists, and a wrong word is answered with the right ones."""
+"""
+
+he matrix expands to the cells that its files list, and an unknown word is answered with the right ones.
+"""
 
 import pytest
 
@@ -78,7 +81,7 @@ def test_every_pair_is_possible():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("[quick.gemma3_1b]", "[quick.gema3_1b]", "quick.gema3_1b.*did you mean gemma3_1b"),
         ("fp8 = [", "fp9 = [", "setup for quick.llama3_1_8b.fp9.*did you mean fp8"),
@@ -87,10 +90,10 @@ def test_every_pair_is_possible():
         ('"P8D4"', '"P8D"', "'P8D' is no topology"),
     ],
 )
-def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, said):
+def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, message):
     assert old in matrix_file("bytes").read_text()
     (tmp_path / "bytes.toml").write_text(matrix_file("bytes").read_text().replace(old, new))
-    with pytest.raises(MatrixError, match=f"^bytes.toml: .*({said})"):
+    with pytest.raises(MatrixError, match=f"^bytes.toml: .*({message})"):
         read_matrices(tmp_path / "bytes.toml", ByteMatrices)
 
 
@@ -111,7 +114,7 @@ def test_every_size_divides_the_model():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("quik",), "matrix called 'quik' (did you mean quick?); there are: quick, full"),
         (
@@ -125,10 +128,10 @@ def test_every_size_divides_the_model():
         (("quick", [], ["p1d2"]), "'p1d2' is no topology (did you mean P1D2?)"),
     ],
 )
-def test_unknown_names(arguments, said):
+def test_unknown_names(arguments, message):
     with pytest.raises(UnknownName) as caught:
         expand(*arguments)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
@@ -146,7 +149,7 @@ def test_no_topology(word):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("[quick]", "[qiuck]", "missing required field `quick`|unknown field `qiuck`"),
         ('llama = ["P1D1", "P1D2", "P2D1"]', 'lama = ["P1D1"]', "quick.lama.*did you mean llama"),
@@ -154,10 +157,10 @@ def test_no_topology(word):
         ('llama = ["P1D1", "P1D2", "P2D1"]', 'llama = "P1D1"', r"\$.quick"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(tmp_path, old, new, said):
+def test_a_mistake_in_the_file_is_named(tmp_path, old, new, message):
     assert old in matrix_file("engine").read_text()
     (tmp_path / "engine.toml").write_text(matrix_file("engine").read_text().replace(old, new))
-    with pytest.raises(MatrixError, match=f"^engine.toml: .*({said})"):
+    with pytest.raises(MatrixError, match=f"^engine.toml: .*({message})"):
         read_matrices(tmp_path / "engine.toml", EngineMatrices)
 
 

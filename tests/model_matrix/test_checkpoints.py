@@ -1,4 +1,4 @@
-"""Checkpoints: the same bytes everywhere, never half of one, and one clear sentence when there is no room."""
+"""Checkpoints have the same bytes everywhere and are never half written; no room is one clear sentence."""
 
 import errno
 import hashlib

@@ -17,7 +17,7 @@ def test_all_four_are_there():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('title = "', 'titel = "', "unknown field `titel`"),
         ("version = 1\n", "", "missing required field `version`"),
@@ -38,9 +38,9 @@ def test_all_four_are_there():
         ("[config]", "[config", "llama.toml: "),
     ],
 )
-def test_a_mistake_is_named(spoilt, old, new, said):
-    with pytest.raises(FamilyError, match=f"^llama.toml: .*{said.removeprefix('llama.toml: ')}"):
-        read_family(spoilt(old, new))
+def test_a_mistake_is_named(edited, old, new, message):
+    with pytest.raises(FamilyError, match=f"^llama.toml: .*{message.removeprefix('llama.toml: ')}"):
+        read_family(edited(old, new))
 
 
 def test_tables_go_to_their_layers_only():

@@ -1,6 +1,4 @@
-"""Geometry files are read strictly, their layers are as many and of the kinds their config.json says, and
-every mistake is named.
-"""
+"""Geometry files are read strictly: layers must be as many as config.json says, and of its kinds."""
 
 from collections import Counter
 from pathlib import Path
@@ -92,7 +90,7 @@ def edited(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "said"),
+    ("name", "old", "new", "message"),
     [
         ("gemma3_1b", 'title = "', 'titel = "', "unknown field `titel`"),
         ("gemma3_1b", 'dtype = "bfloat16"\nlayers', 'dtype = "fp4"\nlayers', r"fp4.*\$\.dtype"),
@@ -190,7 +188,7 @@ def edited(tmp_path: Path):
         ("llama3_1_8b", "[config]", "[config", "llama3_1_8b.toml: "),
     ],
 )
-def test_a_mistake_is_named(edited, name, old, new, said):
+def test_a_mistake_is_named(edited, name, old, new, message):
     file = f"{name}.toml: "
-    with pytest.raises(GeometryError, match=f"^{file}.*{said.removeprefix(file)}"):
+    with pytest.raises(GeometryError, match=f"^{file}.*{message.removeprefix(file)}"):
         read_geometry(edited(name, old, new))

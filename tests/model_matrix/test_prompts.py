@@ -1,6 +1,4 @@
-"""Every residue at which an index can be off by one is among the prompt lengths, for any block size and
-window.
-"""
+"""Prompt lengths have every residue at which an index can be off by one, for any block size and window."""
 
 import msgspec
 import pytest

@@ -1,6 +1,4 @@
-"""Connectors that are not for sliding windows, or for hits, and what they do when they are given them all the
-same.
-"""
+"""Connectors that do not support sliding windows or prefix hits, and what they do when a cell has them."""
 
 from __future__ import annotations
 
@@ -103,5 +101,5 @@ class LoadsTooLittleBehindHits(wrong_connectors.Right):
     """Announces a block less than there is where D has something in its own cache."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count - 16 if num_computed_tokens and count and count > 16 else count), parked
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count - 16 if num_computed_tokens and count and count > 16 else count), is_async

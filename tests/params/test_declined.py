@@ -1,6 +1,4 @@
-"""What is declared unsupported, in the tiers without transfers: a clean refusal is told from everything else,
-hook by hook.
-"""
+"""A feature that is declared unsupported, in the tiers without transfers: clean refusals of each hook."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every planted mistake about params, hits, ends and MultiConnector is found by cases of its rule, and by no
-other; right connectors pass.
+"""
+
+istakes about params, hits, aborts and MultiConnector are found by the cases of their rules and no others.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ WRONG = [
         ),
         rules="KV-ABORT-002",
     ),
-    # Neighbours.
+    # Other connectors in MultiConnector.
     Wrong(
         "LoadsByBlocks",
         {r"loads_nothing_if_another_connector_loads\[first\]": r"orders a load into blocks \["},

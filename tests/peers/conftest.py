@@ -12,14 +12,12 @@ MODULES = ("protocol/peers", "protocol/lease", "protocol/rank_reports")
 # Seconds. The suite gives NixlConnector itself a lease.
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another
-Said = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why
+Reported = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why
 
 
-def judging(case_runner: CaseRunner) -> Callable[..., Said]:
-    def run_cases(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Said:
-        """What each case of one cell says; a FAIL of another rule than the case's own is the name of that
-        rule.
-        """
+def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
+    def run_cases(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Reported:
+        """Run the cases of one cell. A FAIL with another rule than the case's is the name of that rule."""
         run = case_runner.run(
             connector,
             "llama3_1_8b",
@@ -30,12 +28,12 @@ def judging(case_runner: CaseRunner) -> Callable[..., Said]:
             config=LEASE % lease_s,
             only=lambda planned: planned.module in MODULES,
         )
-        return dict(zip(run.outcomes, map(said, run.results), strict=True))
+        return dict(zip(run.outcomes, map(reported, run.results), strict=True))
 
     return run_cases
 
 
-def said(result: CaseResult) -> tuple[str, str]:
+def reported(result: CaseResult) -> tuple[str, str]:
     if result.finding is None:
         empty = result.outcome is Outcome.PASS and not (result.evidence and result.evidence.looked_at)
         return "EMPTY" if empty else result.outcome.value, result.reason
@@ -44,5 +42,6 @@ def said(result: CaseResult) -> tuple[str, str]:
 
 
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.peers.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), judging
+    lambda: CaseRunner("tests.peers.wrong_connectors", "protocol", ("llama3_1_8b",), "full"),
+    runs_of_peer_cases,
 )

@@ -1,4 +1,4 @@
-"""Who listens where, and what is said to whom."""
+"""The hostile clients find ports, replace ports in params, ask nonsense, and listen without an answer."""
 
 from __future__ import annotations
 

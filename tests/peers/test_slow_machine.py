@@ -27,10 +27,10 @@ def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "after_s", "said"),
+    ("finish", "after_s", "message"),
     [("error", 3.9, "ended with an error"), ("length", 3.9, "computed by D"), ("", 60.0, "did not end")],
 )
-def test_what_ends_within_it_or_never_is(finish: str, after_s: float, said: str) -> None:
+def test_what_ends_within_it_or_never_is(finish: str, after_s: float, message: str) -> None:
     with pytest.raises(Violation) as raised:
         check_right("KV-PEER-001", scenario(finish, after_s), LEASE_S, {"good": "the request"})
-    assert said in raised.value.finding.happened
+    assert message in raised.value.finding.happened

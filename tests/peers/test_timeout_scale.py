@@ -50,7 +50,7 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
 def test_what_counts_as_held_up_is_longer(
     monkeypatch: pytest.MonkeyPatch, scale: float, limit: float
 ) -> None:
-    def judge(took_s: float) -> Evidence:
+    def check(took_s: float) -> Evidence:
         """What is said of a request that took as long as the one that came with it, whose peer does not
         answer.
         """
@@ -58,6 +58,6 @@ def test_what_counts_as_held_up_is_longer(
         monkeypatch.setattr(peers, "look", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
         return peers.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")
 
-    assert judge(limit - 0.1).looked_at == 1
+    assert check(limit - 0.1).looked_at == 1
     with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):
-        judge(limit + 0.1)
+        check(limit + 0.1)

@@ -1,7 +1,6 @@
-"""What a connector does wrong as a peer or as a rank is found by the case that is about it; a right one
-passes all of them.
+"""A mistake of a peer or of a rank is found by the case about it. A right connector passes all cases.
 
-A cell takes about eight seconds of waiting, whatever is wrong.
+Each cell waits about eight seconds, whatever is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers.wrong import Wrong, on
-from tests.peers.conftest import Said
+from tests.peers.conftest import Reported
 
 SHORT = 0.4  # of deadlines, where one of them has to be waited for
 
@@ -159,33 +158,33 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Said], wrong: Wrong) -> None:
-    said = run_cases(wrong.connector, wrong.topology, wrong.scale)
+def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Reported], wrong: Wrong) -> None:
+    reported = run_cases(wrong.connector, wrong.topology, wrong.scale)
     expected = {
         name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked else "PASS"
-        for name in said
+        for name in reported
     }
     # What says that this machine was too slow to tell says nothing about the connector; see the test of the
     # right one.
     slow = {
         name
-        for name, (outcome, reason) in said.items()
+        for name, (outcome, reason) in reported.items()
         if outcome == "BLOCKED" and "--kv-timeout-scale" in reason
     } - wrong.fails.keys()
-    assert {name: outcome for name, (outcome, _) in said.items() if name not in slow} == {
+    assert {name: outcome for name, (outcome, _) in reported.items() if name not in slow} == {
         n: e for n, e in expected.items() if n not in slow
     }
     for name, pattern in wrong.fails.items():
-        assert re.search(pattern, said[name][1], re.DOTALL), said[name]
+        assert re.search(pattern, reported[name][1], re.DOTALL), reported[name]
 
 
 @pytest.mark.parametrize(("topology", "cases"), [("P1D1", 22), ("P1D2", 6)])
 def test_a_right_connector_passes_every_case(
-    run_cases: Callable[..., Said], topology: str, cases: int
+    run_cases: Callable[..., Reported], topology: str, cases: int
 ) -> None:
-    said = run_cases("Right", topology)
-    assert len(said) == cases
-    assert {name: what for name, what in said.items() if what[0] != "PASS"} == {}
+    reported = run_cases("Right", topology)
+    assert len(reported) == cases
+    assert {name: what for name, what in reported.items() if what[0] != "PASS"} == {}
 
 
 @pytest.mark.parametrize(
@@ -199,18 +198,18 @@ def test_a_right_connector_passes_every_case(
     ],
 )
 def test_what_is_found_in_nixl_connector(
-    run_cases: Callable[..., Said], topology: str, fails: set[str]
+    run_cases: Callable[..., Reported], topology: str, fails: set[str]
 ) -> None:
-    said = run_cases("NixlConnector", topology)
-    assert {name: what for name, what in said.items() if what[0] not in ("PASS", "FAIL")} == {}
-    assert {name for name, (outcome, _) in said.items() if outcome == "FAIL"} == fails
+    reported = run_cases("NixlConnector", topology)
+    assert {name: what for name, what in reported.items() if what[0] not in ("PASS", "FAIL")} == {}
+    assert {name for name, (outcome, _) in reported.items() if outcome == "FAIL"} == fails
 
 
-def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Said]) -> None:
-    said = run_cases("TrustsLeases", "P1D1", lease_s=30)
+def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Reported]) -> None:
+    reported = run_cases("TrustsLeases", "P1D1", lease_s=30)
     blocked = {
         name
-        for name, (outcome, reason) in said.items()
+        for name, (outcome, reason) in reported.items()
         if outcome == "BLOCKED" and "P may keep blocks that no peer has read for 30 s" in reason
     }
     assert blocked == {

@@ -1,4 +1,4 @@
-"""One table of settings: precedence, origins, and one sentence for every mistake."""
+"""The table of settings: precedence, origins, and one sentence for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector under test, read without importing anything of it."""
+"""The connector under test is resolved without an import of its module."""
 
 from __future__ import annotations
 

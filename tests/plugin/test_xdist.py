@@ -1,4 +1,4 @@
-"""Two workers, or another order, and the same verdict."""
+"""Two workers, or another order of cases, give the same verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order xdist's workers get cells."""
+"""The order in which xdist's workers get cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case does, and what pytest, the report and the exit code then say."""
+"""What a case does, and the outcome, the report and the exit code that follow."""
 
 from __future__ import annotations
 

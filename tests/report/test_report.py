@@ -1,4 +1,4 @@
-"""report.json: canonical, read back, judged again. And the command line that asks about it."""
+"""report.json is canonical, can be read back, and its verdict recomputed; and the commands that read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads: progress, a failure, the last lines."""
+"""What a run prints for a person: progress, failures, and the summary."""
 
 from __future__ import annotations
 

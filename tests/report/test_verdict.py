@@ -1,4 +1,4 @@
-"""The only place that decides."""
+"""`decide_verdict`, the only place that makes a verdict of results."""
 
 from __future__ import annotations
 

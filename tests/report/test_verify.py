@@ -1,5 +1,6 @@
-"""A report that somebody has edited by hand is found out, even where all that follows from the edit was
-recomputed.
+"""
+
+kvconform verify` finds that a report was edited, even where all that follows from the edit was recomputed.
 """
 
 from __future__ import annotations

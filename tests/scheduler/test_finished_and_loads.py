@@ -1,5 +1,6 @@
-"""Wrong request_finished, wrong uses of workers' reports, and hooks that raise, end the process or hang are
-found.
+"""
+
+istakes in request_finished, in reports of workers, and hooks that raise, hang or end the process are found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Wrong get_num_new_matched_tokens, update_state_after_alloc, on_new_request and build_connector_meta are
-found.
-"""
+"""Mistakes in get_num_new_matched_tokens, on_new_request and build_connector_meta are found."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tests.helpers.wrong import Wrong, on
 from .checks import check_mistake
 
 WRONG = [
-    # What it answers.
+    # Answers of get_num_new_matched_tokens.
     Wrong(
         "AnswersFractions",
         on("returns_int_or_none_and_bool[handed_over]", r"returned \(53\.0, True\): the first"),
@@ -79,7 +77,7 @@ WRONG = [
         on("none_is_followed_by_an_answer[handed_over]", r"\(None, False\) every time|knew no answer"),
         rules="KV-MATCH-006",
     ),
-    # What it makes of blocks.
+    # Loads after update_state_after_alloc.
     Wrong(
         "LoadsByBlocks",
         on(
@@ -106,7 +104,7 @@ WRONG = [
         on("load_fills_the_allocated_blocks[no_hit]", r"which are none of the request's"),
         rules="KV-MATCH-008",
     ),
-    # What it does to requests.
+    # Changes of requests.
     Wrong(
         "CutsPlainPrompts",
         on(
@@ -128,7 +126,7 @@ WRONG = [
         on("scheduler_assertions_hold[D]", r"vLLM's scheduler of D0 stopped with AssertionError"),
         rules="KV-HOOK-003",
     ),
-    # What it tells its workers.
+    # The metadata of a step.
     Wrong(
         "TellsADict",
         on("metadata_survives_pickle[empty]", r"returned a dict, which is no KVConnectorMetadata"),

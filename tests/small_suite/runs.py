@@ -1,4 +1,4 @@
-"""Runs of the plugin on a small suite that starts nothing: see `fakekv`."""
+"""The fixture `kv`: runs of the plugin on the small suite `fakekv`, which starts nothing."""
 
 from __future__ import annotations
 

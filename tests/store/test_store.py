@@ -1,6 +1,4 @@
-"""Profile store: a right store passes, every wrong one is found and named, and what cannot run here reports
-why.
-"""
+"""Profile store: a right store passes, and each wrong one is found and named in one sentence."""
 
 from __future__ import annotations
 

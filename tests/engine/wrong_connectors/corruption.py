@@ -7,8 +7,8 @@ from typing import Any
 from .right import Groups, Right
 
 
-class Spoils(Right):
-    """`spoil` changes D's cache when a read has ended, before vLLM hears of it."""
+class CorruptsCache(Right):
+    """`corrupt` changes D's cache when a read has ended, before vLLM is notified."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.layers = (
@@ -28,60 +28,60 @@ class Spoils(Right):
         for request in results.finished_recving:
             groups = self.kv_cache_config.kv_cache_groups
             for group, blocks in zip(groups, self.targets.pop(request), strict=True):
-                self.spoil([self.layers[name].kv_cache for name in group.layer_names], blocks)
+                self.corrupt([self.layers[name].kv_cache for name in group.layer_names], blocks)
         return results
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         """`layers` are the caches of one group: tensors [block, head, ...], or pairs (convolution, recurrent)
         of [block, ...].
         """
         raise NotImplementedError
 
 
-class OneBit(Spoils):
+class OneBit(CorruptsCache):
     """One bit of one word of all that was read is wrong."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         raw = layers[-1][blocks[0]].view(dtype=layers[-1].dtype).flatten(1)
         words = raw.view({4: _torch().int32, 2: _torch().int16}[raw.element_size()])
         words[1, 5] ^= 1
 
 
-class SwapsHeads(Spoils):
+class SwapsHeads(CorruptsCache):
     """Heads 0 and 1 are exchanged."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for cache in layers:
             cache[blocks] = cache[blocks].flip(1)
 
 
-class SwapsLayers(Spoils):
+class SwapsLayers(CorruptsCache):
     """The first two layers are exchanged."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         first, second = layers[0][blocks].clone(), layers[1][blocks].clone()
         layers[0][blocks], layers[1][blocks] = second, first
 
 
-class ForgetsLayer(Spoils):
+class ForgetsLayer(CorruptsCache):
     """The last layer holds zeros."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         layers[-1][blocks] = 0
 
 
-class RollsConvolution(Spoils):
+class RollsConvolution(CorruptsCache):
     """The convolution state is off by one position."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for conv, _ in (pair for pair in layers if isinstance(pair, (tuple, list))):
             conv[blocks] = conv[blocks].roll(1, -1)
 
 
-class ZeroesState(Spoils):
+class ZeroesState(CorruptsCache):
     """The recurrent state is zero."""
 
-    def spoil(self, layers: list[Any], blocks: list[int]) -> None:
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for _, recurrent in (pair for pair in layers if isinstance(pair, (tuple, list))):
             recurrent[blocks] = 0
 

@@ -22,7 +22,7 @@ class CrashesInLoad(Right):
 
 
 class HangsInLoad(Right):
-    """Never comes back from start_load_kv."""
+    """start_load_kv never returns."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         while self.loads():

@@ -27,7 +27,7 @@ class Reads(Right):
 
 
 class MovesNothing(Right):
-    """Tells P and vLLM that everything was read, and reads nothing."""
+    """Reports to P and vLLM that everything was read, and reads nothing."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for meta in self.loads().values():

@@ -79,8 +79,8 @@ class AnnouncesLess(Reads):
     """D announces one block less than P has, and reads what it announced."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count - BLOCK, parked) if count and count > BLOCK else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count - BLOCK, is_async) if count and count > BLOCK else (count, is_async)
 
     def choose(self, ours: list[int], theirs: list[int]) -> tuple[list[int], list[int]]:
         return ours, theirs[: len(ours)]
@@ -90,8 +90,8 @@ class AnnouncesMore(Right):
     """D announces one token more than the prompt has."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count + 1, parked) if count else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count + 1, is_async) if count else (count, is_async)
 
 
 class NoHandover(Right):

@@ -88,7 +88,7 @@ class DiesInShutdown(Right):
 
 
 class HangsInShutdown(Right):
-    """Never comes back from shutdown."""
+    """shutdown never returns."""
 
     def shutdown(self) -> None:
         while True:

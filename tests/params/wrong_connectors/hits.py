@@ -23,9 +23,9 @@ class StopsEarly(Right):
     """Loads one block less where D has some already."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         size = self._vllm_config.cache_config.block_size
-        return (count - size, parked) if num_computed_tokens and count > size else (count, parked)
+        return (count - size, is_async) if num_computed_tokens and count > size else (count, is_async)
 
 
 class LeavesStatesOut(Right):
@@ -49,8 +49,8 @@ class LoadsTheLastToken(Right):
     """D does not know that P stops before the last token."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (request.num_tokens - num_computed_tokens, parked) if count else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (request.num_tokens - num_computed_tokens, is_async) if count else (count, is_async)
 
 
 class KeepsWhatLoads(Right):
@@ -78,7 +78,7 @@ class ForgetsTheOthers(Right):
 
 
 class SilentAtTheEnd(Right):
-    """A request that was never admitted ends, and P is not told."""
+    """Does not notify P when a request ends that was never admitted."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         answer = super().request_finished_all_groups(request, block_ids)

@@ -18,7 +18,7 @@ class AnswersStrangers(Right):
 
 
 class NamesStrangers(Right):
-    """Tells its workers of every request."""
+    """Names every request in its metadata, also of other connectors."""
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)

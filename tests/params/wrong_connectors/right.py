@@ -1,6 +1,4 @@
-"""The right scheduler halves that every wrong one changes: they look at kv_transfer_params before they rely
-on them.
-"""
+"""Right scheduler halves: they check kv_transfer_params before they use them. Wrong ones change them."""
 
 from __future__ import annotations
 

@@ -63,5 +63,5 @@ class CountsQuestions(Store):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         self.asked = getattr(self, "asked", 0) + 1
-        found, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return max(0, found - self._block_size * (self.asked % 2)), parked
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return max(0, found - self._block_size * (self.asked % 2)), is_async

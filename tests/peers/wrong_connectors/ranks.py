@@ -47,10 +47,10 @@ class ForgetsToSay(Ranks):
 class NamesWhatItGaveUp(Ranks):
     """Reports a request that was aborted before it was scheduled as received."""
 
-    told: frozenset[str] = frozenset()
+    given_up: frozenset[str] = frozenset()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.told = frozenset(
+        self.given_up = frozenset(
             name
             for name, meta in self._connector_metadata.reqs_to_recv.items()
             if not any(meta.local_block_ids)
@@ -58,8 +58,8 @@ class NamesWhatItGaveUp(Ranks):
         super().start_load_kv(forward_context, **kwargs)
 
     def change(self, results: Any, finished: set[str]) -> None:
-        results.finished_recving |= self.told
-        self.told = frozenset()
+        results.finished_recving |= self.given_up
+        self.given_up = frozenset()
 
 
 class NamesEveryEnd(Ranks):

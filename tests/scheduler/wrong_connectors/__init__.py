@@ -1,6 +1,4 @@
-"""Connectors whose scheduler half makes one mistake each: vLLM's NixlConnector, and one line too few or too
-many.
-"""
+"""Connectors whose scheduler half makes one mistake, all made of vLLM's NixlConnector."""
 
 # ruff: noqa: F403
 from .failures import *

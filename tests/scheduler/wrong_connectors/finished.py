@@ -104,7 +104,7 @@ class GivesBlocksAway(Right):
 
 
 class HidesErrors(Right):
-    """A request that failed is said to have stopped."""
+    """Gives a failed request the status of one that stopped."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         if request.status == RequestStatus.FINISHED_ERROR:
@@ -113,7 +113,7 @@ class HidesErrors(Right):
 
 
 class FreesTheCancelled(Right):
-    """Gives back the blocks of an aborted request by itself, and does not wait for its load."""
+    """Frees the blocks of an aborted request itself, and does not wait for its load."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         if loads(request) and request.status == RequestStatus.FINISHED_ABORTED:

@@ -8,13 +8,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConn
 
 from .right import Answer, Ended, Right, loads
 
-# ---- what it answers ----
+# ---- answers of get_num_new_matched_tokens ----
 
 
 class AnswersFractions(Right):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (float(count), parked) if count else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (float(count), is_async) if count else (count, is_async)
 
 
 class AnswersAlone(Right):
@@ -26,14 +26,14 @@ class FallsBelowZero(Right):
     """P's blocks are counted in whole ones, and D has more than that."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count - 16, parked) if num_computed_tokens and count else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count - 16, is_async) if num_computed_tokens and count else (count, is_async)
 
 
 class AnnouncesMore(Right):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count + 1, parked) if count else (count, parked)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count + 1, is_async) if count else (count, is_async)
 
 
 class ForgetsTheHit(Right):
@@ -50,14 +50,14 @@ class NothingComesLater(Right):
 
 
 class AnswersOnce(Right):
-    """Takes the params when it is asked, and not when it is told."""
+    """Uses the params up in get_num_new_matched_tokens, before update_state_after_alloc."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count and self.notes.setdefault(request.request_id, 0):
             return 0, False
         self.notes[request.request_id] = 1
-        return count, parked
+        return count, is_async
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         self.notes.pop(request.request_id, None)
@@ -65,18 +65,18 @@ class AnswersOnce(Right):
 
 
 class AnswersLess(AnswersOnce):
-    """Every question costs a token."""
+    """Announces one token less each time it is asked."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        count, parked = NixlConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
+        count, is_async = NixlConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
         if not count:
-            return count, parked
+            return count, is_async
         self.notes[request.request_id] = self.notes.get(request.request_id, -1) + 1
-        return max(1, count - self.notes[request.request_id]), parked
+        return max(1, count - self.notes[request.request_id]), is_async
 
 
 class AnswersAgain(Right):
-    """Announces what P had, also when it is gone."""
+    """Announces what P had after it has loaded it."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         left = request.num_prompt_tokens - num_computed_tokens
@@ -92,11 +92,11 @@ class NeverSure(Right):
         )
 
 
-# ---- what it makes of blocks ----
+# ---- loads after update_state_after_alloc ----
 
 
 class LoadsByBlocks(Right):
-    """Loads into whatever blocks it is shown."""
+    """Loads into all blocks that update_state_after_alloc names, also with zero tokens."""
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, max(1, num_external_tokens))

@@ -8,7 +8,7 @@ from .right import Ended, Right
 
 
 class ForgetsLateLoads(Right):
-    """A load that takes more than some steps is given up, and its end told to nobody."""
+    """Gives a load up after some steps, and drops the report of its end."""
 
     steps = 0
 

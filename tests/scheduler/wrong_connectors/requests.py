@@ -7,7 +7,7 @@ from typing import Any
 
 from .right import Answer, Right, loads, prefills
 
-# ---- what it does to requests ----
+# ---- changes of requests ----
 
 
 class CutsPlainPrompts(Right):
@@ -40,7 +40,7 @@ class ComputesAhead(Right):
             request.num_computed_tokens = request.num_tokens
 
 
-# ---- what it tells its workers ----
+# ---- the metadata of a step ----
 
 
 class TellsADict(Right):
@@ -64,7 +64,7 @@ class TakesTheEnds(Right):
 
 
 class RepeatsLoads(Right):
-    """The loads of a step stand in the next one, too."""
+    """The metadata of a step repeats the loads of the step before."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
@@ -74,7 +74,7 @@ class RepeatsLoads(Right):
 
 
 class RepeatsSends(Right):
-    """What is to be sent is told until it is sent."""
+    """Names a request in the metadata of every step until it is sent."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
