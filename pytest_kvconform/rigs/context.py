@@ -101,9 +101,10 @@ class RunContext:
     facts: SubjectFacts
     progress: Callable[[str], None]  # shows the user a sentence at once
     running: RunningEngines = field(default_factory=RunningEngines)
+    # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
-    )  # names that are unique in the run: of requests, engines and folders
+    )
 
     @functools.cached_property
     def deadlines(self) -> Deadlines:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 class BadSubject(Exception):
-    """There is nothing to test under the name that was given. The message is one sentence for the connector's
-    author.
+    """There is nothing to test under the name that was given.
+
+    The message is one sentence for the connector's author.
     """
 
 
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
-    """Wait for the zygote, then look at the connector's class in a child. Raises BadSubject, Blocked or
-    HarnessError.
+    """Wait for the zygote, then look at the connector's class in a child.
+
+    Raises BadSubject, Blocked or HarnessError.
     """
     top = (subject.module or "").partition(".")[0]
     # A missing module is reported at once, not after vLLM is loaded.

@@ -1,4 +1,4 @@
-"""A P and a D pattern engine for tests, and the steps of a hand-over."""
+"""P and D of the byte rig for tests, and the steps of a hand-over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pair:
         self.engines = [
             ByteEngineHandle(
                 address,
-                f"pattern-{side}-{next(_names)}",
+                f"byte-{side}-{next(_names)}",
                 self._spec(role, side, geometry, tp, number, dict(more)),
                 20.0,
                 60.0,
@@ -144,7 +144,7 @@ class Pair:
             assert time.monotonic() < deadline, [engine.usage() for engine in self.engines]
 
     def audit(self) -> list[Check]:
-        """What stands wrong in either pool."""
+        """The checks of either pool that found something wrong."""
         return [check for engine in self.engines for check in engine.audit() if not check.clean]
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A pool is looked at again if somebody was writing to it, and only then."""
+"""A pool is compared again if a load was writing to it, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pattern engine by itself: a right hand-over is clean, whatever the scheduler does, and a single wrong
+"""The byte engine by itself: a right hand-over is clean, whatever the scheduler does, and a single wrong
 byte is found.
 """
 
@@ -187,7 +187,7 @@ def test_blocks_are_overwritten_when_they_become_free(llama: Pair) -> None:
     assert not any(_holds(llama.p, block) for block in range(1, 24))
 
 
-def test_key_of_the_window_that_nobody_sends(start: Callable[..., Pair]) -> None:
+def test_key_of_the_window_that_is_not_sent(start: Callable[..., Pair]) -> None:
     pair = start("gemma3_1b", (1, 1), (140, 150), max_model_len=608)
     ((check,),) = pair.hand_over(prompt(543))
     assert not check.pool.wrong and not check.clean

@@ -32,9 +32,9 @@ class ByteBench:
         self.pairs = EnginePairs(context, ByteEngineHandle, call_deadline(context))
         self._observations: dict[tuple[Cell, str], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
-        # the reason. The key None stands for all cells.
+        # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        # Cells in which no further transfer runs: the id of the case that says why, and whether the connector
+        # Cells in which no further transfer runs: the id of the case that has the reason, and whether the connector
         # declined cleanly.
         self._over: dict[Cell, tuple[str, bool]] = {}
 

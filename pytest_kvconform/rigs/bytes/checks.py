@@ -67,9 +67,8 @@ class PoolChecker:
         self.regions = [region for of_layer in memory.regions.values() for region in of_layer]
         self.checks: list[Check] = []
         self.unwritten: dict[str, Unwritten] = {}  # request -> bytes that may come later
-        self.failed: set[int] = (
-            set()
-        )  # blocks whose load the connector reported as failed, until a check has said so
+        # blocks whose load the connector reported as failed, until a check names them
+        self.failed: set[int] = set()
 
     def check_loads(self, work: StepWork) -> None:
         """Compare the pool with its shadow when loads are reported as complete, before the step reads what
@@ -214,9 +213,8 @@ class PoolChecker:
         """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
         if self.store:
             found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])["engine"]
-            parts = [
-                (engine, (found == 1) == bool(engine)) for engine in (0, 1)
-            ]  # a store may return to D what D itself has saved
+            # a store may return to D what D itself has saved
+            parts = [(engine, (found == 1) == bool(engine)) for engine in (0, 1)]
         else:
             parts = [(0, np.ones(len(span.tokens), dtype=bool))]
         starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
@@ -257,7 +255,7 @@ class PoolChecker:
         return np.ascontiguousarray(rows).view(np.uint64)[..., 0]
 
     def _ranks(self, layers: list[tuple[str, _Span]]) -> list[Array]:
-        """For each layer which rank of P every head came from, as the row of one token says: int [head].
+        """For each layer which rank of P every head came from, read from the row of one token: int [head].
 
         If several ranks have a row, any of them is right. A right guess makes the comparison fast.
         """

@@ -44,10 +44,8 @@ class TransferObservation:
     prefiller: EngineFacts
     decoder: EngineFacts
     requests: tuple[Received, ...] = ()
-    audits: tuple[tuple[Check, ...], tuple[Check, ...]] = (
-        (),
-        (),
-    )  # the whole pool of every rank of P and of D, after the end
+    # the whole pool of every rank of P and of D, after the end
+    audits: tuple[tuple[Check, ...], tuple[Check, ...]] = ((), ())
     usage: tuple[Usage, Usage] | None = None
     failed: EngineFailed | None = None
     stuck: tuple[str, ...] = ()

@@ -17,9 +17,8 @@ from pytest_kvconform.kvspace.pools.poison import poison, poison_bytes
 from pytest_kvconform.kvspace.pools.regions import Region, state_rows, token_rows
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import kv_heads, state_segments
 
-SPLIT = frozenset(
-    {"CPU_ATTN"}
-)  # backends that keep [K of all tokens; V of all tokens] per (block, head); the rest: [K | V] per token
+# backends that keep [K of all tokens; V of all tokens] per (block, head); the rest: [K | V] per token
+SPLIT = frozenset({"CPU_ATTN"})
 _WORDS = 1 << 15  # worked on at a time: fits the second level cache
 
 

@@ -55,7 +55,7 @@ class Missing:
     layers: tuple[str, ...]
     window: int  # tokens; 0: all
     block_size: int  # tokens
-    tokens: tuple[int, ...]  # positions; of a state the number of tokens that it stands for
+    tokens: tuple[int, ...]  # positions; of a state the number of tokens that it covers
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,10 @@ class Check:
     rows_due: int = 0  # of attention, and channels of states; those that are missing not included
     bytes_due: int = 0
     missing: tuple[Missing, ...] = ()
-    failed: tuple[
-        int, ...
-    ] = ()  # blocks of the request whose load the connector reported as failed on this rank
-    late: tuple[
-        str, ...
-    ] = ()  # of an audit: requests that lacked words at their check, all of which have come since
+    # blocks of the request whose load the connector reported as failed on this rank
+    failed: tuple[int, ...] = ()
+    # of an audit: requests that lacked words at their check, all of which have come since
+    late: tuple[str, ...] = ()
     seconds: float = 0.0  # that the check took
 
     @property

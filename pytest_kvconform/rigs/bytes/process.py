@@ -40,18 +40,15 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
     def __init__(self, spec: ByteEngineSpec):
         self.requests: dict[str, Any] = {}  # id -> ByteRequest
-        self.loading: dict[
-            str, tuple[int, set[int]]
-        ] = {}  # id -> tokens hit locally, blocks that the connector may write
-        self.tables: dict[
-            tuple[str, int], tuple[int, ...]
-        ] = {}  # (layer, number of the request) -> block ids
+        # id -> tokens hit locally, blocks that the connector may write
+        self.loading: dict[str, tuple[int, set[int]]] = {}
+        # (layer, number of the request) -> block ids
+        self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
         self.preempting = ""
         self.reusing = False
         super().__init__(spec)
-        self.owner_of_block = np.full(
-            self.kv_config.num_blocks, -1, dtype=np.int8
-        )  # group whose content a block has
+        # group whose content a block has
+        self.owner_of_block = np.full(self.kv_config.num_blocks, -1, dtype=np.int8)
         self._watch_blocks()
 
     def _configure(self, spec: ByteEngineSpec) -> Any:

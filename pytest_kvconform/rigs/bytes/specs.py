@@ -12,10 +12,8 @@ from pytest_kvconform.rigs.context import RunContext, port_environment
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
-ROOM = {
-    "P": 4,
-    "D": 9,
-}  # blocks beyond those that a transfer needs; different, so that no address fits both by accident
+# blocks beyond those that a transfer needs; different, so that no address fits both by accident
+ROOM = {"P": 4, "D": 9}
 
 
 def byte_engine_spec(

@@ -1,4 +1,4 @@
-"""One rank of a pattern engine: vLLM's worker with a real connector and no model.
+"""One rank of a byte engine: vLLM's worker with a real connector and no model.
 
 In place of a model the worker writes words for every scheduled token, where vLLM's own kernels would put that
 token's KV. The words name the token they belong to. The connector's worker half is made, registered and
@@ -155,7 +155,7 @@ class ByteWorker(WorkerBase):
     # ---- a step --------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """One step: vLLM's order of hooks around the pattern model."""
+        """One step: vLLM's order of the connector's hooks around the writes."""
         work: StepWork = scheduler_output.byte_work
         if scheduler_output.new_block_ids_to_zero:
             self.memory.zero(np.array(scheduler_output.new_block_ids_to_zero))

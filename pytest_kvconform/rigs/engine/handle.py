@@ -42,9 +42,8 @@ class EngineFailed(Exception):
         A refusal is a clean end, right for what the connector does not support.
         """
         reason = self.sentence.partition("did not start: ")[2]
-        clean = (
-            self.how == "refused" and ": " in reason and not reason.startswith("WorkerDied")
-        )  # a rank that is gone has refused nothing
+        # a rank that is gone has refused nothing
+        clean = self.how == "refused" and ": " in reason and not reason.startswith("WorkerDied")
         return reason if clean else ""
 
     @property

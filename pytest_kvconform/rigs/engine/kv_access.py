@@ -30,7 +30,7 @@ def row_index(layer: Any) -> Any:
 
     The backend itself is asked: it stores keys and values that count up, in a scratch block. Backends pack [K
     | V] per token, or all K before all V, or transpose keys for their kernel (CPU_ATTN, by instruction set).
-    No interface of vLLM says which.
+    vLLM has no interface that names the order.
     """
     if not hasattr(layer, "kv_row_index"):
         layer.kv_row_index = _ask_backend(layer)
@@ -106,9 +106,8 @@ def read_rows(worker: Any, name: str, blocks: list[int]) -> np.ndarray:
     content = layer.kv_cache[
         torch.tensor(_kernel_blocks(worker, name, blocks), device=layer.kv_cache.device)
     ].flatten(2)
-    return _words(
-        content[:, :, row_index(layer)].transpose(1, 2).flatten(0, 1)
-    )  # [block, head, token, ...] -> [token, head, ...]
+    # [block, head, token, ...] -> [token, head, ...]
+    return _words(content[:, :, row_index(layer)].transpose(1, 2).flatten(0, 1))
 
 
 def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.ndarray) -> None:

@@ -71,12 +71,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[Group, ...]
     tables: tuple[tuple[int, ...], ...]  # block ids per group; 0 is the null block
     rows: dict[str, np.ndarray]  # attention layer -> [token, head, plane (K, V), word]
-    present: dict[
-        str, np.ndarray
-    ]  # attention layer -> [token], whether the token lies on a block that is not the null block
-    state: dict[
-        str, tuple[np.ndarray, ...]
-    ]  # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]
+    # attention layer -> [token], whether the token lies on a block that is not the null block
+    present: dict[str, np.ndarray]
+    # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]
+    state: dict[str, tuple[np.ndarray, ...]]
     changed: tuple[int, ...] = ()  # unowned blocks that changed since the request was added
 
 
@@ -100,9 +98,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     token: int | None
-    logprobs: (
-        tuple[np.ndarray, np.ndarray] | None
-    )  # token ids and log-probabilities, the whole vocabulary, sorted by token id
+    # token ids and log-probabilities, the whole vocabulary, sorted by token id
+    logprobs: tuple[np.ndarray, np.ndarray] | None
     finish: str | None  # vLLM's finish reason
     kv_transfer_params: dict[str, Any] | None
 
@@ -137,7 +134,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: int  # without the null block
     requests: tuple[str, ...]  # known to the scheduler
     group_requests: tuple[tuple[str, ...], ...]  # per group: requests with blocks
-    unfinished: bool  # the scheduler says it has work
+    unfinished: bool  # the scheduler has work (`has_requests`)
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):

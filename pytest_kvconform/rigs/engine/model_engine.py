@@ -30,9 +30,8 @@ class ModelEngineProcess(EngineProcess):
     """One engine with a model."""
 
     def __init__(self, spec: EngineSpec):
-        self.watched: dict[
-            str, np.ndarray
-        ] = {}  # request -> digest of every block when the request was added
+        # request -> digest of every block when the request was added
+        self.watched: dict[str, np.ndarray] = {}
         # Watched request -> blocks that any request held since it was added.
         self.held: dict[str, set[int]] = {}
         self.snapshots: dict[str, Snapshot] = {}
@@ -109,9 +108,8 @@ class ModelEngineProcess(EngineProcess):
             later: dict[str, int] = {}
             writable = self._writable()
             for request_id in self.watched:
-                self.held.setdefault(request_id, set()).update(
-                    writable
-                )  # also blocks of requests that have ended by then
+                # also blocks of requests that have ended by then
+                self.held.setdefault(request_id, set()).update(writable)
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
                     self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)

@@ -32,12 +32,11 @@ class RequestObservation:
     length: int  # prompt tokens
     prefill: Trace
     decode: Trace
-    rows: (
-        RowComparison | None
-    )  # D's cache against P's, before D's first forward; None: D never had a first forward
+    # D's cache against P's, before D's first forward; None: D never had a first forward
+    rows: RowComparison | None
     state_bytes: int = 0  # bytes of recurrent state that were compared
     state_wrong: tuple[tuple[str, str, int, int, int], ...] = ()  # see kvspace.rows.compare
-    state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state stands after; position at which D went on
+    state_tokens: tuple[int, int] = (0, 0)  # tokens that P's state covers; position at which D continued
     changed_blocks: tuple[int, ...] = ()  # unowned blocks that changed on D
     got: Generated | None = None
     want: Generated | None = None

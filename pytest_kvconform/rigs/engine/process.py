@@ -197,9 +197,8 @@ class EngineProcess:
         free = queue.popleft_n(queue.num_free_blocks)
         unused = [block for block in free if block.block_hash is None]
         self.order.shuffle(unused)
-        queue.append_n(
-            unused + [block for block in free if block.block_hash is not None]
-        )  # cached blocks are evicted last
+        # cached blocks are evicted last
+        queue.append_n(unused + [block for block in free if block.block_hash is not None])
         self._poison_blocks([block.block_id for block in unused])
         return len(unused)
 
@@ -276,10 +275,8 @@ class EngineProcess:
     def _output(self, output: Any) -> Output:
         logprobs, lists = None, output.new_logprobs
         if lists is not None and len(lists.logprobs):
-            ids, values = (
-                lists.logprob_token_ids[0][1:],
-                lists.logprobs[0][1:],
-            )  # entry 0 repeats the sampled token
+            # entry 0 repeats the sampled token
+            ids, values = (lists.logprob_token_ids[0][1:], lists.logprobs[0][1:])
             order = np.argsort(ids)
             logprobs = (ids[order], values[order])
         return Output(

@@ -33,10 +33,8 @@ class FaultObservation:
     """A transfer with faults, and what came of it."""
 
     transfer: TransferObservation  # its `usage`: when D holds nothing any more, or at the deadline
-    reports: tuple[FaultReport, FaultReport] = (
-        FaultReport(),
-        FaultReport(),
-    )  # of P and of D, all ranks together
+    # of P and of D, all ranks together
+    reports: tuple[FaultReport, FaultReport] = (FaultReport(), FaultReport())
     # A transfer without faults on the same engines; None: nothing had failed, or an engine had.
     after: TransferObservation | None = None
 

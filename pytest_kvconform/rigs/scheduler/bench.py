@@ -65,7 +65,7 @@ class SchedulerBench:
             log = "; ".join(host.last_lines()[-2:])
             self.drop()
             raise HarnessError(
-                f"the process from which cases of {cell} are forked is gone or stands still: {log}"
+                f"the process from which cases of {cell} are forked is gone or hangs: {log}"
             ) from None
         return answer
 
