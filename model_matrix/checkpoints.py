@@ -64,14 +64,14 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
 
 
 def content_hash(family: Family) -> str:
-    """Return twelve hex digits, a hash of all that decides the bytes: configuration, tensors and generator."""
+    """Return twelve hex digits: a hash of all that decides the bytes (configuration, tensors, generator)."""
     data = msgspec.json.encode([VERSION, SEED, family.config, checkpoint_tensors(family)])
     return hashlib.sha256(data).hexdigest()[:12]
 
 
 def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
-    """Return the values of one tensor before rounding: float32 of its shape, nearly normal. The name is the
-    seed.
+    """Return the values of one tensor before rounding: float32, of its shape, nearly normal, seeded by its
+    name.
     """
     count = int(np.prod(tensor.shape))
     if tensor.std == 0:

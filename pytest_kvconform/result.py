@@ -17,7 +17,7 @@ class Outcome(StrEnum):
     PASS = "PASS"
     FAIL = "FAIL"
     NOT_APPLICABLE = "NOT-APPLICABLE"  # declared unsupported, and refused cleanly
-    BLOCKED = "BLOCKED"  # applies, but could not run here; the reason says what to change
+    BLOCKED = "BLOCKED"  # applies, but could not run here; the reason names what to change
     KNOWN = "KNOWN"  # a declared known failure: strict, with issue and expiry
     HARNESS = "HARNESS"  # an error of the suite or of the machine
 
@@ -83,8 +83,7 @@ class Violation(Exception):
     """Raised by a case: the connector broke a rule.
 
     The connector may have declined cleanly, that is, without wrong bytes, a crash or a hang. This is
-    allowed if a feature that the case needs is declared unsupported. `Finding.declined` then says how the
-    connector declined.
+    allowed if a feature that the case needs is declared unsupported. `Finding.declined` then tells how the connector declined.
     """
 
     def __init__(self, finding: Finding):

@@ -146,7 +146,7 @@ def _read_declaration(settings: Settings) -> Declaration:
 
 
 def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The user's object over ours, key by key, those of kv_connector_extra_config included."""
+    """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
     extra = defaults.get("kv_connector_extra_config", {}) | config.get("kv_connector_extra_config", {})
     return defaults | config | ({"kv_connector_extra_config": extra} if extra else {})
 

@@ -69,19 +69,19 @@ class Controller:
             cache.set("kvconform/seed", self.settings.seed)
         try:
             if reason := reason_not_runnable(self.runner.subject):  # known at once, before vLLM is loaded
-                self.runner.link = ZygoteLink(refusal="BLOCKED", reason=reason)
+                self.runner.link = ZygoteLink(outcome="BLOCKED", reason=reason)
             else:
                 self._zygote = loading.bench_module().start_zygote(self.settings)
         except Exception as error:  # the run goes on to its verdict, even if the zygote cannot start
             self.runner.link = ZygoteLink(
-                refusal="HARNESS",
+                outcome="HARNESS",
                 reason="the zygote (the process that engines are forked from) did not start: "
                 f"{type(error).__name__}: {error}",
             )
         if self._distributed():
             self._selected = [planned.id for planned in self.runner.plan().selected]
             if self._zygote is not None:  # workers start while vLLM is being loaded
-                self.runner.link = ZygoteLink(later=str(Path(self._zygote.address).with_name("link.json")))
+                self.runner.link = ZygoteLink(later_in=str(Path(self._zygote.address).with_name("link.json")))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if not self._distributed():
@@ -91,7 +91,7 @@ class Controller:
     def pytest_runtestloop(self) -> None:
         if self.config.getoption("collectonly"):
             return
-        later = self.runner.link.later
+        later = self.runner.link.later_in
         self._probe()
         if later:
             Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended has removed its folder
@@ -114,12 +114,12 @@ class Controller:
         except bench.BadSubject as error:
             raise pytest.UsageError(f"--kv-connector={self.settings.connector}: {error}") from None
         except Blocked as error:
-            self.runner.link = ZygoteLink(refusal="BLOCKED", reason=str(error))
+            self.runner.link = ZygoteLink(outcome="BLOCKED", reason=str(error))
         except HarnessError as error:
-            self.runner.link = ZygoteLink(refusal="HARNESS", reason=str(error))
+            self.runner.link = ZygoteLink(outcome="HARNESS", reason=str(error))
         except Exception as error:  # a defect of the suite: every case becomes HARNESS with this reason
             self.runner.link = ZygoteLink(
-                refusal="HARNESS", reason=f"probing the connector failed: {type(error).__name__}: {error}"
+                outcome="HARNESS", reason=f"probing the connector failed: {type(error).__name__}: {error}"
             )
 
     # ---- xdist --------------------------------------------------------------------------------------------

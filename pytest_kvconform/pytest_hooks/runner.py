@@ -31,9 +31,9 @@ class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str = ""
     facts: msgspec.Raw = msgspec.Raw(b"null")  # SubjectFacts as JSON
-    refusal: str = ""  # without a zygote, the outcome of every case: "BLOCKED" or "HARNESS"; else ""
+    outcome: str = ""  # of every case if there is no zygote: "BLOCKED" or "HARNESS"; else ""
     reason: str = ""
-    later: str = ""  # path of a file that holds the final ZygoteLink before the first case starts
+    later_in: str = ""  # path of a file that holds the final ZygoteLink before the first case starts
 
 
 class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,10 +114,10 @@ class CaseRunner:
         no zygote.
         """
         self._item = item
-        if self.link.later:
-            self.link = msgspec.json.decode(Path(self.link.later).read_bytes(), type=ZygoteLink)
-        if self.link.refusal:
-            raise (Blocked if self.link.refusal == "BLOCKED" else HarnessError)(self.link.reason)
+        if self.link.later_in:
+            self.link = msgspec.json.decode(Path(self.link.later_in).read_bytes(), type=ZygoteLink)
+        if self.link.outcome:
+            raise (Blocked if self.link.outcome == "BLOCKED" else HarnessError)(self.link.reason)
         if self._bench is None:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
@@ -178,10 +178,10 @@ class CaseRunner:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        ours = {item.planned.id: item for item in items if isinstance(item, CaseItem)}
+        cases = {item.planned.id: item for item in items if isinstance(item, CaseItem)}
         others = [item for item in items if not isinstance(item, CaseItem)]
-        order = order_by_cell([item.planned for item in ours.values()], self.settings.seed)
-        items[:] = [*others, *(ours[planned.id] for planned in order)]
+        order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)
+        items[:] = [*others, *(cases[planned.id] for planned in order)]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
