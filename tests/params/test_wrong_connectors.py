@@ -1,37 +1,20 @@
-"""
-
-istakes about params, hits, aborts and MultiConnector are found by the cases of their rules and no others.
-"""
+"""Mistakes about params, prefix hits, aborts and MultiConnector are found by the cases of their rules alone."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.plan import PlannedCase, load_module
+from pytest_kvconform.plan import load_module
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, on
 
-MODULES = (
-    "protocol/kv_transfer_params",
-    "protocol/prefix_cache_hits",
-    "protocol/aborts",
-    "protocol/multi_connector",
-    "protocol/stores",
-)
+from . import test_stores
+from .checks import ABORTS, HITS, MODULES, MULTI, PARAMS, deviations, of
 
-
-PARAMS, HITS, ABORTS, MULTI, STORES = ((module,) for module in MODULES)
-OF = {
-    "PARAMS": PARAMS,
-    "HIT": HITS,
-    "ABORT": ABORTS,
-    "MULTI": MULTI,
-    "LOAD": MULTI,
-}  # theme of a rule -> modules that are run
+# Theme of a rule -> modules that are run.
+OF = {"PARAMS": PARAMS, "HIT": HITS, "ABORT": ABORTS, "MULTI": MULTI, "LOAD": MULTI}
 STRANGE = r"(none|empty|of_a_router|of_another)"
 FOR_EVER = "the request waits for ever: its load was announced, and none is ordered"
 WRONG = [
@@ -88,7 +71,8 @@ WRONG = [
     Wrong(
         "RemembersTheUnusable",
         on(
-            r"corrupted_params_fail_only_their_request\[\w+\]|corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]",
+            r"corrupted_params_fail_only_their_request\[\w+\]|"
+            r"corrupted_lists_fail_only_their_request\[(?!longer|negative|huge)\w+\]",
             r"the connector still remembers it: connector_scheduler\.refused\.item",
         ),
         rules="KV-PARAMS-002",
@@ -225,74 +209,17 @@ WRONG = [
         rules="KV-MULTI-004",
     ),
 ]
-WRONG_STORES = [
-    Wrong(
-        "AnnouncesTheRest",
-        on(
-            r"growing_prompts_can_be_loaded\[forgotten\]",
-            r"tokens, \d+ of which were ever computed, \d+ were announced",
-        ),
-        rules="KV-STORE-001",
-    ),
-    Wrong(
-        "CountsTokens",
-        {r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]": r"nobody has saved a block"},
-        rules="KV-STORE-002",
-    ),
-    Wrong(
-        "CountsQuestions",
-        {r"repeated_lookup_returns_the_same": r"called four times for one request"},
-        rules="KV-STORE-003",
-    ),
-]
-
-
-def of(modules: tuple[str, ...]) -> Callable[[PlannedCase], bool]:
-    return lambda planned: planned.module in modules
-
-
-def amiss(run: CellRun, wrong: Wrong) -> list[str]:
-    """What is not as it should be: exactly the cases of a pattern fail, each with the rule and the words."""
-    [(case, says)] = wrong.fails.items()
-    due = {
-        name
-        for name, outcome in run.outcomes.items()
-        if outcome != "NOT-APPLICABLE" and re.fullmatch(case, name)
-    }
-    said = [f"{result.id}: {result.reason}" for result in run.results if result.outcome == "HARNESS"]
-    said += [f"{name} found it besides" for name in run.failed - due] + [
-        f"{name} did not find it" for name in due - run.failed
-    ]
-    for name, finding in run.findings.items():
-        one_line = "\n" not in finding.happened and len(finding.happened) < 400
-        if finding.rule != wrong.rules or not one_line or not re.search(says, finding.happened):
-            said.append(f"{name}: {finding}")
-    return said if due else [f"no case is called {case}"]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_the_cases_of_its_rule(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
     run = run_cases(wrong.connector, **wrong.cell, only=of(OF[wrong.rules.split("-")[1]]))
-    assert amiss(run, wrong) == []
-
-
-def store_config(folder: Path) -> str:
-    return f'{{"kv_connector_extra_config": {{"shared_storage_path": "{folder}"}}}}'
-
-
-@pytest.mark.parametrize("wrong", WRONG_STORES, ids=str)
-def test_a_mistake_of_a_store_is_found_by_the_cases_of_its_rule(
-    run_cases: Callable[..., CellRun], wrong: Wrong, tmp_path: Path
-) -> None:
-    run = run_cases(
-        wrong.connector, **wrong.cell, only=of(STORES), profile="store", config=store_config(tmp_path)
-    )
-    assert amiss(run, wrong) == []
+    assert deviations(run, wrong) == []
 
 
 def test_every_rule_of_these_cases_has_a_mistake() -> None:
     rules = {case.rule for module in MODULES for case in load_module(module)[1]}
-    assert rules <= {wrong.rules for wrong in (*WRONG, *WRONG_STORES)}
+    assert rules <= {wrong.rules for wrong in (*WRONG, *test_stores.WRONG)}
 
 
 # ---- right ones ----------------------------------------------------------------------------------
@@ -310,22 +237,6 @@ def test_a_right_connector_passes(
     assert set(run.outcomes) - passed <= {"p_is_notified_without_a_load[whole]"}, run.findings
     assert len(passed) > 30
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
-
-
-def test_a_right_store_passes(run_cases: Callable[..., CellRun], tmp_path: Path) -> None:
-    run = run_cases("Store", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
-    assert set(run.outcomes.values()) == {"PASS"}, run.findings
-    served = run.evidence["growing_prompts_can_be_loaded[forgotten]"].external_tokens
-    assert served > 100, "nothing was loaded"
-
-
-def test_a_store_that_announces_nothing_passes_nothing_about_announcements(
-    run_cases: Callable[..., CellRun], tmp_path: Path
-) -> None:
-    run = run_cases("Silent", "llama3_1_8b", only=of(STORES), profile="store", config=store_config(tmp_path))
-    assert run.failed == set()
-    unsaid = {name for name, outcome in run.outcomes.items() if outcome == "NOT-APPLICABLE"}
-    assert unsaid == {"growing_prompts_can_be_loaded[forgotten]", "repeated_lookup_returns_the_same"}
 
 
 # ---- vLLM's own: docs/findings.md ----------------------------------------------------------------
@@ -356,16 +267,3 @@ def test_vllms_nixl_connector_trusts_params(run_cases: Callable[..., CellRun]) -
 def test_vllms_nixl_connector_is_right_about_the_rest(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("NixlConnector", "qwen3_5_35b_a3b", "P2D2", only=of((*HITS, *ABORTS, *MULTI)))
     assert set(run.outcomes.values()) == {"PASS"}, run.findings
-
-
-def test_vllms_example_of_a_store_announces_what_it_has_not(run_cases: Callable[..., CellRun]) -> None:
-    run = run_cases("ExampleConnector", "llama3_1_8b", only=of(STORES))
-    assert run.failed == {
-        "growing_prompts_can_be_loaded[kept]",
-        "growing_prompts_can_be_loaded[forgotten]",
-    }
-    assert "returned (-16, False)" in run.findings["growing_prompts_can_be_loaded[kept]"].happened
-    assert (
-        "start_load_kv raised FileNotFoundError"
-        in run.findings["growing_prompts_can_be_loaded[forgotten]"].happened
-    )

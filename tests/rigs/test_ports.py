@@ -5,7 +5,11 @@ import sys
 
 from pytest_kvconform.rigs.processes.ports import _first_ephemeral, free_port
 
-ASK = "from pytest_kvconform.rigs.processes.ports import free_port; print(*(free_port() for _ in range(40))); input()"
+ASK = """
+from pytest_kvconform.rigs.processes.ports import free_port
+print(*(free_port() for _ in range(40)))
+input()
+"""
 
 
 def test_no_two_processes_are_given_the_same():
