@@ -19,7 +19,9 @@ from pytest_kvconform.result import (
 
 
 class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How one case ended, before the declaration is applied. A case of the scheduler rig sends it from its process."""
+    """How one case ended, before the declaration is applied. A case of the scheduler rig sends it from its
+    process.
+    """
 
     outcome: Outcome
     evidence: Evidence | None = None  # of PASS
@@ -30,10 +32,11 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_case(body: Callable[[], object], name: str) -> CaseEnd:
-    """Run a case. `body` returns Evidence, returns the CaseEnd of a case that ran in another process, or raises.
+    """Run a case. `body` returns Evidence, returns the CaseEnd of a case that ran in another process, or
+    raises.
 
-    Any exception that no case is meant to raise is HARNESS, pytest.skip() and SystemExit included. KeyboardInterrupt is
-    passed on.
+    Any exception that no case is meant to raise is HARNESS, pytest.skip() and SystemExit included.
+    KeyboardInterrupt is passed on.
     """
     try:
         returned = body()
@@ -64,7 +67,9 @@ def end_of(error: BaseException) -> CaseEnd:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of an exception; with its class, unless it is a HarnessError, which is written to be read."""
+    """The first line of an exception; with its class, unless it is a HarnessError, which is written to be
+    read.
+    """
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, HarnessError) and text:
         return text

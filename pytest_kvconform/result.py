@@ -83,7 +83,8 @@ class Violation(Exception):
     """Raised by a case: the connector broke a rule.
 
     The connector may have declined cleanly, that is, without wrong bytes, a crash or a hang. This is
-    allowed if a feature that the case needs is declared unsupported. `Finding.declined` then tells how the connector declined.
+    allowed if a feature that the case needs is declared unsupported. `Finding.declined` then tells how the
+    connector declined.
     """
 
     def __init__(self, finding: Finding):
