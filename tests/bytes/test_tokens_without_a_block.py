@@ -28,7 +28,7 @@ def seen(*missing: Missing) -> SimpleNamespace:
     return SimpleNamespace(requests=(request,), seconds=0.0)
 
 
-def test_it_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_without_a_block_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Missing(group=0, layers=LAYERS, window=0, block_size=16, tokens=(16, 17, 18))
     monkeypatch.setattr(pool, "given", lambda bench, transfer: seen(gone))
     with pytest.raises(Violation) as raised:
@@ -39,6 +39,6 @@ def test_it_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_without_it_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_with_blocks_are_no_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "given", lambda bench, transfer: seen())
     assert pool.attention_kv_arrives(BENCH, TRANSFER).looked_at == 10  # type: ignore[arg-type]

@@ -261,7 +261,7 @@ def test_a_right_connector_passes_every_case(
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
 
 
-def test_what_no_load_can_make_right_may_be_computed(run_cases: Callable[..., CellRun]) -> None:
+def test_tokens_that_no_load_can_bring_may_be_computed(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("ReferenceConnector", "gemma3_1b", "P1D1", "n63 n528", setup="b16x64", matrix="full")
     computed = {name for name, outcome in run.outcomes.items() if outcome != "PASS"}
     assert computed == {

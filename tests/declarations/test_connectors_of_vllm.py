@@ -69,7 +69,7 @@ MISSING = {  # connector -> what the reason says after its name; {} is NOT_HERE
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_what_cannot_run_here_says_so_in_one_sentence(kv, monkeypatch, name):
+def test_a_connector_that_cannot_run_here_is_blocked_in_one_sentence(kv, monkeypatch, name):
     find = importlib.util.find_spec
     missing = ("lmcache", "mooncake", "flexkv", "hf3fs_fuse", "mori")
     monkeypatch.setattr(

@@ -98,7 +98,7 @@ def test_one_feature_is_not_blamed_for_another():
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize("why", ["", "why"])
-def test_settling_twice_changes_nothing(outcome, refused, why):
+def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
     entry = declaration.KnownFailure(
         case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r"
     )

@@ -37,7 +37,7 @@ def known(kv, pytester):
     return run
 
 
-def test_a_known_failure_is_known_and_is_said(known, capsys):
+def test_a_known_failure_is_known_and_reported(known, capsys):
     run = known(entry(), "-v", deeds={"window*": "violate"})
     assert (run.code, run.word) == (0, "CONFORMS-EXCEPT")
     assert {name for name, outcome in run.outcomes.items() if outcome == "KNOWN"} == {
@@ -104,14 +104,14 @@ def test_an_entry_that_matches_no_case_is_an_error(known, arguments):
     assert "Traceback" not in run.text
 
 
-def test_an_entry_of_another_matrix_is_let_be(known):
+def test_an_entry_of_another_matrix_is_ignored(known):
     run = known(entry(case="kv::engine/bytes::arrive[llama-P1D2-n63]"))
     assert (run.code, run.word) == (0, "CONFORMS")
     run = known(entry(case="kv::engine/bytes::arrive[llama-P1D2-n63]"), "--kv-matrix=full")
     assert (run.code, run.word) == (10, "INCOMPLETE")
 
 
-def test_an_entry_outside_the_selection_is_let_be(known):
+def test_an_entry_outside_the_selection_is_ignored(known):
     assert known(entry(), "--kv-family=llama").code == 0
 
 
@@ -134,7 +134,7 @@ def test_an_entry_for_another_version_need_not_fail(known, monkeypatch):
     assert known(entry(vllm="<0.32")).code == 0
 
 
-def test_it_stands_in_pyproject_as_well(kv, pytester):
+def test_pyproject_can_have_known_failures(kv, pytester):
     text = declare(pytester.path / "d.toml", {}, entry()).read_text()
     pytester.makepyprojecttoml(
         text.replace("[[known]]", "[[tool.kvconform.known]]").replace(

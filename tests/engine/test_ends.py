@@ -78,7 +78,7 @@ LOOKED_AT = [
 @pytest.mark.parametrize(
     ("spec", "config", "sentence"), LOOKED_AT, ids=[f"{row[0]} {row[1]}".strip() for row in LOOKED_AT]
 )
-def test_what_is_found_by_looking_is_one_sentence(
+def test_a_mistake_that_the_probe_finds_is_one_sentence(
     case_runner: CaseRunner, spec: str, config: str, sentence: str
 ) -> None:
     with pytest.raises(BadSubject) as raised:

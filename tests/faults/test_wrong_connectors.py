@@ -170,7 +170,7 @@ def test_a_right_connector_passes_every_case(
     assert all(result.evidence and result.evidence.looked_at for result in run.results)
 
 
-def test_a_connector_without_nixl_is_told_so(run_cases: Callable[..., CellRun]) -> None:
+def test_without_nixl_the_cases_do_not_apply(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}
     assert {result.reason for result in run.results} == {

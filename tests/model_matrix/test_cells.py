@@ -1,7 +1,4 @@
-"""
-
-he matrix expands to the cells that its files list, and an unknown word is answered with the right ones.
-"""
+"""The matrix expands to the cells of its files. An unknown word is answered with the right ones."""
 
 import pytest
 

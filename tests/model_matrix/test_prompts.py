@@ -46,7 +46,7 @@ def test_a_state_adds_its_own():
 
 
 @pytest.mark.parametrize("family", load_families().values(), ids=lambda family: family.id)
-def test_how_many(family):
+def test_each_matrix_has_a_readable_number_of_lengths(family):
     quick, full = (prompt_lengths(family, family.block_size, matrix) for matrix in ("quick", "full"))
     assert 8 <= len(quick) <= 14
     assert len(quick) < len(full) <= 30

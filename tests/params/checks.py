@@ -26,7 +26,7 @@ def of(modules: tuple[str, ...]) -> Callable[[PlannedCase], bool]:
 
 
 def deviations(run: CellRun, wrong: Wrong) -> list[str]:
-    """Sentences where exactly the cases of the pattern do not fail, with the rule and the message of the mistake."""
+    """What differs from this: exactly the cases of the pattern fail, with the rule and the message."""
     [(case, says)] = wrong.fails.items()
     due = {
         name

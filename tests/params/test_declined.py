@@ -91,7 +91,7 @@ def run_module(case_runner: CaseRunner, one: Declines) -> CellRun:
 
 
 @pytest.mark.parametrize("one", [*CLEAN, *SILENT, *WRONG], ids=str)
-def test_what_becomes_of_it(case_runner: CaseRunner, one: Declines) -> None:
+def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRunner, one: Declines) -> None:
     found = run_module(case_runner, one)
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
     declared = Criteria(features=ALL | {one.feature: "not yet"})

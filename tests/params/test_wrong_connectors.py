@@ -1,4 +1,4 @@
-"""Mistakes about params, prefix hits, aborts and MultiConnector are found by the cases of their rules alone."""
+"""Mistakes about params, prefix hits, aborts and MultiConnector are found by the cases of their rules."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def scenario(finish: str, after_s: float) -> ScenarioObservation:
 
 
 @pytest.mark.parametrize("finish", ["error", "length"])
-def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
+def test_a_request_that_ends_after_the_lease_is_blocked(finish: str) -> None:
     with pytest.raises(
         Blocked, match=r"ended 4\.1 s after P's request had come, and the lease is 4 s: --kv-timeout-scale"
     ):
@@ -30,7 +30,9 @@ def test_what_ends_after_the_lease_is_not_judged(finish: str) -> None:
     ("finish", "after_s", "message"),
     [("error", 3.9, "ended with an error"), ("length", 3.9, "computed by D"), ("", 60.0, "did not end")],
 )
-def test_what_ends_within_it_or_never_is(finish: str, after_s: float, message: str) -> None:
+def test_a_request_that_ends_within_the_lease_or_never_is_a_violation(
+    finish: str, after_s: float, message: str
+) -> None:
     with pytest.raises(Violation) as raised:
         check_right("KV-PEER-001", scenario(finish, after_s), LEASE_S, {"good": "the request"})
     assert message in raised.value.finding.happened

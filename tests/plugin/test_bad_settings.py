@@ -20,11 +20,11 @@ from tests.helpers.bad_input import EXAMPLES, FEATURES, TEXT, examples, hinted, 
 from tests.small_suite import runs
 
 
-def test_there_are_a_thousand():
+def test_there_are_a_thousand_examples():
     assert sum(EXAMPLES.values()) >= 1000
 
 
-def test_a_table_that_is_none(tmp_path):
+def test_tool_must_be_a_table(tmp_path):
     (tmp_path / "pyproject.toml").write_text("tool = 3")  # pytest itself does not get this far
     assert sentence(load, {}, {}, tmp_path) == "pyproject.toml: tool: expected a table, got 3"
 
@@ -79,7 +79,7 @@ LISTED = {
 
 @examples("values")
 @given(data=st.data())
-def test_a_value_that_is_none(data, tmp_path):
+def test_a_malformed_value(data, tmp_path):
     name = data.draw(
         st.sampled_from(
             [*LISTED, *"timeout-scale seed claim tier connector config report features known".split()]
@@ -107,7 +107,7 @@ def test_a_value_that_is_none(data, tmp_path):
 
 @examples("configs")
 @given(data=st.data())
-def test_a_config_that_is_none(data, tmp_path):
+def test_a_malformed_config(data, tmp_path):
     how = data.draw(st.sampled_from(["cut", "other", "extra", "cannot be kept", "deep", "digits"]))
     if how == "cut":
         text = json.dumps(
@@ -140,7 +140,7 @@ ANYTHING = st.binary(max_size=60) | st.text(alphabet='[]{}=".#\n\\ abf1-', max_s
 
 @examples("files")
 @given(text=ANYTHING, where=st.sampled_from(["declare", "config", "pyproject"]))
-def test_a_file_of_anything(text, where, tmp_path):
+def test_a_file_with_random_bytes(text, where, tmp_path):
     """It is refused in one sentence, or it happens to be right."""
     (tmp_path / "pyproject.toml").unlink(missing_ok=True)
     path = tmp_path / ("pyproject.toml" if where == "pyproject" else "file")
@@ -155,7 +155,7 @@ def test_a_file_of_anything(text, where, tmp_path):
 
 @examples("specs")
 @given(spec=st.text(max_size=20) | st.text(alphabet="ab.: -/", max_size=10))
-def test_a_connector_that_is_none(spec, tmp_path):
+def test_a_malformed_connector(spec, tmp_path):
     assume(not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec))
     text = sentence(prepare, {"kv_connector": spec}, {}, tmp_path)
     assert text.startswith("--kv-connector")

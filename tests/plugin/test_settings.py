@@ -148,7 +148,7 @@ def test_one_sentence_for_every_mistake(command_line, environment, body, says, t
     assert "\n" not in str(caught.value)
 
 
-def test_other_variables_and_tables_are_let_be(tmp_path):
+def test_other_variables_and_tables_are_ignored(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.other]\nmatrx = 1\n")
     settings = load({}, {"KVCONFORM_CACHE_DIR": "x", "OTHER": "y"}, tmp_path)
     assert settings == Settings(origins=settings.origins)

@@ -71,7 +71,7 @@ def test_the_installed_vllm_is_readable():
 
 
 @pytest.mark.parametrize("spec", ["a b:C", "a:", ":C", "a:b:C", "a/b.py:C", "1a:C", "a..b:C", "a-b"])
-def test_a_spec_that_is_none(spec, vllm):
+def test_a_malformed_spec(spec, vllm):
     with pytest.raises(BadSetting, match="neither NAME nor MODULE:CLASS"):
         resolve(Settings(connector=spec))
 

@@ -62,7 +62,7 @@ def test_selection_settings_and_config_reach_the_workers(kv):
         ("bad subject", 4, "module nothing_there cannot be imported"),
     ],
 )
-def test_a_bench_that_is_not_well(kv, bench, code, says):
+def test_a_bench_that_fails(kv, bench, code, says):
     run = kv("-n2", bench=bench)
     assert run.code == code
     assert says in run.text

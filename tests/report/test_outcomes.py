@@ -7,7 +7,7 @@ import pytest
 EVERYTHING = 13  # cases of fakekv in the quick matrix
 
 
-def test_all_well(kv):
+def test_every_case_passes(kv):
     run = kv()
     assert (run.code, run.word) == (0, "CONFORMS")
     assert len(run.outcomes) == EVERYTHING
@@ -27,7 +27,7 @@ def test_all_well(kv):
         ("nothing looked at", "HARNESS", 11, "HARNESS", "passed without evidence"),
     ],
 )
-def test_one_case_that_is_not_well(kv, deed, outcome, code, word, says):
+def test_one_case_does_not_pass(kv, deed, outcome, code, word, says):
     run = kv(deeds={"arrive(llama-P1D1-n63*": deed})
     assert (run.code, run.word) == (code, word)
     assert run.outcomes["engine/bytes::arrive[llama-P1D1-n63]"] == outcome
@@ -141,7 +141,7 @@ def test_ctrl_c_keeps_its_exit_code_closes_and_reports(kv):
         ("bench will not close", 11, "HARNESS", "closing the engines failed: OSError: stuck"),
     ],
 )
-def test_a_bench_that_is_not_well(kv, wrong, code, word, says):
+def test_a_bench_that_fails(kv, wrong, code, word, says):
     run = kv(bench=wrong)
     assert (run.code, run.word) == (code, word)
     assert any(line.startswith(f"{word}: ") and says in line for line in run.lines)

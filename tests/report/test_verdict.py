@@ -54,7 +54,7 @@ def test_the_worst_decides(outcomes, word):
 
 
 @pytest.mark.parametrize("worse", ["BLOCKED", "FAIL", "HARNESS"])
-def test_one_case_that_is_not_well_outranks_any_number_of_passes(worse):
+def test_one_case_outranks_any_number_of_passes(worse):
     verdict = decide_verdict([*(result(Outcome.PASS) for _ in range(100)), result(Outcome(worse))])
     assert verdict.exit_code == {"BLOCKED": 10, "FAIL": 1, "HARNESS": 11}[worse]
 
@@ -67,7 +67,7 @@ def test_a_case_that_was_selected_and_has_no_result():
     assert decide_verdict([], ["kv::a/b::c[d-P1D1]"]).word == "INCOMPLETE"
 
 
-def test_troubles_are_ours():
+def test_a_trouble_is_an_error_of_the_harness():
     verdict = decide_verdict([PASS], [PASS.id], ["process 17 would not end"])
     assert verdict.word == "HARNESS"
     assert "process 17" in verdict.sentence
@@ -77,7 +77,7 @@ def test_troubles_are_ours():
     "evidence",
     [None, Evidence(looked_at=0, unit="bytes", bytes_moved=9), Evidence(looked_at=-1, unit="bytes")],
 )
-def test_a_pass_without_evidence_is_ours_even_in_a_report(evidence):
+def test_a_pass_without_evidence_is_an_error_of_the_harness(evidence):
     assert decide_verdict([result(Outcome.PASS, evidence=evidence)]).word == "HARNESS"
 
 
@@ -118,7 +118,7 @@ def test_causes_group_by_signature():
     assert decide_verdict(results) == expected
 
 
-def test_a_failure_that_said_nothing_still_counts():
+def test_a_failure_without_a_finding_counts():
     assert (
         decide_verdict([result(Outcome.FAIL, finding=None, reason="the case did not reach its end")]).word
         == "VIOLATES"

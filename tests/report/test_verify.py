@@ -1,7 +1,4 @@
-"""
-
-kvconform verify` finds that a report was edited, even where all that follows from the edit was recomputed.
-"""
+"""`kvconform verify` finds edits of a report, also where all that follows from the edit was recomputed."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def test_the_state_of_a_known_failure(kv, pytester, capsys, expires, versions, c
         (lambda subject: subject["features"].pop("abort"), "features: abort differs from"),
     ],
 )
-def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, change, says):
+def test_settings_of_pyproject_are_in_the_report_twice(kv, pytester, capsys, change, says):
     text = declare(pytester.path / "d.toml", {}, KNOWN.format(TODAY, ">=0.1")).read_text()
     pytester.makepyprojecttoml(
         text.replace("[[known]]", "[[tool.kvconform.known]]").replace(
@@ -138,7 +135,7 @@ def test_what_pyproject_said_stands_in_the_report_twice(kv, pytester, capsys, ch
         ("cell", {"family": "llama", "topology": "P1D1"}),
     ],
 )
-def test_what_a_case_is(kv, capsys, key, value):
+def test_facts_of_a_case_in_a_report_are_checked(kv, capsys, key, value):
     path = kv(unsupported=UNEQUAL, deeds={"window(gemma3-P1D1*": "violate"}).path
     edit(path, lambda report: one(report, "window[gemma3-P1D1]").update({key: value}))
     assert verified(path, capsys) == (
@@ -177,7 +174,7 @@ def test_only_what_did_not_pass_can_be_a_refusal(kv, capsys, outcome):
 @pytest.mark.parametrize("declined", ["", "ValueError: one size only"])
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("other", ["", "D did not start: "])
-def test_what_could_not_run_stands_on_a_case(declined: str, called: bool, other: str) -> None:
+def test_a_blocked_case_names_the_case_that_it_depends_on(declined: str, called: bool, other: str) -> None:
     """`other`: a later start failed, in a way of its own; the report may be true."""
     cell, sentence = Cell("llama", "P1D1"), "P did not start: ValueError: one size only"
     start = CaseResult(
@@ -238,7 +235,7 @@ def test_a_setting_that_came_later_is_not_missed(kv, capsys):
     assert verified(path, capsys)[0] == 0
 
 
-def test_settings_that_are_none(kv, capsys):
+def test_malformed_settings(kv, capsys):
     path = kv().path
     good = path.read_text()
     for change, says in (

@@ -1,7 +1,4 @@
-"""
-
-istakes in request_finished, in reports of workers, and hooks that raise, hang or end the process are found.
-"""
+"""Mistakes in request_finished and in uses of reports are found, and hooks that raise, hang or exit."""
 
 from __future__ import annotations
 
