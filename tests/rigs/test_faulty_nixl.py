@@ -41,12 +41,12 @@ class Real:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """agent(Faults(hold=2)) -> an agent of rank 0 with these instructions."""
-    monkeypatch.setattr(faulty_nixl, "_orders", faulty_nixl._Orders())
+    monkeypatch.setattr(faulty_nixl, "_active", faulty_nixl._ActiveFaults())
     kind = type("agent", (FaultyAgent, Real), {"real": Real})
 
     def make(*faults: Faults) -> Any:
         made = kind("a")
-        faulty_nixl.arm(faults, 0)
+        faulty_nixl.set_faults(faults, 0)
         return made
 
     return make
@@ -66,14 +66,14 @@ def test_without_an_instruction_nothing_changes(agent: Callable[..., Any]) -> No
     assert one.transfer("h") == "PROC" and states(one, "h", 1) == ["DONE"] and heard(one, 2) == [[b"x"], []]
     one.release_xfer_handle("h")
     assert one.released == ["h"]
-    assert faulty_nixl.struck() == FaultReport(agents=1, transfers=1)
+    assert faulty_nixl.fault_report() == FaultReport(agents=1, transfers=1)
 
 
 def test_a_held_transfer_is_begun_late(agent: Callable[..., Any]) -> None:
     one = agent(Faults(hold=3))
     one.transfer("h")
-    assert states(one, "h", 2) == ["PROC"] * 2 and one.begun == [] and faulty_nixl.struck().pending == 1
-    assert states(one, "h", 1) == ["DONE"] and one.begun == ["h"] and faulty_nixl.struck().pending == 0
+    assert states(one, "h", 2) == ["PROC"] * 2 and one.begun == [] and faulty_nixl.fault_report().pending == 1
+    assert states(one, "h", 1) == ["DONE"] and one.begun == ["h"] and faulty_nixl.fault_report().pending == 0
 
 
 def test_a_connector_that_asks_for_notifications_only_gets_its_transfer_all_the_same(
@@ -106,7 +106,7 @@ def test_failures(agent: Callable[..., Any]) -> None:
     with pytest.raises(RuntimeError, match="the transfer failed"):
         one.check_xfer_state("b")
     assert states(one, "d", 1) == ["DONE"] and one.begun == ["d"], "nothing else is moved"
-    assert faulty_nixl.struck() == FaultReport(agents=1, transfers=4, changed=3, failed=3)
+    assert faulty_nixl.fault_report() == FaultReport(agents=1, transfers=4, changed=3, failed=3)
 
 
 def test_a_failed_transfer_that_lingers_writes_in_the_end(agent: Callable[..., Any]) -> None:
@@ -115,9 +115,9 @@ def test_a_failed_transfer_that_lingers_writes_in_the_end(agent: Callable[..., A
     assert states(one, "h", 1) == ["ERR"]
     with pytest.raises(RuntimeError, match="cannot be cancelled"):
         one.release_xfer_handle("h")
-    assert one.begun == [] and faulty_nixl.struck().pending == 1
+    assert one.begun == [] and faulty_nixl.fault_report().pending == 1
     heard(one, 5)  # the connector has lost interest
-    assert one.begun == ["h"] and faulty_nixl.struck().pending == 0
+    assert one.begun == ["h"] and faulty_nixl.fault_report().pending == 0
     one.release_xfer_handle("h")
     assert one.released == ["h"]
 
@@ -143,7 +143,7 @@ def test_notifications(agent: Callable[..., Any], faults: Faults, expected: list
     one = agent(faults)
     one.inbox = [b"a", b"b"]
     assert heard(one, 3) == expected
-    assert faulty_nixl.struck().notifications == 2 and faulty_nixl.struck().pending == 0
+    assert faulty_nixl.fault_report().notifications == 2 and faulty_nixl.fault_report().pending == 0
 
 
 def test_every_way_to_ask_for_notifications_is_the_same(agent: Callable[..., Any]) -> None:

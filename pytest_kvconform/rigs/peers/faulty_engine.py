@@ -68,7 +68,7 @@ def serve(connection: Connection, spec: ByteEngineSpec) -> None:
 
 def _set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
     worker.forget_failed_loads()
-    faulty_nixl.arm(faults, worker.rank)
+    faulty_nixl.set_faults(faults, worker.rank)
 
 
 def _progress(worker: Any) -> None:
@@ -76,4 +76,4 @@ def _progress(worker: Any) -> None:
 
 
 def _fault_report(worker: Any) -> FaultReport:
-    return faulty_nixl.struck()
+    return faulty_nixl.fault_report()

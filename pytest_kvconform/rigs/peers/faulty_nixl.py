@@ -1,10 +1,10 @@
-"""A transport that misbehaves on demand, for connectors built on NIXL: delays, failures, messages that come
-twice, late, reversed or never.
+"""A transport that fails on demand, for connectors built on NIXL: transfers that are late or fail, and
+notifications that arrive twice, late, reversed or never.
 
-`install` puts a subclass of the real `nixl_agent` in its place wherever a loaded module refers to it, and
-where modules that are imported later will find it. Bytes are moved by the real agent and by nothing else;
-what the subclass changes is when a transfer is begun, what is said about it, and which notifications are
-passed on. Without an instruction (`arm`) it changes nothing.
+`install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where modules
+that are imported later will find it. Only the real agent moves bytes. The subclass changes when a transfer is
+begun, which state it reports, and which notifications it delivers. Without faults (`set_faults`) it changes
+nothing.
 
 NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle,
 get_new_notifs, update_notifs, check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a
@@ -25,16 +25,15 @@ from pytest_kvconform.rigs.vllm_setup.nixl_agents import replace_agent_class
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an instruction on one rank."""
+    """What the faults did on one rank."""
 
     agents: int = 0  # agents that the connector has made; 0: it does not use NIXL
-    transfers: int = 0  # transfers begun since the instruction
+    transfers: int = 0  # transfers begun since `set_faults`
     changed: int = 0  # of these, held, delayed or failed
     failed: int = 0  # of these, failed
-    notifications: int = 0  # messages treated as the instruction says
-    pending: int = (
-        0  # transfers not begun yet, failed ones that may still write, messages that are not due yet
-    )
+    notifications: int = 0  # notifications that the faults changed
+    # Transfers not begun yet, failed ones that may still write, notifications that are not due yet.
+    pending: int = 0
 
     def __add__(self, other: FaultReport) -> FaultReport:
         return FaultReport(
@@ -43,86 +42,84 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class _Flight:
-    """One transfer that an instruction is for."""
+class _FaultyTransfer:
+    """One transfer that a fault changes."""
 
     handle: Any
     message: bytes
     faults: Faults
-    since: int  # rounds of the agent when it was asked for
-    asked: int = 0  # questions for its state
-    done: int = 0  # of these, since it was made
+    since: int  # rounds of the agent when the connector began it
+    asked: int = 0  # calls of check_xfer_state
+    done: int = 0  # of these, since the bytes were moved
     posted: bool = False
     failed_at: int = -1  # round of the first bad answer
-    over: bool = False  # nothing of it can write any more
+    over: bool = False  # it can no longer write
 
 
 NOTHING = Faults()
 
 
 @dataclass
-class _Orders:
-    """What holds in this process."""
+class _ActiveFaults:
+    """The faults of this process."""
 
     transfers: tuple[Faults, ...] = ()
     notifications: Faults = NOTHING
     agents: list[FaultyAgent] = field(default_factory=list)
 
-    def of(self, number: int) -> Faults | None:
-        """What holds for the transfer of this number."""
+    def of_transfer(self, number: int) -> Faults | None:
+        """The first fault for the transfer of this number."""
         return next(
             (faults for faults in self.transfers if not faults.transfers or number in faults.transfers), None
         )
 
 
-_orders = _Orders()
+_active = _ActiveFaults()
 
 
 class FaultyAgent:
-    """What stands before NIXL's own methods. `install` joins it with the real class, of which every other
-    method stays.
-    """
+    """Methods that replace those of NIXL's agent. `install` makes a subclass of this class and the real one."""
 
     real: Any  # the class nixl_agent
     notifs: dict[str, list[bytes]]  # the real agent's: what check_remote_xfer_done looks through
     error: type[Exception] = RuntimeError  # what NIXL raises when its backend fails
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self._flights: dict[Any, _Flight] = {}
+        self._transfers: dict[Any, _FaultyTransfer] = {}
         self._rounds = 0
         self._waiting: list[tuple[int, str, bytes]] = []  # round at which it is due, sender, message
-        self._early: dict[str, list[bytes]] = {}  # what arrived while nobody asked
+        self._undelivered: dict[str, list[bytes]] = {}  # what `_progress` received
         self._lock = threading.RLock()
-        self._forget()
+        self._reset_counters()
         self.real.__init__(self, *args, **kwargs)
-        _orders.agents.append(self)
+        _active.agents.append(self)
 
-    def _forget(self) -> None:
-        """Begin to count anew."""
-        self._begun = self._changed = self._failed = self._treated = 0
+    def _reset_counters(self) -> None:
+        """Set the counters to 0."""
+        self._begun = self._changed = self._failed = self._notifications_changed = 0
 
-    def _struck(self) -> FaultReport:
+    def _fault_report(self) -> FaultReport:
         with self._lock:
-            open_flights = sum(self._is_open(flight) for flight in self._flights.values())
+            open_transfers = sum(self._may_still_write(transfer) for transfer in self._transfers.values())
             return FaultReport(
                 agents=1,
                 transfers=self._begun,
                 changed=self._changed,
                 failed=self._failed,
-                notifications=self._treated,
-                pending=open_flights + sum(due > self._rounds for due, _, _ in self._waiting),
+                notifications=self._notifications_changed,
+                pending=open_transfers + sum(due > self._rounds for due, _, _ in self._waiting),
             )
 
-    def _is_open(self, flight: _Flight) -> bool:
+    def _may_still_write(self, transfer: _FaultyTransfer) -> bool:
         """Whether the transfer may still write."""
-        if flight.faults.fail:
-            return bool(flight.faults.linger) and not flight.over
-        if not flight.posted:
+        if transfer.faults.fail:
+            return bool(transfer.faults.linger) and not transfer.over
+        if not transfer.posted:
             return True
         with contextlib.suppress(self.error):
             return (
-                not getattr(flight.handle, "_released", False)
-                and self.real.check_xfer_state(self, flight.handle) == "PROC"
+                not getattr(transfer.handle, "_released", False)
+                and self.real.check_xfer_state(self, transfer.handle) == "PROC"
             )
         return False
 
@@ -130,98 +127,98 @@ class FaultyAgent:
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> Any:
         with self._lock:
-            faults = _orders.of(self._begun)
+            faults = _active.of_transfer(self._begun)
             self._begun += 1
-            self._flights.pop(handle, None)  # a handle may be used again
+            self._transfers.pop(handle, None)  # a handle may be used again
             if faults is None:
                 return self.real.transfer(self, handle, notif_msg)
             self._changed += 1
             self._failed += bool(faults.fail)
             if faults.fail == POST:
                 raise self.error("NIXL_ERR_BACKEND: the transfer was not begun (asked for by the test suite)")
-            flight = self._flights[handle] = _Flight(handle, notif_msg, faults, self._rounds)
-            self._advance(flight)
+            transfer = self._transfers[handle] = _FaultyTransfer(handle, notif_msg, faults, self._rounds)
+            self._advance(transfer)
             return "PROC"
 
     def check_xfer_state(self, handle: Any) -> Any:
         with self._lock:
-            flight = self._flights.get(handle)
-            if flight is None:
+            transfer = self._transfers.get(handle)
+            if transfer is None:
                 return self.real.check_xfer_state(self, handle)
-            flight.asked += 1
-            round_ = self._advance(flight)
-            if flight.faults.fail:
-                if round_ <= flight.faults.hold:
+            transfer.asked += 1
+            round_ = self._advance(transfer)
+            if transfer.faults.fail:
+                if round_ <= transfer.faults.hold:
                     return "PROC"
-                if flight.failed_at < 0:
-                    flight.failed_at = round_
-                if flight.faults.fail == POLL:
+                if transfer.failed_at < 0:
+                    transfer.failed_at = round_
+                if transfer.faults.fail == POLL:
                     raise self.error(
                         "NIXL_ERR_REMOTE_DISCONNECT: the transfer failed (asked for by the test suite)"
                     )
                 return "ERR"
-            state = self.real.check_xfer_state(self, handle) if flight.posted else "PROC"
-            flight.done += state == "DONE"
-            return "PROC" if state == "DONE" and flight.done <= flight.faults.late else state
+            state = self.real.check_xfer_state(self, handle) if transfer.posted else "PROC"
+            transfer.done += state == "DONE"
+            return "PROC" if state == "DONE" and transfer.done <= transfer.faults.late else state
 
     def release_xfer_handle(self, handle: Any) -> Any:
         with self._lock:
-            flight = self._flights.get(handle)
-            if flight is not None and flight.faults.linger and not flight.over:
+            transfer = self._transfers.get(handle)
+            if transfer is not None and transfer.faults.linger and not transfer.over:
                 raise self.error(
                     "NIXL_ERR_REPOST_ACTIVE: the transfer cannot be cancelled (asked for by the test suite)"
                 )
-            self._flights.pop(handle, None)
+            self._transfers.pop(handle, None)
         return self.real.release_xfer_handle(self, handle)
 
     def _start_held(self) -> None:
         with self._lock:
-            for flight in self._flights.values():
-                flight.faults = msgspec.structs.replace(flight.faults, hold=0)
+            for transfer in self._transfers.values():
+                transfer.faults = msgspec.structs.replace(transfer.faults, hold=0)
             self._advance_all()
 
     def _advance_all(self) -> None:
         """One round of the agent."""
         self._rounds += 1
-        for flight in list(self._flights.values()):
-            with contextlib.suppress(self.error):  # the next question for its state will hear of it
-                self._advance(flight)
+        for transfer in list(self._transfers.values()):
+            with contextlib.suppress(self.error):  # the next check_xfer_state raises it
+                self._advance(transfer)
 
-    def _advance(self, flight: _Flight) -> int:
-        """Do what is due. Returns the round of the transfer."""
-        faults = flight.faults
-        round_ = max(flight.asked, self._rounds - flight.since)
-        if getattr(flight.handle, "_released", False):  # past this agent, by the handle's own release()
-            flight.posted = flight.over = True
+    def _advance(self, transfer: _FaultyTransfer) -> int:
+        """Begin the transfer if it is due. Returns its round."""
+        faults = transfer.faults
+        round_ = max(transfer.asked, self._rounds - transfer.since)
+        if getattr(transfer.handle, "_released", False):  # by the handle's own release(), not by this agent
+            transfer.posted = transfer.over = True
             return round_
         due = (
             round_ >= faults.hold
             if not faults.fail
-            else faults.linger > 0 and 0 <= flight.failed_at <= round_ - faults.linger
+            else faults.linger > 0 and 0 <= transfer.failed_at <= round_ - faults.linger
         )
-        if due and not flight.posted:
-            flight.posted = True
-            self.real.transfer(self, flight.handle, flight.message)
-        if faults.linger and flight.posted:
-            flight.over = self.real.check_xfer_state(self, flight.handle) != "PROC"
+        if due and not transfer.posted:
+            transfer.posted = True
+            self.real.transfer(self, transfer.handle, transfer.message)
+        if faults.linger and transfer.posted:
+            transfer.over = self.real.check_xfer_state(self, transfer.handle) != "PROC"
         return round_
 
     # ---- notifications -------------------------------------------------------------------------------------
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> dict[str, list[bytes]]:
         with self._lock:
-            arrived, self._early = self._early, {}
+            arrived, self._undelivered = self._undelivered, {}
             for sender, messages in self.real.get_new_notifs(self, *args, **kwargs).items():
                 arrived.setdefault(sender, []).extend(messages)
             self._advance_all()
-            return self._passed_on(arrived)
+            return self._delivered(arrived)
 
     def _progress(self) -> None:
-        """Do what NIXL's own thread would do now: serve the transfers of peers."""
+        """Serve the transfers of peers, as NIXL's own thread would."""
         with self._lock:
             self._advance_all()
             for sender, messages in self.real.get_new_notifs(self).items():
-                self._early.setdefault(sender, []).extend(messages)
+                self._undelivered.setdefault(sender, []).extend(messages)
 
     def update_notifs(self, *args: Any, **kwargs: Any) -> dict[str, list[bytes]]:
         notifs = self.notifs
@@ -243,13 +240,13 @@ class FaultyAgent:
                 return True
         return False
 
-    def _passed_on(self, arrived: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
-        """Sender -> messages that the connector gets to see now."""
-        faults, now = _orders.notifications, self._rounds
+    def _delivered(self, arrived: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
+        """Sender -> notifications that the connector receives now."""
+        faults, now = _active.notifications, self._rounds
         out: dict[str, list[bytes]] = {}
         for sender, messages in arrived.items():
             for message in messages:
-                self._treated += bool(faults.notifications)
+                self._notifications_changed += bool(faults.notifications)
                 if faults.notifications in ("", TWICE):
                     out.setdefault(sender, []).append(message)
                 if faults.notifications and faults.notifications != NEVER:
@@ -265,9 +262,7 @@ class FaultyAgent:
 
 
 def install() -> bool:
-    """Put the agent that obeys in the place of NIXL's, see `replace_agent_class`. Returns whether NIXL is
-    installed.
-    """
+    """Replace NIXL's agent class, see `replace_agent_class`. Returns whether NIXL is installed."""
     return replace_agent_class(_faulty)
 
 
@@ -278,34 +273,32 @@ def _faulty(real: Any, error: type[Exception]) -> Any:
     return type("nixl_agent", (FaultyAgent, real), members)
 
 
-def arm(orders: tuple[Faults, ...], rank: int) -> None:
-    """Give every agent of this process instructions, in place of those before. Transfers under way keep
-    theirs.
-    """
-    mine = [faults for faults in orders if not faults.ranks or rank in faults.ranks]
-    _orders.transfers = tuple(faults for faults in mine if faults.hold or faults.late or faults.fail)
-    _orders.notifications = next((faults for faults in mine if faults.notifications), NOTHING)
-    for agent in _orders.agents:
-        agent._forget()
+def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
+    """Give every agent of this process these faults, in place of earlier ones. Transfers under way keep theirs."""
+    mine = [one for one in faults if not one.ranks or rank in one.ranks]
+    _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)
+    _active.notifications = next((one for one in mine if one.notifications), NOTHING)
+    for agent in _active.agents:
+        agent._reset_counters()
 
 
 def start_held_transfers() -> None:
-    """Begin every transfer that is held, whatever its rounds."""
-    for agent in _orders.agents:
+    """Begin every transfer that a fault holds."""
+    for agent in _active.agents:
         agent._start_held()
 
 
 def progress() -> None:
-    """Let the agents of this process serve their peers although the connector asks them nothing, as with a
-    progress thread (see `nixl`).
+    """Let the agents of this process serve their peers although the connector does not call them, as a progress
+    thread would (see `nixl`).
 
-    An engine that has no request left does not step, and then a peer that still reads from it would wait for
-    ever instead of reading what stands there by now.
+    An engine without requests does not step. Without this a peer that still reads from it would wait for ever,
+    instead of reading what is in the blocks by now.
     """
-    for agent in _orders.agents:
+    for agent in _active.agents:
         agent._progress()
 
 
-def struck() -> FaultReport:
-    """What became of the instructions in this process."""
-    return sum((agent._struck() for agent in _orders.agents), FaultReport())
+def fault_report() -> FaultReport:
+    """What the faults did in this process."""
+    return sum((agent._fault_report() for agent in _active.agents), FaultReport())
