@@ -34,8 +34,8 @@ class ByteBench:
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        # Cells in which no further transfer runs: the id of the case that has the reason, and whether the connector
-        # declined cleanly.
+        # Cells in which no further transfer runs: the id of the case that has the reason, and whether the
+        # connector declined cleanly.
         self._over: dict[Cell, tuple[str, bool]] = {}
 
     def observe(self, cell: Cell, transfer: Transfer, longest: int) -> TransferObservation:

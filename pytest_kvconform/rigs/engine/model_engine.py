@@ -91,14 +91,13 @@ class ModelEngineProcess(EngineProcess):
     def _hide_oracle(self, name: str, answer: Callable[..., Any]) -> None:
         """Let a hook of the connector answer for requests of the oracle what `answer` returns."""
         connector = self.scheduler.connector
-        if (hook := getattr(connector, name, None)) is not None:
-            setattr(
-                connector,
-                name,
-                lambda request, *args: (answer if request.request_id in self.oracles else hook)(
-                    request, *args
-                ),
-            )
+        hook: Any = getattr(connector, name, None)
+
+        def hidden(request: Any, *args: Any) -> Any:
+            return (answer if request.request_id in self.oracles else hook)(request, *args)
+
+        if hook is not None:
+            setattr(connector, name, hidden)
 
     def _watch_steps(self) -> None:
         execute = self.core.model_executor.execute_model
