@@ -33,7 +33,10 @@ WRONG = [
     ),
     Wrong(
         "AddsNumberedKeys",
-        on("params_survive_json[p-length]", r"do not come back from JSON as they went: 'ranks'"),
+        on(
+            "params_survive_json[p-length]",
+            r"JSON changes the params of \S+, through which they reach D: 'ranks'",
+        ),
         rules="KV-FINISH-002",
     ),
     Wrong(
@@ -48,7 +51,7 @@ WRONG = [
     ),
     Wrong(
         "HoldsABlock",
-        on("every_block_is_freed[p-length]", r"1 of 100 blocks did not come back"),
+        on("every_block_is_freed[p-length]", r"1 of 100 blocks were not freed"),
         rules="KV-FINISH-003",
     ),
     Wrong(

@@ -2,13 +2,13 @@
 
 One P and one D that work do not show what a connector does when a peer is unreachable, silent, stopped or
 restarted, when a lease ends, or when one rank reports something else than the others. A scenario of this rig
-does: it is a generator over several engines, and cases judge what it returns. All scenarios of a cell run side
-by side, once, so that each deadline of the connector costs its time only once.
+does: it is a generator over several engines, and cases judge what it returns. All scenarios of a cell run
+side by side, once, so that each deadline of the connector costs its time only once.
 
 The way of a scenario:
 
-1. A case calls `bench.peers.observe(cell, name)`. The first call of a cell (bench.py) starts the engines of all
-   its scenarios, as scenarios.py and rank_scenarios.py list them.
+1. A case calls `bench.peers.observe(cell, name)`. The first call of a cell (bench.py) starts the engines of
+   all its scenarios, as scenarios.py and rank_scenarios.py list them.
 2. stepping.py lets every engine step without waiting for it, and advances one scenario after the other.
 3. A scenario uses scenario_engines.py: P computes a prompt (`prefill`), D loads it (`decode`), and each part
    waits with `yield`. hostile_clients.py listens and never answers, or sends malformed messages.
@@ -16,8 +16,8 @@ The way of a scenario:
    rig compares every byte that D loaded.
 5. The scenario returns a `ScenarioObservation`. Requests that went wrong are in it; nothing is judged here.
 
-The same engines run on a transport that fails on demand: faulty_nixl.py replaces NIXL's agent, faulty_engine.py
-is the engine with it, and fault_bench.py hands transfers over with faults (`bench.faults`).
+The same engines run on a transport that fails on demand: faulty_nixl.py replaces NIXL's agent,
+faulty_engine.py is the engine with it, and fault_bench.py hands transfers over with faults (`bench.faults`).
 
 May import: `rigs.bytes`, `rigs.engine`, `rigs.vllm_setup`, `rigs.processes`, and `context.py`, `scenario.py`.
 """

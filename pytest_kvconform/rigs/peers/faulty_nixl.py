@@ -1,10 +1,10 @@
 """A transport that fails on demand, for connectors built on NIXL: transfers that are late or fail, and
 notifications that arrive twice, late, reversed or never.
 
-`install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where modules
-that are imported later will find it. Only the real agent moves bytes. The subclass changes when a transfer is
-begun, which state it reports, and which notifications it delivers. Without faults (`set_faults`) it changes
-nothing.
+`install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where
+modules that are imported later will find it. Only the real agent moves bytes. The subclass changes when a
+transfer is begun, which state it reports, and which notifications it delivers. Without faults (`set_faults`)
+it changes nothing.
 
 NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle,
 get_new_notifs, update_notifs, check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a
@@ -78,7 +78,7 @@ _active = _ActiveFaults()
 
 
 class FaultyAgent:
-    """Methods that replace those of NIXL's agent. `install` makes a subclass of this class and the real one."""
+    """Methods that replace those of NIXL's agent. `install` makes a subclass of it and the real class."""
 
     real: Any  # the class nixl_agent
     notifs: dict[str, list[bytes]]  # the real agent's: what check_remote_xfer_done looks through
@@ -274,7 +274,9 @@ def _faulty(real: Any, error: type[Exception]) -> Any:
 
 
 def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
-    """Give every agent of this process these faults, in place of earlier ones. Transfers under way keep theirs."""
+    """Give every agent of this process these faults, in place of earlier ones. Transfers under way keep
+    theirs.
+    """
     mine = [one for one in faults if not one.ranks or rank in one.ranks]
     _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)
     _active.notifications = next((one for one in mine if one.notifications), NOTHING)
@@ -289,11 +291,11 @@ def start_held_transfers() -> None:
 
 
 def progress() -> None:
-    """Let the agents of this process serve their peers although the connector does not call them, as a progress
-    thread would (see `nixl`).
+    """Let the agents of this process serve their peers although the connector does not call them, as a
+    progress thread would (see `nixl`).
 
-    An engine without requests does not step. Without this a peer that still reads from it would wait for ever,
-    instead of reading what is in the blocks by now.
+    An engine without requests does not step. Without this a peer that still reads from it would wait for
+    ever, instead of reading what is in the blocks by now.
     """
     for agent in _active.agents:
         agent._progress()

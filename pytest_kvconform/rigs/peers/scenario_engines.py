@@ -248,7 +248,7 @@ class ScenarioEngines:
             yield
 
     def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
-        """Wait until P no longer holds a request. Returns when that was observed; 0.0: not within `seconds`."""
+        """Wait until P no longer holds a request. Returns when; 0.0: not within `seconds`."""
         deadline = time.monotonic() + seconds
         while prefill.id in (yield from p.call("usage")).requests:
             if time.monotonic() > deadline:

@@ -69,7 +69,7 @@ class SteppedEngine:
         self.started = self.stopped = False
 
     def advance(self) -> bool:
-        """Take the answer of the pending call and send the next call. Returns whether a step did something."""
+        """Take the answer of the pending call and send the next call. Returns whether a step did work."""
         if self.failed or self.stopped:
             return False
         try:

@@ -9,12 +9,12 @@ The way of a case:
 1. The controller calls `bench.scheduler.run` (bench.py), which starts one host process for each cell.
 2. host.py builds vLLM's configurations and KV cache groups once, and forks a child for each case.
 3. case_process.py runs the case in the child. The case gets a `Rig` (rig.py) and makes sides with it.
-4. A side is one engine without workers: side_state.py builds vLLM's scheduler and reads it, side.py drives it,
-   steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector.
+4. A side is one engine without workers: side_state.py builds vLLM's scheduler and reads it, side.py drives
+   it, steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector.
 5. recorder.py wraps the hooks of the connector, keeps every call, and checks every answer. violations.py has
    what no case looks for: a hook that raises, a scheduler that stops. leaks.py finds what is left at the end.
-6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the host,
-   and the host to the controller. A child that dies or hangs is a violation that names the running hook.
+6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the
+   host, and the host to the controller. A child that dies or hangs is a violation that names the running hook.
 
 May import: `rigs.bytes` (layers and memory of a worker half), `rigs.vllm_setup`, `rigs.processes`, and
 `context.py`, `scenario.py`.

@@ -52,7 +52,7 @@ def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> ob
 
 
 def _prepare_process() -> None:
-    """Make the fork a process of its own, that ends with its parent and writes its Python stack if it dies."""
+    """Make the fork end with its parent, lead a process group, and write its Python stack if it dies."""
     die_with_parent()
     os.setpgid(0, 0)
     gc.disable()  # a collection would walk the inherited heap, and copy it by that

@@ -1,10 +1,10 @@
-"""A second connector for vLLM's MultiConnector, that answers what a case wants it to. It has nothing, and
-moves nothing.
+"""A second connector for vLLM's MultiConnector. A case sets its answers. It moves nothing.
 
-side = rig.side("D", transfer=with_fake_connector("first"))        # MultiConnector([FakeConnector, the subject])
-subject, neighbour = multi_connector_children(side)
-neighbour.connector.loads = True                      # it announces what is missing of every prompt, and so it is chosen
-subject.calls_of(...)                                 # calls of the subject's hooks, with the checks of recorder.py
+# MultiConnector([FakeConnector, the subject]).
+side = rig.side("D", transfer=with_fake_connector("first"))
+subject, fake = multi_connector_children(side)
+fake.connector.loads = True  # it announces the missing tokens of the next request, so it is chosen
+subject.calls_of(...)  # calls of the subject's hooks, with the checks of recorder.py
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def leaks(side: Side) -> tuple[str, ...]:
         if found := getattr(scheduler, name):
             left.append(f"scheduler.{name} holds {', '.join(sorted(found))}")
     if missing := side.free_blocks_at_start - pool.get_num_free_blocks():
-        left.append(f"{missing} of {side.free_blocks_at_start} blocks did not come back")
+        left.append(f"{missing} of {side.free_blocks_at_start} blocks were not freed")
     if held := [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]:
         left.append(f"blocks {', '.join(map(str, held[:8]))} still have owners")
     for index, manager in enumerate(side.manager.coordinator.single_type_managers):

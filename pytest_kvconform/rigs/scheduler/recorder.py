@@ -1,9 +1,8 @@
-"""What a connector's scheduler half was asked and what it answered, one `Call` a hook, with the checks that
-hold for every call.
+"""Record every call of a connector's scheduler half and its answer, and check what holds for every answer.
 
-Hooks are wrapped on the object, so that its class, and with it `isinstance(connector, SupportsHMA)`, stays
-what it is. An exception of a hook becomes `HookRaised`, an answer that vLLM could not use a `Violation`:
-before vLLM's own assertion would end the engine.
+The recorder wraps hooks on the object: the class, and with it `isinstance(connector, SupportsHMA)`, stays the
+same. An exception of a hook becomes `HookRaised`. An answer that vLLM could not use becomes a `Violation`,
+before vLLM's own assertion ends the engine.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a hook that came back."""
+    """One call of a hook that returned."""
 
     hook: str
     request: str  # id of the request it is about; "": none
     step: int  # number of the side's step, from 1; 0: before the first
-    arguments: dict[str, Any]  # what matters of them, copied: see `_arguments`
+    arguments: dict[str, Any]  # numbers and block ids, copied: see `_arguments`
     result: Any
     seconds: float
 
 
 class Recorder:
-    """Records the calls of one connector. `note(hook)` is told before each call, "" after it, so that a death
-    can be explained.
+    """Records the calls of one connector. It calls `note(hook)` before each call and `note("")` after it, so
+    that the finding about a process that died names the hook.
     """
 
     def __init__(self, note: Callable[[str], None]):
@@ -193,7 +192,7 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
 
 
 def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str, str]) -> None:
-    """Raise Violation unless the metadata can travel to the workers and the scheduler's output is as it was."""
+    """Raise Violation unless the metadata survives pickle and the SchedulerOutput is unchanged."""
     base = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
     if not isinstance(metadata, base.KVConnectorMetadata):
         raise _broken(
@@ -206,7 +205,8 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
         text = (str(error).splitlines() or [""])[0][:160]
         raise _broken(
             "KV-META-001",
-            f"a {type(metadata).__name__} of build_connector_meta does not survive pickle: {type(error).__name__}: {text}",
+            f"a {type(metadata).__name__} of build_connector_meta does not survive pickle: "
+            f"{type(error).__name__}: {text}",
         ) from None
     if before is not None and before != after:
         field = next(name for name in after if before.get(name) != after[name])
@@ -218,7 +218,7 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
 
 
 def check_finished(hook: str, request: Any, answer: Any) -> None:
-    """Raise Violation unless the answer of request_finished can be used, and its params can travel as JSON."""
+    """Raise Violation unless vLLM can use the answer of request_finished, and its params survive JSON."""
     said = f"{hook}({request.status.name}) returned {_short(answer)}"
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
         raise _broken("KV-FINISH-001", f"{said}, and vLLM unpacks (keep the blocks: bool, params or None)")
@@ -238,7 +238,8 @@ def check_finished(hook: str, request: Any, answer: Any) -> None:
     if lost := [key for key, value in _listed(params).items() if key not in again or again[key] != value]:
         raise _broken(
             "KV-FINISH-002",
-            f"the params of {hook} do not come back from JSON as they went: {lost[0]!r} is {params[lost[0]]!r}",
+            f"JSON changes the params of {hook}, through which they reach D: "
+            f"{lost[0]!r} is {params[lost[0]]!r}",
         )
 
 

@@ -1,28 +1,27 @@
-"""What cases of the tiers interface and protocol run on: vLLM's real scheduler with the connector's scheduler
-half, and a scripted worker.
+"""`Rig`: what a case of the scheduler rig runs on. It makes sides, and hands requests over between them.
 
-A case that says `@case(RULE, rig="scheduler")` is a function `case(rig: Rig, variant) -> Evidence` and runs
-in a process of its own, forked for it. All that is scheduling is vLLM's: Scheduler, KVCacheManager, Request,
-KVOutputAggregator, the KV cache groups of a real model. The scheduler builds the connector itself. There is
-no worker: the case says what one would report.
+A case with `@case(RULE, rig="scheduler")` is a function `case(rig: Rig, variant) -> Evidence`. It runs in a
+process of its own, forked for it. vLLM's own code schedules: Scheduler, KVCacheManager, Request,
+KVOutputAggregator, with the KV cache groups of a real model. The scheduler builds the connector itself. There
+is no worker: the case passes the reports of the workers to `step`.
 
     p, d = rig.side("P"), rig.side("D")
-    first = p.add(rig.prompt(100), rig.prefill_params())        # a request that asks P for a hand-over
-    p.run()                                                  # steps until no request is left; P's blocks stay while D has not read
-    second = d.add(rig.prompt(100), p.kv_transfer_params(first))         # params go through JSON, as they do between servers
-    step = d.step()                                          # schedule(), then update_from_output()
-    assert d.waits_for_remote_kv(second)                                  # an asynchronous load: nobody has reported it yet
-    d.step(received=[second])                                # every rank reports it
+    first = p.add(rig.prompt(100), rig.prefill_params())  # a request that asks P for a hand-over
+    p.run()  # steps until no request is left; P's blocks stay until the workers report them as sent
+    second = d.add(rig.prompt(100), p.kv_transfer_params(first))  # params go through JSON, as between servers
+    step = d.step()  # schedule(), then update_from_output()
+    assert d.waits_for_remote_kv(second)  # an asynchronous load: no worker has reported it yet
+    d.step(received=[second])  # every rank reports it
     d.run()
     p.step(sent=[first])
-    p.leaks(), d.leaks()                                     # sentences; empty: nothing is left
+    p.leaks(), d.leaks()  # sentences; empty: nothing is left
 
-`rig.hand_over(p, d, prompt)` does the first four lines. What is wrong is raised as `Violation`,
-`rig.violation(...)` makes one; a hook that raises, an answer that vLLM cannot use and a scheduler that stops
-become violations by themselves. `side.calls` has every call of a hook.
+`rig.hand_over(p, d, prompt)` does the first four lines. A case raises `rig.violation(...)`. A hook that
+raises, an answer that vLLM cannot use and a scheduler that stops become violations without the case.
+`side.calls` has every call of a hook.
 
-Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) gives
-out 256 * k + 1 and up, so that a block id that stands in metadata or params belongs to one side only.
+Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) has
+the block ids from 256 * k + 1. So a block id in metadata or params belongs to one side only.
 """
 
 from __future__ import annotations
@@ -159,8 +158,9 @@ class Rig:
         """
         self.step_until_matched(d, *ids)
         if missing := [id for id in ids if not d.waits_for_remote_kv(id)]:
-            said = f"{self.subject.connector} begins no asynchronous load: it answered {d.matched_tokens(missing[0])}"
-            raise NotApplicable(said, refused=d.declined_to_load(missing[0]))
+            answer = d.matched_tokens(missing[0])
+            sentence = f"{self.subject.connector} begins no asynchronous load: it answered {answer}"
+            raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
         return d.steps[-1]
 
     def patience(self, seconds: float) -> float:

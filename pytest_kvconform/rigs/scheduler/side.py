@@ -162,7 +162,7 @@ class Side(SideState):
         ]:
             raise self.rig.violation(
                 "KV-MATCH-005",
-                f"{again[0][0]} was loaded {again[0][1]} times: each time it is asked about it is announced again",
+                f"{again[0][0]} was loaded {again[0][1]} times: get_num_new_matched_tokens announces it again",
             )
         self.require_standard_reports()
         if unsure := [id for id in self.unfinished_requests() if self.match_is_pending(id)]:
@@ -234,7 +234,8 @@ class Side(SideState):
         own = type(self.connector).build_connector_worker_meta is not Base.build_connector_worker_meta
         if own and self.worker is None and self.rig.subject.profile == "store":
             raise Blocked(
-                f"{self.rig.subject.connector} waits for its own workers' reports (build_connector_worker_meta); here are none"
+                f"{self.rig.subject.connector} waits for reports of its own workers "
+                "(build_connector_worker_meta), and the scheduler rig has no worker"
             )
 
     def call_hook(self, hook: str, *args: Any) -> Any:

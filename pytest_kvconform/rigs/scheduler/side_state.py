@@ -22,9 +22,10 @@ APART = 256  # block ids between two sides
 class SideState:
     """Builds vLLM's scheduler and reads it. `side.Side` drives it.
 
-    Attributes: `scheduler`, `manager` (KVCacheManager), `connector`: vLLM's own objects; `ranks`: workers that report;
-    `block_size`: tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group; `finished`: ids of requests that
-    have ended; `steps`: all steps; `results`: the last outputs of requests that ended with one.
+    Attributes: `scheduler`, `manager` (KVCacheManager), `connector`: vLLM's own objects; `ranks`: workers
+    that report; `block_size`: tokens, the scheduler's; `group_sizes`: tokens a block, by KV cache group;
+    `finished`: ids of requests that have ended; `steps`: all steps; `results`: last outputs of requests that
+    ended.
     """
 
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
@@ -156,7 +157,7 @@ class SideState:
         return bool(calls) and calls[-1].result[0] is None
 
     def matched_tokens(self, id: str) -> tuple[int, bool]:
-        """The last answer of get_num_new_matched_tokens for a request; (0, False) if vLLM has not called it."""
+        """The last answer of get_num_new_matched_tokens for a request; (0, False): there was no call."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
 

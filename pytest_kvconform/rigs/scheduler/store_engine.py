@@ -1,11 +1,11 @@
 """An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what
 their workers have saved.
 
-    side = engine(rig)          # its steps call every hook of a worker, in vLLM's order; KV memory holds nothing in particular
+    side = start_store_engine(rig)  # a step calls every hook of a worker, in vLLM's order
     side.add(rig.prompt(40))
     side.run()
 
-One rank, and no model: what stands in the blocks is the business of the byte rig.
+It has one rank and no model. Its KV memory holds nothing in particular: the byte rig compares bytes.
 """
 
 from __future__ import annotations

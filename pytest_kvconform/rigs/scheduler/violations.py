@@ -1,4 +1,4 @@
-"""Violations that no case has to look for: a hook of the connector raises, or vLLM's scheduler cannot go on."""
+"""Violations that no case looks for: a hook of the connector raises, or vLLM's scheduler stops."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""One rank of an engine without a model, for cases of the scheduler rig: vLLM's own start of a worker, taken
-apart into its calls.
+"""One rank of an engine without a model: vLLM's own start of a worker, call by call.
 
-    half = WorkerHalf(rig, "P")            # configuration, process groups, layers, KV cache groups; no connector yet
-    half.construct()                       # vLLM builds the worker half of the connector
-    half.register_kv_caches(half.allocate_kv_caches())         # vLLM allocates KV memory, and registers it
-    side = half.scheduler_side()           # the scheduler of the same engine, with the scheduler half
-    half.set_handshake_metadata(side)                   # what the rank publishes goes to the scheduler half
+    half = WorkerHalf(rig, "P")  # configuration, process groups, layers, KV cache groups; no connector yet
+    half.construct()  # vLLM builds the worker half of the connector
+    half.register_kv_caches(half.allocate_kv_caches())  # vLLM allocates KV memory, and registers it
+    side = half.scheduler_side()  # the scheduler of the same engine, with the scheduler half
+    half.set_handshake_metadata(side)  # what the rank publishes goes to the scheduler half
     half.shutdown()
 
-An engine of one rank, whatever the topology of the cell: what a half is and does before a transfer is the
-same for every rank. The layers and the memory are those of the byte rig (byte_worker.py). A hook that raises
-becomes a violation of the case's rule.
+The engine has one rank, whatever the topology of the cell: before a transfer all ranks do the same. The
+layers and the memory are those of the byte rig (bytes/worker.py). A hook that raises becomes `HookRaised`.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ class WorkerHalf:
     """
 
     def __init__(self, rig: Rig, role: str, *, layout: str = "", port: int = 0, longest: int = 1):
-        """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's. `port`: number of the side channel's port, 0 to 3.
+        """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's.
+        `port`: number of the side channel's port, 0 to 3.
         `longest`: blocks of the longest request.
         """
         from vllm.config import set_current_vllm_config
@@ -52,7 +51,8 @@ class WorkerHalf:
 
         if rig.subject.requires_device not in ("", device := current_platform.device_type):
             raise Blocked(
-                f"the worker half of {rig.subject.connector} needs {rig.subject.requires_device}, and this vLLM runs on {device}"
+                f"the worker half of {rig.subject.connector} needs {rig.subject.requires_device}, "
+                f"and this vLLM runs on {device}"
             )
         self.rig, self.role = rig, role
         self.recorder = Recorder(rig.host.note_running_hook)
