@@ -1,5 +1,4 @@
-"""Connectors with one mistake each, made where NixlConnector computes addresses, or in D's cache when its
-reads have ended.
+"""Connectors with one mistake each: in the addresses of NixlConnector, or in D's cache after a read.
 
 All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their
 docstring says. Engines import this module under its full name; nothing here is imported by the tests
@@ -230,9 +229,7 @@ UNDER_WAY: set[str] = set()  # requests of which vLLM knows nothing any more
 
 
 class Goes(Right):
-    """`UNDER_WAY` keeps the engine going, as pushed writes do: else it would rest as soon as no request is
-    left.
-    """
+    """`UNDER_WAY` keeps the engine running after its last request, as pushed writes do."""
 
     def has_pending_push_work(self) -> bool:
         return bool(UNDER_WAY)
