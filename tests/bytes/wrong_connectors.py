@@ -302,9 +302,7 @@ class ClearsWhatWasRead(Right):
 
 
 class LoadsPartsOfBlocks(ReferenceConnector):
-    """Loads what P has of the block in which a window begins, although D's prefix cache will hold the whole
-    block.
-    """
+    """Loads P's part of the block in which a window begins; D's prefix cache gets the whole block."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         vllm_config.cache_config.enable_prefix_caching, caching = (

@@ -13,9 +13,7 @@ WAYS_OUT = {"skip", "skipif", "xfail", "importorskip", "SkipTest", "skipTest", "
 
 
 def ways_out(source: str) -> list[str]:
-    """Every name, attribute, import and string in the source that is one of pytest's or unittest's ways out,
-    as line:word.
-    """
+    """Every name, attribute, import and string that is a way out of pytest or unittest, as line:word."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -62,9 +62,7 @@ def test_its_entry_points(wheel: zipfile.ZipFile) -> None:
 
 
 def test_it_works_from_an_empty_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """The modules and data files that the plugin needs are found in the wheel alone, not in the checkout
-    beside it.
-    """
+    """The wheel alone has all modules and data files that the plugin needs."""
     wheel.extractall(tmp_path / "site")
     code = (
         f"import sys; sys.path[:] = [{str(tmp_path / 'site')!r}] + [p for p in sys.path if p not in "

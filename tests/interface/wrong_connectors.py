@@ -31,9 +31,7 @@ ENDS_S = 6.0  # more than the suite waits, and less than it waits with --kv-time
 
 
 class Right(NixlPullConnector):
-    """No mistake: it looks whether its port is free before it starts the listener, which NixlConnector does
-    not.
-    """
+    """No mistake: unlike NixlConnector it checks that its port is free before it starts the listener."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         scheduler = self.connector_scheduler

@@ -24,9 +24,7 @@ WINDOW, HIT = "sliding-window", "prefix-hit"
 
 @dataclass(frozen=True)
 class Declines:
-    """One way to decline, on a cell that has what is declined; the case that shows it, and what the connector
-    said or did.
-    """
+    """One way to decline a feature, the case that shows it, and the connector's message."""
 
     connector: str
     module: str  # whose cases are run

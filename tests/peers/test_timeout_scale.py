@@ -51,9 +51,7 @@ def test_what_counts_as_held_up_is_longer(
     monkeypatch: pytest.MonkeyPatch, scale: float, limit: float
 ) -> None:
     def check(took_s: float) -> Evidence:
-        """What is said of a request that took as long as the one that came with it, whose peer does not
-        answer.
-        """
+        """Check a request that took `took_s`, and that came together with one whose peer does not answer."""
         ended = DecodeResult("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
         monkeypatch.setattr(peers, "look", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
         return peers.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")

@@ -30,8 +30,9 @@ def test_tool_must_be_a_table(tmp_path):
 
 
 def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: Path) -> Settings:
-    """All that a run does with what people wrote, up to the first process: read, resolve, plan, hand to
-    workers, put into a report.
+    """Do all that a run does with settings before its first process starts.
+
+    The run reads, resolves and plans, hands the settings to workers, and puts them into a report.
     """
     found = load({"kv_connector": "m:C"} | command_line, environment, folder)
     subject = resolve(found)

@@ -60,11 +60,10 @@ class Run:
 
 @pytest.fixture
 def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """kv(*arguments, deeds={glob: deed}, bench="what goes wrong", env={}): run pytest in the current folder
-    of `pytester`.
+    """Run pytest in the current folder of `pytester`: kv(*arguments, deeds={glob: deed}, bench="what fails").
 
-    Without `plain` the run has `--kv-connector=m:C`. With `apart` it is a process of its own. `unsupported`:
-    feature -> why; all others are declared as supported, unless `undeclared`.
+    A run has `--kv-connector=m:C`, unless `plain`. With `apart` the run is a process of its own. `unsupported`
+    is a feature -> why; all other features are declared as supported, unless `undeclared`.
     """
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")

@@ -18,8 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
 
 
 class Right(ExampleConnector):
-    """Saves whole blocks when the last of them is complete, finds them again, and writes what D does not
-    have.
+    """Saves whole blocks when the last one is complete, finds them again, and loads what D lacks.
 
     vLLM's ExampleConnector does neither of these: see docs/findings.md.
     """

@@ -36,8 +36,9 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @pytest.fixture
 def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
-    """run_cases("Right", variants="n55 hit1"): run the cases of a cell on a store of stores.py, or on one of
-    vLLM's.
+    """Run the cases of a cell on a store: run_cases("Right", variants="n55 hit1").
+
+    The store is one of stores.py, or one of vLLM's.
     """
 
     def run(store: str, family: str = "llama3_1_8b", setup: str = "b16", **more: str) -> CellRun:

@@ -32,8 +32,9 @@ class CorruptsCache(Right):
         return results
 
     def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
-        """`layers` are the caches of one group: tensors [block, head, ...], or pairs (convolution, recurrent)
-        of [block, ...].
+        """`layers` are the caches of one group.
+
+        They are tensors [block, head, ...], or pairs (convolution, recurrent) of [block, ...].
         """
         raise NotImplementedError
 
