@@ -116,7 +116,7 @@ def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     text = re.sub(r"\s+", " ", text.split("\n\n")[0])
-    return re.split(r"(?<=[.:])\s(?=[A-Z`])", text)[0].rstrip(":")
+    return re.split(r"(?<=\.)\s(?=[A-Z`])", text)[0]
 
 
 def rules_table() -> str:
