@@ -14,7 +14,8 @@ The way of a case:
 5. recorder.py wraps the hooks of the connector, keeps every call, and checks every answer. violations.py has
    what no case looks for: a hook that raises, a scheduler that stops. leaks.py finds what is left at the end.
 6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the
-   host, and the host to the controller. A child that dies or hangs is a violation that names the running hook.
+   host, and the host to the controller. A child that dies or hangs is a violation that
+   names the running hook.
 
 May import: `rigs.bytes` (layers and memory of a worker half), `rigs.vllm_setup`, `rigs.processes`, and
 `context.py`, `scenario.py`.

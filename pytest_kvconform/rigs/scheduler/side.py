@@ -162,7 +162,7 @@ class Side(SideState):
         ]:
             raise self.rig.violation(
                 "KV-MATCH-005",
-                f"{again[0][0]} was loaded {again[0][1]} times: get_num_new_matched_tokens announces it again",
+                f"{again[0][0]} was loaded {again[0][1]} times: each get_num_new_matched_tokens announces it",
             )
         self.require_standard_reports()
         if unsure := [id for id in self.unfinished_requests() if self.match_is_pending(id)]:
