@@ -86,14 +86,14 @@ class Child:
 
 def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
     """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of
-    the neighbour.
+    the fake connector.
     """
 
     def both(subject: KVTransferConfig) -> KVTransferConfig:
         given = {
             name: value for name, value in asdict(subject).items() if name != "engine_id"
         }  # MultiConnector passes its own
-        neighbour = {
+        fake = {
             "kv_connector": "FakeConnector",
             "kv_connector_module_path": __name__,
             "kv_role": subject.kv_role,
@@ -102,17 +102,15 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
             kv_connector="MultiConnector",
             kv_role=subject.kv_role,
             kv_load_failure_policy=subject.kv_load_failure_policy,
-            kv_connector_extra_config={
-                "connectors": [neighbour, given] if where == "first" else [given, neighbour]
-            },
+            kv_connector_extra_config={"connectors": [fake, given] if where == "first" else [given, fake]},
         )
 
     return both
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:
-    """The subject and its neighbour on a side that was made with `beside`; from now on their calls are
-    recorded.
+    """The subject and the fake connector of a side made with `with_fake_connector`. From now on their calls
+    are recorded.
     """
     found = []
     for index, connector in enumerate(side.connector._connectors):

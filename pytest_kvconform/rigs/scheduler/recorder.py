@@ -173,19 +173,19 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
     )
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise _broken("KV-MATCH-001", f"{asked}, and vLLM unpacks (tokens or None, asynchronous)")
-    tokens, parked = answer
+    tokens, asynchronous = answer
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
         raise _broken(
             "KV-MATCH-001", f"{asked}: the first element is neither None nor an int that is 0 or more"
         )
-    if not isinstance(parked, bool):
+    if not isinstance(asynchronous, bool):
         raise _broken("KV-MATCH-001", f"{asked}: the second element is no bool")
     if tokens is not None and tokens > request.num_tokens - computed:
         raise _broken(
             "KV-MATCH-002",
             f"{asked}: there are only {request.num_tokens - computed} tokens behind what is computed",
         )
-    if not tokens and parked:
+    if not tokens and asynchronous:
         raise _broken(
             "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end nobody would report"
         )

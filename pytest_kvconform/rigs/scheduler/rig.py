@@ -89,7 +89,7 @@ class Rig:
 
         `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
-        makes another KVTransferConfig of the subject's, see neighbour.py.
+        makes another KVTransferConfig of the subject's, see fake_connector.py.
         """
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
