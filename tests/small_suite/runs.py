@@ -62,8 +62,8 @@ class Run:
 def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """Run pytest in the folder of `pytester`: kv(*arguments, deeds={glob: deed}, bench="what fails").
 
-    A run has `--kv-connector=m:C`, unless `plain`. With `apart` the run is a process of its own. `unsupported`
-    is a feature -> why; all other features are declared as supported, unless `undeclared`.
+    A run has `--kv-connector=m:C`, unless `plain`. With `apart` the run is a process of its own.
+    `unsupported` is a feature -> why; all other features are declared as supported, unless `undeclared`.
     """
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
