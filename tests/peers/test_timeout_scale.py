@@ -53,7 +53,7 @@ def test_what_counts_as_held_up_is_longer(
     def check(took_s: float) -> Evidence:
         """Check a request that took `took_s`, and that came together with one whose peer does not answer."""
         ended = DecodeResult("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
-        monkeypatch.setattr(peers, "look", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
+        monkeypatch.setattr(peers, "completed", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
         return peers.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")
 
     assert check(limit - 0.1).looked_at == 1
