@@ -20,7 +20,14 @@ import msgspec
 
 from pytest_kvconform import __version__
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
-from pytest_kvconform.declaration import KnownFailure, known_failure_state, read_features, read_known, version
+from pytest_kvconform.declaration import (
+    AMOUNTS,
+    KnownFailure,
+    known_failure_state,
+    read_features,
+    read_known,
+    version,
+)
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject, bundled_declarations
@@ -186,6 +193,9 @@ def _check_declaration(report: Report) -> Iterator[str]:
             name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
         )
         yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
+    for key in AMOUNTS:
+        if getattr(subject, key) != (report.settings[key].value or (getattr(bundled, key) if bundled else 0)):
+            yield f"subject.{key} differs from the settings of the report"
     written = [_as_written(entry) for entry in read_known(known, "known")]
     if written != [_as_written(entry) for entry in subject.known]:
         yield "subject.known: the entries differ from the settings of the report"
