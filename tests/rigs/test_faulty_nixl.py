@@ -1,4 +1,7 @@
-"""The transport that misbehaves on demand, over a stand-in for NIXL's agent: what it changes, and that it changes nothing else."""
+"""The transport that misbehaves on demand, over a stand-in for NIXL's agent.
+
+Tests of what it changes, and that it changes nothing else.
+"""
 
 from __future__ import annotations
 
