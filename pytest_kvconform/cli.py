@@ -201,6 +201,8 @@ def _compare_with_suite(report: document.Report) -> list[str]:
     lacking = sorted(set(known.manifest) - set(report.selection.manifest))
     strange = sorted(set(report.selection.manifest) - set(known.manifest))
     sentences = []
+    if report.should != rules.should(rules.load()):
+        sentences.append("should: the rules of strength SHOULD are not those of the suite")
     if lacking:
         sentences.append(
             f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pytest_kvconform import __version__
+from pytest_kvconform import __version__, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.declaration import (
     AMOUNTS,
@@ -73,6 +73,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     subject: Subject
     facts: dict[str, Any] | None  # what the probe found without running the connector; None without a probe
     selection: Selection
+    should: tuple[str, ...] = ()  # ids of the rules of strength SHOULD, sorted: who breaks one gets a warning
     results: tuple[CaseResult, ...]  # sorted by id
     troubles: tuple[str, ...]  # sentences about processes and files of the suite
     verdict: Verdict
@@ -100,6 +101,7 @@ def make_report(
         subject=subject,
         facts=facts,
         selection=Selection(manifest=tuple(sorted(manifest)), selected=tuple(sorted(selected))),
+        should=rules.should(rules.load()),
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(troubles),
         verdict=decide_verdict(()),
@@ -128,7 +130,11 @@ def criteria_of(report: Report) -> Criteria:
     """Return the criteria of the verdict that the report holds."""
     subject, claim = report.subject, report.settings["claim"].value is True
     return Criteria(
-        features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out
+        features=subject.features,
+        known=subject.known,
+        claim=claim,
+        left_out=report.selection.left_out,
+        should=report.should,
     )
 
 

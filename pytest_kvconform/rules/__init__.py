@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +45,11 @@ class BadRules(ValueError):
 def load(folder: Path | None = None) -> dict[str, Rule]:
     """Return every rule by id, sorted. `folder` defaults to this one. Raises BadRules."""
     return _read(folder or loading.rules_folder())
+
+
+def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
+    """Return the ids of the rules of strength SHOULD: a connector that breaks one gets a warning."""
+    return tuple(rule.id for rule in rules.values() if rule.strength == "SHOULD")
 
 
 @functools.cache
