@@ -159,7 +159,10 @@ def _explain(options: argparse.Namespace) -> int:
             "kvconform list rules"
         )
     print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
-    print(f"source   {rule.source}\ndone     {rule.done}")
+    for name, text in (("caller", rule.caller), ("breaks", rule.breaks), ("source", rule.source)):
+        if text:
+            print(f"{name:<9}{text}")
+    print(f"done     {rule.done}")
     for number, line in enumerate(rule.check):
         print(f"{'check' if number == 0 else '':<9}- {line}")
     checking = sorted(

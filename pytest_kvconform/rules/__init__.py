@@ -29,6 +29,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
     since: str  # first vLLM version that requires it
+    caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
+    breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so
     source: str  # file in vLLM, or issue
     done: str  # what the suite does to test it
     check: tuple[str, ...] = ()  # if this fails, check
@@ -73,4 +75,10 @@ def _read(folder: Path) -> dict[str, Rule]:
                 rules[name] = msgspec.convert({"id": name, **table}, Rule)
             except msgspec.ValidationError as error:
                 raise BadRules(f"{path.name}: {name}: {error}") from None
+            for key in ("caller", "breaks"):
+                if rules[name].strength == "MUST" and not getattr(rules[name], key):
+                    raise BadRules(
+                        f"{path.name}: {name}: {key} is missing: a rule is a MUST only where vLLM breaks, "
+                        "hangs, leaks or answers wrongly; else it is a SHOULD"
+                    )
     return dict(sorted(rules.items()))

@@ -96,8 +96,8 @@ def test_junit_and_the_page_of_a_ci_job(kv, pytester, monkeypatch):
 
 
 def test_verify_and_diff(kv, pytester, capsys):
-    before = kv("--kv-report=before").path
-    after = kv("--kv-report=after", deeds={"hello(llama*": "violate"}).path
+    before = kv().path.rename(pytester.path / "before.json")
+    after = kv(deeds={"hello(llama*": "violate"}).path
     capsys.readouterr()
     assert cli.main(["diff", str(before), str(after)]) == 1
     assert f"kv::{HELLO}  PASS -> WARNING" in capsys.readouterr().out
