@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ LEASE_KEY = (
     "kv_lease_duration"  # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 )
 DEFAULT_LEASE_S = 30  # its default
+MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
 
@@ -185,3 +187,30 @@ def transfer_config(
 def port_environment(port: int = 0) -> dict[str, str]:
     """The environment variable that names the port of an engine's side channel; 0: a free one."""
     return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port())}
+
+
+# ---- how much a connector loads ---------------------------------------------------------------------------
+
+
+def declared_amount(subject: Subject) -> str:
+    """Return what the connector declares about the amount, as a sentence shows it; "" for nothing."""
+    keys = ("load_granularity", "min_load")
+    return " and ".join(f"{key} = {value}" for key in keys if (value := getattr(subject, key)))
+
+
+def declared_addition(subject: Subject, block: int) -> int:
+    """Return how many tokens prompts must have beyond the suite's, so that each has a load to be made.
+
+    `block`: tokens of a block of D. Raises Blocked if the prompts would be too long for the suite.
+    """
+    need = subject.load_granularity + subject.min_load
+    if need <= block:
+        return 0
+    unit = max(subject.load_granularity, block)
+    by = math.ceil(need / unit) * unit
+    if by > MOST_ADDED:
+        raise Blocked(
+            f"{declared_amount(subject)} is declared, and the suite has no prompt that is long enough: it "
+            f"adds at most {MOST_ADDED} tokens; configure and declare smaller values"
+        )
+    return by

@@ -122,7 +122,7 @@ WRONG = [
     Wrong(
         "StopsEarly",
         on(
-            r"load_starts_after_the_local_hit\[(2b\+5|3b|2b\+1)_b\]",
+            r"load_starts_after_the_local_hit\[(2b\+5|2b\+1)_b\]",
             r"returned \(5, True\), which ends at 21|ends at \d+$",
         ),
         rules="KV-HIT-002",

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.rigs.scheduler.side import Side
 from pytest_kvconform.rigs.scheduler.side_state import APART
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport"]
 
+BLOCK = 16  # tokens of the smallest block of the cells
 BLOCKS = 100  # of a side, the null block not included
 TOKENS_FROM = 10_000  # far above the block ids of every side
 UNSURE = 50  # steps for which a connector may not know how much there is to load
@@ -108,7 +110,11 @@ class Rig:
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
         token is a block id, too.
+
+        It is longer than `length` if the connector declares that it loads nothing of so short a prompt.
         """
+        if length > 1:
+            length += declared_addition(self.subject, BLOCK)
         return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
     def prefill_params(self) -> dict[str, Any]:
@@ -160,6 +166,8 @@ class Rig:
         if missing := [id for id in ids if not d.waits_for_remote_kv(id)]:
             answer = d.matched_tokens(missing[0])
             sentence = f"{self.subject.connector} begins no asynchronous load: it answered {answer}"
+            if declared := declared_amount(self.subject):
+                sentence += f" for {len(d.prompts[missing[0]])} tokens, and {declared} is declared"
             raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
         return d.steps[-1]
 

@@ -285,22 +285,22 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
             f"the metadata orders a load into blocks {wrong}, which are none of the request's "
             f"{sorted(all_of_them)}",
         )
+    external, tables = placed.arguments["num_external_tokens"], placed.arguments["blocks"]
+    end = d.calls_of(ASKED, d_id)[-1].arguments["num_computed_tokens"] + external
     due = {
         block
         for group in d.full_attention_groups()
-        for block in placed.arguments["writable"][group][: -(-length // d.block_size)]
+        for block in placed.arguments["writable"][group]
+        if block in tables[group][: -(-end // d.block_size)]
     }
     if missing := sorted(due - named):
         raise rig.violation(
             "",
-            f"{placed.arguments['num_external_tokens']} tokens were announced, and no load is ordered into "
-            f"blocks {missing}",
+            f"{external} tokens were announced, and no load is ordered into blocks {missing}",
         )
     d.run()
     report_all(p)
-    return Evidence(
-        looked_at=len(named), unit="blocks", external_tokens=placed.arguments["num_external_tokens"]
-    )
+    return Evidence(looked_at=len(named), unit="blocks", external_tokens=external)
 
 
 @case(
