@@ -60,8 +60,8 @@ class Loads:
         declared = declared_amount(self.subject)
         if not self._lacks_a_block(r):
             return (
-                f"D has every whole block of the {r.length} tokens of {r.name} before the last token already, "
-                "and loaded nothing"
+                f"D loaded nothing of the {r.length} tokens of {r.name}: D has every whole block before the "
+                "last token already"
             )
         if declared and not load_is_due(self.subject, r, self.block):
             return f"{r.name} of {r.length} tokens is too short for a load: {declared} is declared"
