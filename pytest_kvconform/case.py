@@ -67,7 +67,8 @@ def case(
             raise ValueError(f"{body.__name__}: a case of tier {tier} names its rig: {', '.join(rigs)}")
         where = rig or rigs[0]
         run = _on_scheduler_rig(body, rule) if where == "scheduler" else body
-        run.kv_case = Case(body.__name__, rule, tier, where, run, applies, variants)  # type: ignore[attr-defined]
+        registered = Case(body.__name__, rule, tier, where, run, applies, variants)
+        run.kv_case = registered  # type: ignore[attr-defined]
         return run
 
     return register

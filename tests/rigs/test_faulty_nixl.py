@@ -1,4 +1,4 @@
-"""The transport that misbehaves on demand, over a stand-in for NIXL's agent: what it changes, and that it changes nothing else."""
+"""FaultyAgent over a stand-in for NIXL's agent: it injects the faults that were set, and changes nothing else."""
 
 from __future__ import annotations
 
