@@ -1,4 +1,4 @@
-"""FaultyAgent over a stand-in for NIXL's agent: it injects the faults that were set and changes no other call."""
+"""FaultyAgent over a stand-in for NIXL's agent: it injects the faults that were set, and nothing else."""
 
 from __future__ import annotations
 
