@@ -48,11 +48,12 @@ from reference_connector.scheduler import Group, _part
 
 BLOCK, REPEAT, PATIENCE_S = 16, 4, 120.0  # tokens; hand-overs of a pair for each order of blocks; seconds
 LLAMA = [("llama3_1_8b", "P1D1", 64), ("llama3_1_8b", "P1D1", 1024), ("llama3_1_8b", "P2D1", 1024)]
+# geometry, topology, tokens of the prompt
 CASES = [
     *LLAMA,
     ("deepseek_v3", "P1D1", 1024),
     ("gpt_oss_20b", "P1D1", 4096),
-]  # geometry, topology, tokens of the prompt
+]
 NIXL, OURS = CONNECTORS = ("NixlConnector", "reference_connector:ReferenceConnector")
 COLUMNS = (
     *("case", "blocks", "NixlConnector: ms / CPU ms", "reference", "raw read", "to NixlConnector", "to raw"),
@@ -285,9 +286,8 @@ def planned(model: str, length: int, windows: bool = True) -> int:
             fresh,
             length - 1,
         )
-        total += (
-            (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4
-        )  # K and V, two bytes each
+        # K and V, two bytes each
+        total += (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4
     return total
 
 
@@ -310,9 +310,8 @@ def main(device: str = "cpu", rounds: str = "5") -> None:
     ):
         ours, whole = planned(model, length), planned(model, length, windows=False)
         print(f"| {model} | {length} | {ours / 2**20:.1f} MB | {whole / 2**20:.1f} MB | {ours / whole:.1%} |")
-        token = (
-            planned(model, 2) // BLOCK
-        )  # the most of a last block that is left unread where it is the end of a run
+        # the most of a last block that is left unread where it is the end of a run
+        token = planned(model, 2) // BLOCK
         if not 0 <= ours - moved.get((model, "P1D1", length), ours) <= token:
             raise SystemExit(
                 f"{model}: {ours} bytes should have moved, and NIXL counts {moved[model, 'P1D1', length]}"

@@ -82,9 +82,8 @@ class Soak:
     rests: int = RESTS
     troubles: list[str] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
-    series: dict[str, list[dict[str, int]]] = field(
-        default_factory=lambda: {"P": [], "D": []}
-    )  # one entry a rest
+    # one entry a rest
+    series: dict[str, list[dict[str, int]]] = field(default_factory=lambda: {"P": [], "D": []})
     ready: list[Handover] = field(default_factory=list)  # P has answered
     engines: dict[str, CountingEngine] = field(default_factory=dict)
 
@@ -151,9 +150,8 @@ class Soak:
         ]
         fates = self.random.choice(list(FATES), size=count, p=list(FATES.values())).tolist()
         self.seen.update(fates)
-        first = (
-            self.seen["rounds"] * TOGETHER % 256
-        )  # numbers are written into the rows: those of the last 64 rounds differ
+        # numbers are written into the rows: those of the last 64 rounds differ
+        first = self.seen["rounds"] * TOGETHER % 256
         more: dict[str, Any] = {"max_tokens": 1, "kv_transfer_params": PREFILL, "salt": salt}
         return [
             Handover(

@@ -1,5 +1,6 @@
-"""Tiny checkpoints, written on first use and kept in the user's cache. It imports neither torch nor
-transformers.
+"""Tiny checkpoints, written on first use and kept in the user's cache.
+
+It imports neither torch nor transformers.
 
 The same family gives the same bytes on every machine: values come from integer sums of a generator's raw
 bits, and from one multiplication, one addition and one rounding of IEEE floats. NumPy guarantees the stream
@@ -30,8 +31,9 @@ WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes 
 
 
 class CheckpointError(RuntimeError):
-    """Error: a checkpoint cannot be written. The message names the folder, the reason and the variable to
-    set.
+    """Error: a checkpoint cannot be written.
+
+    The message names the folder, the reason and the variable to set.
     """
 
 
@@ -85,8 +87,9 @@ def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, to nearest, ties to even. Returns the bit patterns as uint16, of the same
-    shape.
+    """Round float32 to bfloat16, to nearest, ties to even.
+
+    Returns the bit patterns as uint16, of the same shape.
 
     It does not handle NaN.
     """

@@ -65,8 +65,9 @@ def read_family(path: Path) -> Family:
 
 
 def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint by its full name, sorted. `{i}` becomes each layer of the
-    table.
+    """Return every tensor of the checkpoint by its full name, sorted.
+
+    `{i}` becomes each layer of the table.
     """
     tensors = {}
     for table, entries in family.tensors.items():

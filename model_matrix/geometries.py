@@ -1,5 +1,6 @@
-"""Geometries: the layers that have KV in real models, read from `geometries/*.toml`. Errors name the file
-and the key.
+"""Geometries: the layers that have KV in real models, read from `geometries/*.toml`.
+
+Errors name the file and the key.
 
 A geometry holds what decides where KV lies: the kinds of layers in order, KV heads, head sizes, windows,
 sizes of states. It holds no weights. `config` is the part of config.json that vLLM's ModelConfig needs; the
@@ -123,8 +124,9 @@ def load_geometries() -> dict[str, Geometry]:
 
 
 def read_geometry(path: Path) -> Geometry:
-    """Read one geometry file. Raises GeometryError naming the file and the key; OSError if it cannot be
-    read.
+    """Read one geometry file.
+
+    Raises GeometryError naming the file and the key; OSError if it cannot be read.
     """
     try:
         geometry = msgspec.toml.decode(path.read_bytes(), type=Geometry)

@@ -129,8 +129,9 @@ def broken_rule(result: CaseResult) -> str:
 
 
 def shown_finding(result: CaseResult) -> Finding | None:
-    """Return the finding as it is shown. If the declaration is broken, the finding has the declaration's
-    rule and reason.
+    """Return the finding as it is shown.
+
+    If the declaration is broken, the finding has the declaration's rule and reason.
     """
     if not result.declaration_rule:
         return result.finding

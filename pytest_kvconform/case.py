@@ -40,9 +40,8 @@ class Case:
     rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers" or "scheduler"
     body: Body  # body(bench, variant)
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
-    variants: Callable[
-        [Cell, str], Iterable[Any]
-    ]  # (cell, matrix) -> variants; str(variant) is the last word of the id
+    # (cell, matrix) -> variants; str(variant) is the last word of the id
+    variants: Callable[[Cell, str], Iterable[Any]]
 
 
 def case(

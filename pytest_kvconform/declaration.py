@@ -51,8 +51,9 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""  # such as "pyproject.toml: tool.kvconform.known[0]"
 
     def matches(self, name: str) -> bool:
-        """Whether the entry matches the case with this id. A bracket in the glob matches a bracket in the
-        id.
+        """Whether the entry matches the case with this id.
+
+        A bracket in the glob matches a bracket in the id.
         """
         return features.matches(self.case, name)
 
@@ -111,8 +112,9 @@ def read_file(path: Path, place: str) -> dict[str, Any]:
 
 
 def read_features(table: Any, place: str) -> dict[str, str]:
-    """Return name -> why it is not supported, "" if it is supported; in the order of the list. Raises
-    BadSetting.
+    """Return name -> why it is not supported, "" if it is supported; in the order of the list.
+
+    Raises BadSetting.
     """
     if not isinstance(table, Mapping):
         raise BadSetting(f"{place}: expected a table of features, got {table!r}")

@@ -52,8 +52,9 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def of_cell_alone(self) -> bool:
-        """Whether the feature depends on the cell alone. Then only bytes that moved in the cell show that
-        it works.
+        """Whether the feature depends on the cell alone.
+
+        Then only bytes that moved in the cell show that it works.
         """
         return bool(self.facts) and CELL_FACTS.issuperset(self.facts)
 

@@ -93,9 +93,8 @@ class Worker:
         self._errands: list[Task] = []  # messages to peers that may have to be met first
         self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
         self._last_lease = 0
-        self._early: set[int] = (
-            set()
-        )  # released before their order arrived: D can be faster than our scheduler
+        # released before their order arrived: D can be faster than our scheduler
+        self._early: set[int] = set()
         self._places = itertools.count()
 
     def close(self) -> None:

@@ -212,8 +212,9 @@ class Controller:
         )
 
     def _close(self) -> list[str]:
-        """End the zygote and all processes that it started. Returns sentences about what did not end; a
-        second call does nothing.
+        """End the zygote and all processes that it started.
+
+        Returns sentences about what did not end; a second call does nothing.
         """
         zygote, self._zygote = self._zygote, None
         try:

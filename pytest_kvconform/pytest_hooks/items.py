@@ -76,14 +76,16 @@ class CaseModule(pytest.Collector):
 
 
 class CaseFailed(Exception):
-    """Raised by `CaseItem.runtest`: the connector broke a rule. The message is the whole text of the
-    failure.
+    """Raised by `CaseItem.runtest`: the connector broke a rule.
+
+    The message is the whole text of the failure.
     """
 
 
 class CaseItem(pytest.Item):
-    """One case in one cell with one variant. It is no pytest.Function: without fixtures, nobody can
-    override them.
+    """One case in one cell with one variant.
+
+    It is no pytest.Function: without fixtures, nobody can override them.
     """
 
     runner: CaseRunner
@@ -147,8 +149,9 @@ class CaseItem(pytest.Item):
         return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
 
     def annotate(self, report: pytest.TestReport) -> None:
-        """Put the outcome of the case into pytest's report. No mark of the user, such as xfail, makes it
-        milder.
+        """Put the outcome of the case into pytest's report.
+
+        No mark of the user, such as xfail, makes it milder.
         """
         if (
             self.result is None

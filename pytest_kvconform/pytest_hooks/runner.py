@@ -69,8 +69,9 @@ class CaseRunner:
         return rules.load()
 
     def plan(self) -> Plan:
-        """Return the cases of this run. Raises UsageError; ends pytest with code 11 for a defect of the
-        suite.
+        """Return the cases of this run.
+
+        Raises UsageError; ends pytest with code 11 for a defect of the suite.
         """
         if self._plan is None:
             try:
@@ -110,8 +111,9 @@ class CaseRunner:
         ]
 
     def bench(self, item: CaseItem) -> Any:
-        """Return the bench of this process, made on first use. Raises Blocked or HarnessError if there is
-        no zygote.
+        """Return the bench of this process, made on first use.
+
+        Raises Blocked or HarnessError if there is no zygote.
         """
         self._item = item
         if self.link.later_in:
@@ -197,8 +199,9 @@ class CaseRunner:
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
-    """Write a line past pytest's capture, between its dots. `nodeid`: the running item, whose dot is not
-    printed yet.
+    """Write a line past pytest's capture, between its dots.
+
+    `nodeid`: the running item, whose dot is not printed yet.
     """
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     if reporter is None:

@@ -52,8 +52,9 @@ class Zygote:
         self.address = str(run_dir / SOCKET)
 
     def close(self) -> list[str]:
-        """End the zygote and everything it forked. Returns sentences about processes that did not end as
-        asked.
+        """End the zygote and everything it forked.
+
+        Returns sentences about processes that did not end as asked.
         """
         problems: list[str] = []
         unreachable = False
@@ -113,6 +114,7 @@ def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) 
     arguments = {"architectures": sorted(architectures), "geometries": sorted(geometries)}
     modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
     with (run_dir / "zygote.log").open("wb") as log:
+        # a session of its own: Ctrl-C is for pytest alone
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -127,7 +129,7 @@ def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) 
             stdout=log,
             stderr=log,
             start_new_session=True,
-        )  # a session of its own: Ctrl-C is for pytest alone
+        )
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
 
@@ -184,8 +186,9 @@ def _has_gpu() -> bool:
 
 
 def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
-    """Wait until the zygote has imported everything. Returns its facts about vLLM. Raises Blocked or
-    HarnessError.
+    """Wait until the zygote has imported everything.
+
+    Returns its facts about vLLM. Raises Blocked or HarnessError.
     """
     answer = _ask(address, ("ping",), deadline_s)
     if answer[0] != "ready":

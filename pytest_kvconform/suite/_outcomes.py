@@ -21,8 +21,9 @@ class Ended(Protocol):
 
 
 def check_all_ended(observed: Ended, timeout_scale: float) -> None:
-    """Check the part of KV-HANDOVER-001 that needs no answers. Raises Violation if an engine failed or a
-    request is stuck.
+    """Check the part of KV-HANDOVER-001 that needs no answers.
+
+    Raises Violation if an engine failed or a request is stuck.
     """
     if observed.failed:
         raise Violation(

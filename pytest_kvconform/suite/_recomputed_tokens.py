@@ -1,5 +1,6 @@
-"""What D had to compute of prompts that P has computed. Every rig counts this in the scheduler's own
-output.
+"""What D had to compute of prompts that P has computed.
+
+Every rig counts this in the scheduler's own output.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ class HandedOver(Protocol):
 
 
 def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, bytes_moved: int) -> Evidence:
-    """Check KV-HANDOVER-002. A connector that moves whole blocks of `block_size` tokens may leave the rest of
-    the last block to D. Raises Violation.
+    """Check KV-HANDOVER-002.
+
+    A connector that moves whole blocks of `block_size` tokens may leave the rest of the last block to D.
+    Raises Violation.
     """
     for r in requests:
         due = whole_blocks(r.length, block_size)
@@ -41,9 +44,8 @@ def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, byt
                 )
             )
         if r.decode.first_computed < due:
-            clean = (
-                not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens
-            )  # D computed the prompt itself, so no wrong bytes were used
+            # D computed the prompt itself, so no wrong bytes were used
+            clean = not r.decode.external_tokens or r.decode.first_computed <= r.decode.local_tokens
             raise Violation(
                 Finding(
                     rule="KV-HANDOVER-002",

@@ -63,9 +63,8 @@ def test_what_is_unsupported_and_works_fails_a_claim(kv):
     run = kv("--kv-claim", unsupported=UNEQUAL)
     assert (run.code, run.word) == (1, "VIOLATES")
     failed = {name for name, outcome in run.outcomes.items() if outcome == "FAIL"}
-    assert failed == {
-        name for name in run.outcomes if "P1D2" in name and "hello" not in name
-    }  # hello moves nothing, and shows nothing
+    # hello moves nothing, and shows nothing
+    assert failed == {name for name in run.outcomes if "P1D2" in name and "hello" not in name}
     assert "4 cases break the rule KV-DECLARE-002" in run.text
 
 

@@ -36,9 +36,8 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     verdict = decide_verdict(results, None, (), CRITERIA)
     [row] = [row for row in verdict.features if row.name == UNEQUAL]
     assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
-    assert verdict.word == (
-        "VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE"
-    )  # no case that passes is left
+    # no case that passes is left
+    assert verdict.word == ("VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE")
     if rule == "KV-DECLARE-003":
         assert {result.declaration_rule for result in settled if result.outcome == "FAIL"} == {rule}
     claim = decide_verdict(results, None, (), msgspec.structs.replace(CRITERIA, claim=True))

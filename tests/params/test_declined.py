@@ -132,7 +132,6 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
 @pytest.mark.parametrize("connector", ["DeclinesMemory", "DeclinesIntroduction"])
 def test_where_there_is_nothing_to_decline_everything_passes(case_runner: CaseRunner, connector: str) -> None:
     found = run_module(case_runner, Declines(connector, START, "", "", geometry="llama3_1_8b"))
-    assert found.failed == {"start_on_taken_port_does_not_hang"}, (
-        found.findings
-    )  # as NixlConnector itself: docs/findings.md
+    # as NixlConnector itself: docs/findings.md
+    assert found.failed == {"start_on_taken_port_does_not_hang"}, found.findings
     assert set(found.outcomes.values()) == {"PASS", "FAIL"}

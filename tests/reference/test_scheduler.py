@@ -167,9 +167,8 @@ def test_nothing_is_loaded_into_a_block_of_which_p_has_only_a_part(
     caching: bool, computed: int, found: tuple[int, bool]
 ) -> None:
     p, d = scheduler(FULL, WINDOW), scheduler(FULL, Group(64, window=32), caching=caching)
-    r = request(
-        "r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9])
-    )  # P has tokens from 32 on, D's block begins at 0
+    # P has tokens from 32 on, D's block begins at 0
+    r = request("r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9]))
     d.on_new_request(r)
     assert d.get_num_new_matched_tokens(r, computed) == found
 

@@ -49,9 +49,8 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of, layer_specs
 
 MAX_MODEL_LEN = 4096
-CHANGES = {
-    "gpt_oss": {"intermediate_size": 4096}
-}  # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
+# of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
+CHANGES = {"gpt_oss": {"intermediate_size": 4096}}
 # (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the
 # kernels' 32
 CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [
@@ -104,9 +103,8 @@ def build(config: VllmConfig) -> dict[str, Any]:
     models = [config.model_config]
     if config.speculative_config:
         models.append(config.speculative_config.draft_model_config)
-    parallel_state.get_tp_group().world_size = (
-        config.parallel_config.tensor_parallel_size
-    )  # all that a layer's constructor asks
+    # all that a layer's constructor asks
+    parallel_state.get_tp_group().world_size = config.parallel_config.tensor_parallel_size
     with (
         set_current_vllm_config(config),
         torch.device("meta"),

@@ -60,9 +60,8 @@ def regions_of(
             strides = (block, width, head, tokens * width, 1)
         else:
             strides = (block, token, head, width, 1)
-            if (
-                blocks > num_blocks and block == tokens * token
-            ):  # kernel blocks that follow one another: one logical block
+            # kernel blocks that follow one another: one logical block
+            if blocks > num_blocks and block == tokens * token:
                 ratio = blocks // num_blocks
                 blocks, tokens, strides = num_blocks, tokens * ratio, (block * ratio, *strides[1:])
         shape, first = (blocks, tokens, heads, planes, width), kv_heads(layer.kind, tp, rank)[0]

@@ -186,9 +186,8 @@ class ByteWorker(WorkerBase):
             self.connector.finish_forward()
         output = self.connector.post_forward(scheduler_output.finished_req_ids)
         self._note_failures(output)
-        for index, load in enumerate(
-            work.load_checks, before
-        ):  # loads within the step report failures only now
+        # loads within the step report failures only now
+        for index, load in enumerate(work.load_checks, before):
             failed = checker.failed & set(load.loaded.tolist())
             checker.checks[index] = replace(checker.checks[index], failed=tuple(sorted(failed)))
             checker.failed -= failed

@@ -274,8 +274,9 @@ def _faulty(real: Any, error: type[Exception]) -> Any:
 
 
 def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
-    """Give every agent of this process these faults, in place of earlier ones. Transfers under way keep
-    theirs.
+    """Give every agent of this process these faults, in place of earlier ones.
+
+    Transfers under way keep theirs.
     """
     mine = [one for one in faults if not one.ranks or rank in one.ranks]
     _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)

@@ -1,5 +1,6 @@
-"""Records of what each rank of a peer engine was asked and reported. They are frozen, and travel pickled to
-the controller.
+"""Records of what each rank of a peer engine was asked and reported.
+
+They are frozen, and travel pickled to the controller.
 """
 
 from __future__ import annotations

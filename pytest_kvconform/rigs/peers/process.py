@@ -20,8 +20,9 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
 
 
 class PeerEngineProcess(FaultyEngineProcess):
-    """One byte engine. It overwrites blocks the moment they are freed, so that a late read of them is
-    noticed.
+    """One byte engine.
+
+    It overwrites blocks the moment they are freed, so that a late read of them is noticed.
     """
 
     def __init__(self, spec: ByteEngineSpec):

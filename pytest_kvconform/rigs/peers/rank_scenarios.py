@@ -1,5 +1,6 @@
-"""Scenarios about what each rank of an engine reports, and when. They run one after the other on one P and
-one D.
+"""Scenarios about what each rank of an engine reports, and when.
+
+They run one after the other on one P and one D.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
 
 
 def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """P hands requests over to D; for one of them the last rank of D is slow. P also computes one request
-    that it hands to nobody, and aborts one.
+    """P hands requests over to D; for one of them the last rank of D is slow.
+
+    P also computes one request that it hands to nobody, and aborts one.
     """
     first = yield from engines.prefill(p)
     decodes = {"first": (yield from engines.decode(d, first))}
@@ -45,8 +47,9 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
 
 
 def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D loads one request and has nothing to compute meanwhile. If the load does not end, D gets something to
-    compute.
+    """D loads one request and has nothing to compute meanwhile.
+
+    If the load does not end, D gets something to compute.
     """
     prefill = yield from engines.prefill(p)
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))

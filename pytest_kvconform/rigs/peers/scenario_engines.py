@@ -220,8 +220,9 @@ class ScenarioEngines:
     # ---- transfers that are held ---------------------------------------------------------------------------
 
     def add_decode_with_faults(self, d: SteppedEngine, prefill: PrefillResult, faults: Faults) -> Steps:
-        """Add a request of D whose transfers these faults change. Returns (request, when it was added), or
-        why no transfer was changed.
+        """Add a request of D whose transfers these faults change.
+
+        Returns (request, when it was added), or why no transfer was changed.
         """
         if not sum(report.agents for report in (yield from d.call("fault_reports"))):
             return NO_AGENT
@@ -236,8 +237,9 @@ class ScenarioEngines:
         return (request, added) if begun else NO_TRANSFER
 
     def wait_until_empty(self, engine: SteppedEngine) -> Steps:
-        """Wait until an engine holds no block and no request, or until its deadline to free blocks. Returns
-        Usage.
+        """Wait until an engine holds no block and no request, or until its deadline to free blocks.
+
+        Returns Usage.
         """
         deadline = time.monotonic() + self.limits.release
         while True:

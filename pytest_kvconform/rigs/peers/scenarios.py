@@ -45,9 +45,8 @@ class PeerScenario:
 
     steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
     engines: tuple[str, ...]
-    other_engines: tuple[
-        str, ...
-    ] = ()  # each computes one prompt at the start; the scenario does not judge them
+    # each computes one prompt at the start; the scenario does not judge them
+    other_engines: tuple[str, ...] = ()
     after: str = ""  # a scenario that ends before this one starts
     waits_for_lease: bool = False  # whether it waits for a lease to end
     starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
@@ -57,8 +56,9 @@ class PeerScenario:
 
 
 def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
-    """Let another engine compute a prompt, whose params are then changed. Returns PrefillResult and the
-    engine's ports.
+    """Let another engine compute a prompt, whose params are then changed.
+
+    Returns PrefillResult and the engine's ports.
     """
     bad = yield from engines.prefill(other)
     engines.prefills_elsewhere += 1
@@ -127,8 +127,9 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
 def restarted_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
 ) -> Steps:
-    """P ends, and another engine is started on its ports. D has met the old one, and the stranger has met
-    neither.
+    """P ends, and another engine is started on its ports.
+
+    D has met the old one, and the stranger has met neither.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
@@ -187,9 +188,8 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """D's request waits in the queue for longer than a lease before it is scheduled."""
-    yield from until(
-        lambda: d.outputs, engines.limits.request
-    )  # D has met P by then: see `loading_past_lease`
+    # D has met P by then: see `loading_past_lease`
+    yield from until(lambda: d.outputs, engines.limits.request)
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
     added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)

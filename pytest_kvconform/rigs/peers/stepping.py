@@ -53,9 +53,8 @@ class SteppedEngine:
 
     name: str
     handle: PeerEngineHandle
-    outputs: dict[str, tuple[Output, float]] = field(
-        default_factory=dict
-    )  # request -> its last output, and when
+    # request -> its last output, and when
+    outputs: dict[str, tuple[Output, float]] = field(default_factory=dict)
     paused: bool = False
     failed: EngineFailed | None = None
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
@@ -178,8 +177,9 @@ class RunningScenario:
     done: bool = False
 
     def advance(self) -> None:
-        """Take the next step; the first one when the engines are up. A failure of one of its engines ends the
-        scenario.
+        """Take the next step; the first one when the engines are up.
+
+        A failure of one of its engines ends the scenario.
         """
         failed = next((engine for engine in self.engines if engine.failed), None)
         if not failed and not self.started:

@@ -77,22 +77,23 @@ class Child:
     recorder: Recorder
 
     def calls_of(self, hook: str, id: str) -> tuple[Call, ...]:
-        """Calls of one hook about one request. "request_finished" stands for request_finished_all_groups,
-        too.
+        """Calls of one hook about one request.
+
+        "request_finished" stands for request_finished_all_groups, too.
         """
         names = FINISHED if hook == "request_finished" else (hook,)
         return tuple(call for call in self.recorder.calls if call.hook in names and call.request == id)
 
 
 def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
-    """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of
-    the fake connector.
+    """What makes MultiConnector's configuration of the subject's.
+
+    `where`: "first" or "last", the place of the fake connector.
     """
 
     def both(subject: KVTransferConfig) -> KVTransferConfig:
-        given = {
-            name: value for name, value in asdict(subject).items() if name != "engine_id"
-        }  # MultiConnector passes its own
+        # MultiConnector passes its own
+        given = {name: value for name, value in asdict(subject).items() if name != "engine_id"}
         fake = {
             "kv_connector": "FakeConnector",
             "kv_connector_module_path": __name__,
@@ -109,8 +110,9 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:
-    """The subject and the fake connector of a side made with `with_fake_connector`. From now on their calls
-    are recorded.
+    """The subject and the fake connector of a side made with `with_fake_connector`.
+
+    From now on their calls are recorded.
     """
     found = []
     for index, connector in enumerate(side.connector._connectors):

@@ -33,8 +33,10 @@ class Call:
 
 
 class Recorder:
-    """Records the calls of one connector. It calls `note(hook)` before each call and `note("")` after it, so
-    that the finding about a process that died names the hook.
+    """Records the calls of one connector.
+
+    It calls `note(hook)` before each call and `note("")` after it, so that the finding about a process that
+    died names the hook.
     """
 
     def __init__(self, note: Callable[[str], None]):
@@ -125,19 +127,15 @@ def _kept(result: Any) -> Any:
         return result
 
 
-_PLAIN = {
-    int,
-    str,
-    bytes,
-    float,
-    bool,
-    type(None),
-}  # what repr says all of; lists of block ids and tokens are long
+# what repr says all of; lists of block ids and tokens are long
+_PLAIN = {int, str, bytes, float, bool, type(None)}
 
 
 def _content(scheduler_output: Any) -> dict[str, str]:
-    """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector
-    may change (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
+    """What a SchedulerOutput says, field by field, as text.
+
+    Two fields are left out: one that the connector may change (new_block_ids_to_zero, see
+    build_connector_meta in base.py), and one that is a function.
     """
     left_out = ("new_block_ids_to_zero", "kv_connector_block_state", "kv_connector_metadata")
     return {name: _text(value) for name, value in vars(scheduler_output).items() if name not in left_out}

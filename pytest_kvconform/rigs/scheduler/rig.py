@@ -106,8 +106,9 @@ class Rig:
         return self._sides[-1]
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
-        token is a block id, too.
+        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next.
+
+        No token is a block id, too.
         """
         return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
@@ -121,8 +122,9 @@ class Rig:
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """Let P compute a prompt and add it to D with what P hands over. Returns both ids; D has made no step
-        yet. `more`: of D's `add`.
+        """Let P compute a prompt and add it to D with what P hands over.
+
+        Returns both ids; D has made no step yet. `more`: of D's `add`.
 
         Raises NotApplicable if P hands nothing over: a store has nothing where no worker has saved.
         """
@@ -134,8 +136,9 @@ class Rig:
     def hand_over_and_load(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no
-        asynchronous load.
+        """`hand_over`, and the step of D in which the load begins.
+
+        Raises NotApplicable if D announces no asynchronous load.
         """
         first, second = self.hand_over(p, d, prompt, max_tokens, **more)
         self.start_loads(d, second)

@@ -139,9 +139,10 @@ class Side(SideState):
         return self.steps[-1]
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = STEPS, sent: bool = False) -> int:
-        """Step until `until()`, or until every request has ended. The workers report every load as received
-        in the step after it began, and with `sent` every delayed free as sent. Returns the number of steps.
-        Raises Violation after `limit` steps.
+        """Step until `until()`, or until every request has ended.
+
+        The workers report every load as received in the step after it began, and with `sent` every delayed
+        free as sent. Returns the number of steps. Raises Violation after `limit` steps.
         """
         for number in range(limit + 1):
             if (
@@ -186,8 +187,9 @@ class Side(SideState):
         self._preempting = id
 
     def take_all_free_blocks(self) -> None:
-        """Take every free block from the pool, so that vLLM can allocate none. What the blocks cached is
-        lost.
+        """Take every free block from the pool, so that vLLM can allocate none.
+
+        What the blocks cached is lost.
         """
         pool = self.manager.block_pool
         self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
@@ -219,8 +221,9 @@ class Side(SideState):
     # ---- hooks of the connector ----------------------------------------------------------------------------
 
     def leaks(self) -> tuple[str, ...]:
-        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`. Takes one
-        empty step first, in which the connector notifies its workers of the ends.
+        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`.
+
+        Takes one empty step first, in which the connector notifies its workers of the ends.
         """
         self.step()
         return leaks(self)
@@ -243,8 +246,9 @@ class Side(SideState):
         return getattr(self.connector, hook)(*args)
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Call update_connector_output with one report, as vLLM does before it acts on the report. Raises
-        HookRaised.
+        """Call update_connector_output with one report, as vLLM does before it acts on the report.
+
+        Raises HookRaised.
         """
         self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
@@ -257,8 +261,9 @@ class Side(SideState):
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call vLLM's scheduler. Raises SchedulerStopped for what vLLM itself raises: the connector's answers
-        are the cause.
+        """Call vLLM's scheduler.
+
+        Raises SchedulerStopped for what vLLM itself raises: the connector's answers are the cause.
         """
         try:
             return function(*args)

@@ -101,8 +101,9 @@ class SideState:
         return int(self.scheduler.requests[id].num_computed_tokens)
 
     def finished_while_loading(self, id: str) -> bool:
-        """Whether a request ended while it was loading and no worker has reported the load yet. The scheduler
-        keeps its blocks although request_finished did not ask for it.
+        """Whether a request ended while it was loading and no worker has reported the load yet.
+
+        The scheduler keeps its blocks although request_finished did not ask for it.
         """
         return id in self.delayed_free_requests() and not any(
             call.result[0] for call in self.calls_of("request_finished", id)
@@ -126,8 +127,9 @@ class SideState:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def kv_transfer_params(self, id: str) -> dict[str, Any]:
-        """kv_transfer_params that P returned for a request that has ended, after the way through JSON. Raises
-        NotApplicable if P returned none.
+        """kv_transfer_params that P returned for a request that has ended, after the way through JSON.
+
+        Raises NotApplicable if P returned none.
         """
         output = self.results.get(id)
         if output is None or output.params is None:
@@ -143,8 +145,9 @@ class SideState:
         return tuple(self.recorder.calls)
 
     def calls_of(self, hook: str, id: str | None = None) -> tuple[Call, ...]:
-        """Calls of one hook, about one request. "request_finished" stands for request_finished_all_groups,
-        too.
+        """Calls of one hook, about one request.
+
+        "request_finished" stands for request_finished_all_groups, too.
         """
         names = FINISHED if hook == "request_finished" else (hook,)
         return tuple(

@@ -39,8 +39,9 @@ def start_store_engine(rig: Rig) -> Side:
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
-    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's
-    KVConnectorOutput.
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model.
+
+    Returns vLLM's KVConnectorOutput.
     """
     guard = half.recorder.call
     if not output.total_num_scheduled_tokens:

@@ -38,8 +38,9 @@ class HookRaised(Violation):
 
 
 class SchedulerStopped(Violation):
-    """vLLM's scheduler raised `error` by itself. `side`: name of the side; `last`: the connector's last
-    answer, as text.
+    """vLLM's scheduler raised `error` by itself.
+
+    `side`: name of the side; `last`: the connector's last answer, as text.
     """
 
     def __init__(self, side: str, error: BaseException, last: str):

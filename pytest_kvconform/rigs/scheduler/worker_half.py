@@ -62,9 +62,8 @@ class WorkerHalf:
         if layout:
             self.config.cache_config.kv_cache_layout = layout
         memory, cache = rig.host.spec.memory[role], self.config.cache_config
-        length = (
-            longest * cache.block_size
-        )  # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        length = longest * cache.block_size
         self.config.model_config.max_model_len = length
         blocks = blocks_for(rig.geometry, cache.block_size, length) + 2
         byte_worker.spec_of_process = ByteEngineSpec(
@@ -160,8 +159,9 @@ class WorkerHalf:
     # ---- after it ------------------------------------------------------------------------------------------
 
     def step_without_tokens(self, side: Side) -> Any:
-        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's
-        KVConnectorOutput, None if the connector said nothing.
+        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order.
+
+        Returns vLLM's KVConnectorOutput, None if the connector said nothing.
         """
         output = side.scheduler.schedule()
         said = self.recorder.call("a step without tokens", self.active.no_forward, output).kv_connector_output

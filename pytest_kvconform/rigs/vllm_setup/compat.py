@@ -23,8 +23,9 @@ def reason_not_supported(version: str) -> str:
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
-    """The KVCacheConfig of each rank. `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each
-    rank.
+    """The KVCacheConfig of each rank.
+
+    `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
     """
     from vllm.v1.core import kv_cache_utils
 

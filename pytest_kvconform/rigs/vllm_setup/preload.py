@@ -13,8 +13,9 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
-    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list. Returns facts
-    about vLLM.
+    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list.
+
+    Returns facts about vLLM.
 
     `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
     engines without a model; "modules": modules of the rigs to import. The order of the steps matters where a

@@ -47,9 +47,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
         raise _Bad(f"--kv-config: {' '.join(str(error).split())[:300]}") from None
     name, module = config["kv_connector"], config["kv_connector_module_path"]
     if module is not None:
-        _check(
-            _import(module, name), f"{module}:{name}"
-        )  # before vLLM looks, whose complaints are about something else
+        # before vLLM looks, whose complaints are about something else
+        _check(_import(module, name), f"{module}:{name}")
     found = KVConnectorFactory.get_connector_class(transfer)
     return {
         "name": found.__name__,

@@ -142,9 +142,8 @@ def wrong_words(check: Check, kind: str) -> int:
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
     words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
-    if (
-        not words and check.pool.truncated
-    ):  # if there are very many runs, only some are kept; the cells of the picture count all
+    # if there are very many runs, only some are kept; the cells of the picture count all
+    if not words and check.pool.truncated:
         cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
         words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
     return words

@@ -31,8 +31,9 @@ def alike(cell: Cell) -> bool:
 
 
 def nothing_given(bench: Bench, observed: TransferObservation, transfer: Transfer) -> None:
-    """Report that D loaded nothing for a request. Raises NotApplicable if that is right, otherwise
-    Blocked.
+    """Report that D loaded nothing for a request.
+
+    Raises NotApplicable if that is right, otherwise Blocked.
     """
     if not any(
         whole_blocks(r.length, observed.decoder.block_size) > r.decode.local_tokens for r in observed.requests

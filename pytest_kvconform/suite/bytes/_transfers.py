@@ -1,5 +1,6 @@
-"""Transfers of the byte rig. One transfer is one variant of the cases, and its name is the last word of their
-ids.
+"""Transfers of the byte rig.
+
+One transfer is one variant of the cases, and its name is the last word of their ids.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3}  # block boundaries with prompts on both sides
+# times that a window begins exactly at a block, with prompts on both sides
 LAYOUTS = {
     "quick": 1,
     "full": 2,
-}  # times that a window begins exactly at a block, with prompts on both sides
+}
 
 
 def lengths(cell: Cell, matrix: str) -> list[Transfer]:
     """One prompt of each length that matters: around block boundaries of P and of D, and around windows."""
     found = {2}
-    short = (
-        has_state(cell) and matrix == "quick"
-    )  # states are megabytes a layer: two of twenty cells would take half of the time
+    # states are megabytes a layer: two of twenty cells would take half of the time
+    short = has_state(cell) and matrix == "quick"
     for size in _blocks(cell):
         for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
             found |= {count * size - 1, count * size, count * size + 1} if not short else {count * size}

@@ -1,5 +1,6 @@
-"""Connectors on a transport that is slow, fails, or repeats notifications. Faults can be set only for
-connectors that move bytes with NIXL.
+"""Connectors on a transport that is slow, fails, or repeats notifications.
+
+Faults can be set only for connectors that move bytes with NIXL.
 """
 
 from __future__ import annotations
@@ -199,8 +200,9 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
-    """Observe a transfer with faults. Raises NotApplicable if no fault can be set, Blocked if a fault
-    affected nothing.
+    """Observe a transfer with faults.
+
+    Raises NotApplicable if no fault can be set, Blocked if a fault affected nothing.
     """
     if is_store(bench):
         raise NotApplicable(NEEDS_NIXL)
@@ -257,15 +259,17 @@ def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evid
 
 
 def _all_checks(observed: TransferObservation) -> list[Check]:
-    """Return all comparisons of D's pools. A difference is reported once, so a late write may be in the check
-    of another request.
+    """Return all comparisons of D's pools.
+
+    A difference is reported once, so a late write may be in the check of another request.
     """
     return [check for r in observed.requests for check in r.checks] + list(observed.audits[1])
 
 
 def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -> Finding | None:
-    """Return a finding if a transfer failed and D went on as if it had not. None: the bytes are there, since
-    the connector has tried again.
+    """Return a finding if a transfer failed and D went on as if it had not.
+
+    None: the bytes are there, since the connector has tried again.
     """
     cause = "a transfer that failed is reported as if it had been made"
     for r in observed.requests:

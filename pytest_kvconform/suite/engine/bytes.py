@@ -1,5 +1,6 @@
-"""Every byte of KV that D's next forward reads is P's. The rig reads D's cache before that forward, in
-logical coordinates.
+"""Every byte of KV that D's next forward reads is P's.
+
+The rig reads D's cache before that forward, in logical coordinates.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pytest_kvconform.suite.engine._scenarios import has_state, has_window, tran
 
 
 def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
-    """Observe a scenario in which D loaded KV for every request. What D computed itself proves nothing about
-    the connector.
+    """Observe a scenario in which D loaded KV for every request.
+
+    What D computed itself proves nothing about the connector.
     """
     observed = completed(bench, scenario)
     for r in observed.requests:

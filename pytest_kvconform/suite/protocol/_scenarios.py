@@ -18,8 +18,9 @@ _LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
 
 
 def lengths(cell: Cell, matrix: str) -> list[str]:
-    """Lengths of one token, and on both sides of block boundaries. They are in blocks, since the scheduler
-    sets the block size.
+    """Lengths of one token, and on both sides of block boundaries.
+
+    They are in blocks, since the scheduler sets the block size.
     """
     short = ["1", "2", "b-1", "b", "b+1", "2b"]
     return short if matrix == "quick" else [*short, "2b-1", "2b+1", "3b-1", "3b", "3b+1"]
@@ -96,8 +97,9 @@ def one_group(cell: Cell) -> bool:
 
 
 def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
-    """Bring one request to its end. Returns its side, its id, and all sides. Blocks that are kept stay kept,
-    and loads stay under way.
+    """Bring one request to its end.
+
+    Returns its side, its id, and all sides. Blocks that are kept stay kept, and loads stay under way.
     """
     who, how, state = [*ending.split("-"), ""][:3]
     p = rig.side("P")
@@ -137,9 +139,10 @@ def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
 
 
 def run_mixed_requests(rig: Rig, role: str) -> Side:
-    """Run requests of every kind at once on a side of this role. One has a prefix in the prefix cache, one is
-    preempted, one is aborted, and prompts are computed in chunks; on D two are handed over. Returns the side,
-    on which all requests have ended.
+    """Run requests of every kind at once on a side of this role.
+
+    One has a prefix in the prefix cache, one is preempted, one is aborted, and prompts are computed in
+    chunks; on D two are handed over. Returns the side, on which all requests have ended.
     """
     p = side = rig.side("P")
     if role == "D":
@@ -198,7 +201,8 @@ def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any
 
 
 def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
-    """Whether some step of D has P's identifiers in a place where they are not while the request waits. How a
-    connector notifies P is its own choice, but then P's request is in the metadata in a new place.
+    """Whether some step of D has P's identifiers in a place where they are not while the request waits.
+
+    How a connector notifies P is its own choice, but then P's request is in the metadata in a new place.
     """
     return not places(d.steps, identifiers(params)) <= waiting

@@ -154,8 +154,9 @@ def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def corrupted_params_fail_only_their_request(rig: Rig, how: str) -> Evidence:
-    """Each field of P's params in turn is corrupted. D's engine lives: the request is computed, fails, or
-    loads what P has.
+    """Each field of P's params in turn is corrupted.
+
+    D's engine lives: the request is computed, fails, or loads what P has.
     """
     return _each_field(rig, how, lists=False)
 
@@ -244,8 +245,9 @@ def _run_each(
 
 
 def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
-    """Return what goes wrong with a request that has these params, or "". A load that is ordered is reported
-    as failed. `names`: whether the metadata of a load names blocks of P.
+    """Return what goes wrong with a request that has these params, or "".
+
+    A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P.
     """
     id = side.add(prompt, params)
     step = side.rig.step_until_matched(side, id)

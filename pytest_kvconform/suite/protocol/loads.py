@@ -255,8 +255,9 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", applies=one_group, variants=first_in_quick("fail", "recompute"), rig="scheduler")
 def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
-    """With one KV cache group a worker may report single blocks as failed. With `recompute` the tokens before
-    the first of them are kept.
+    """With one KV cache group a worker may report single blocks as failed.
+
+    With `recompute` the tokens before the first of them are kept.
     """
     p, d, [id] = _pair(rig, policy=policy)
     second = d.blocks(id)[0][1]

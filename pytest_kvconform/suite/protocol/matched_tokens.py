@@ -237,9 +237,8 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if why == "discarded":
-        _, d_id = rig.hand_over(
-            p, d, prompt, read_cache=False
-        )  # the scheduler calls the hook, and drops the answer
+        # the scheduler calls the hook, and drops the answer
+        _, d_id = rig.hand_over(p, d, prompt, read_cache=False)
     else:
         _, d_id = rig.hand_over_and_load(p, d, prompt)
         d.step(received=[d_id])
@@ -309,8 +308,9 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     rig="scheduler",
 )
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
-    """on_new_request changes no request. It may cut the last tokens off a prefill for another engine,
-    once.
+    """on_new_request changes no request.
+
+    It may cut the last tokens off a prefill for another engine, once.
     """
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))

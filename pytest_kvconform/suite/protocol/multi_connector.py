@@ -61,9 +61,8 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     params = p.kv_transfer_params(p_id)
     waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
     fake.connector.loads = True
-    id = d.add(
-        prompt, params if where == "first" else None, id=SAME
-    )  # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
+    # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
+    id = d.add(prompt, params if where == "first" else None, id=SAME)
     rig.step_until_matched(d, id)
     if not d.waits_for_remote_kv(id):
         raise NotApplicable(
@@ -148,8 +147,9 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, rig="scheduler")
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
-    """The connector keeps only the blocks that it hands over itself. It also gets the reports of the fake
-    connector.
+    """The connector keeps only the blocks that it hands over itself.
+
+    It also gets the reports of the fake connector.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 

@@ -110,8 +110,9 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
 
 @case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
-    """What the old engine has handed over is refused, or computed by D. What the new engine hands over
-    arrives.
+    """What the old engine has handed over is refused, or computed by D.
+
+    What the new engine hands over arrives.
     """
     observed = completed(bench, "restarted_peer", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]

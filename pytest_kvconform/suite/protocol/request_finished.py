@@ -61,8 +61,9 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick("length+abort", "abort+stop", "stop+length"), rig="scheduler")
 def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
-    """Several requests that end in one step, or between two steps, leave nothing. The workers learn of it in
-    a step without a token.
+    """Several requests that end in one step, or between two steps, leave nothing.
+
+    The workers learn of it in a step without a token.
     """
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):

@@ -28,8 +28,9 @@ def _store(rig: Rig) -> Side:
 
 
 def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:
-    """Let the engine compute a prompt of which `known` tokens were computed before. Returns the local and the
-    external tokens with which it was admitted.
+    """Let the engine compute a prompt of which `known` tokens were computed before.
+
+    Returns the local and the external tokens with which it was admitted.
     """
     id = side.add(prompt)
     side.run()
@@ -52,8 +53,9 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
 
 @case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), rig="scheduler")
 def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
-    """Each prompt of a conversation extends the one before. D's own prefix cache is kept, or dropped before
-    each prompt. All announced tokens can be loaded.
+    """Each prompt of a conversation extends the one before.
+
+    D's own prefix cache is kept, or dropped before each prompt. All announced tokens can be loaded.
     """
     side = _store(rig)
     known, turns = 0, []
