@@ -29,7 +29,7 @@ from pytest_kvconform.subject import Subject, bundled_declarations, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers.fixtures import must_be_installed
 
-from .pages import DOCS, PAGES, ROOT, anchors, blocks, handwritten, prose, regenerate, terms, words
+from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, terms, words
 
 LINKS = [
     (page, link)
@@ -56,11 +56,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 TOPS = ("pytest_kvconform", "reference_connector", "model_matrix", "tests", "docs", "ci", "vllm")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_lines_have_at_most_110_columns(page: str) -> None:
-    assert [line for line in handwritten(PAGES[page]) if len(line) > 110] == []
 
 
 def paths(text: str) -> Iterator[str]:
