@@ -72,9 +72,7 @@ def content_hash(family: Family) -> str:
 
 
 def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
-    """Return the values of one tensor before rounding: float32, of its shape, nearly normal, seeded by its
-    name.
-    """
+    """Return the values of one tensor before rounding: float32, nearly normal, seeded by its name."""
     count = int(np.prod(tensor.shape))
     if tensor.std == 0:
         return np.full(tensor.shape, tensor.mean, np.float32)
@@ -108,9 +106,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _write(family: Family, final: Path) -> None:
-    """Write a folder beside the final one, then rename it, so that a folder with the final name is
-    complete.
-    """
+    """Write a folder beside the final one, then rename it: a folder with the final name is complete."""
     unfinished = final.with_name(final.name + ".tmp")
     config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
     try:

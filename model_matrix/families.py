@@ -16,8 +16,9 @@ class FamilyError(ValueError):
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a checkpoint: its shape, and the normal distribution of its values (std 0: all are
-    `mean`).
+    """One tensor of a checkpoint: its shape, and the normal distribution of its values.
+
+    With std 0 all values are `mean`.
     """
 
     shape: tuple[int, ...]

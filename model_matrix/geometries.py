@@ -57,8 +57,9 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="state"):
-    """A state of fixed size: the inputs of the last `kernel` - 1 tokens of a convolution over Q, K and V,
-    and one matrix per value head.
+    """A state of fixed size: inputs of a convolution, and one matrix per value head.
+
+    The inputs are those of the last `kernel` - 1 tokens, over Q, K and V.
 
     Q and K have `key_heads` heads of `head_k` channels each, V has `value_heads` of `head_v`; the matrix is
     `head_v` x `head_k`.

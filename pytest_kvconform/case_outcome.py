@@ -69,8 +69,9 @@ def end_of(error: BaseException) -> CaseEnd:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of an exception; with its class, unless it is a HarnessError, which is written to be
-    read.
+    """Return the first line of an exception, with its class unless it is a HarnessError.
+
+    The message of a HarnessError is a whole sentence.
     """
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, HarnessError) and text:

@@ -184,8 +184,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _compare_with_suite(report: document.Report) -> list[str]:
-    """Return sentences about the manifest, and about rule, cell and features of results, that differ from
-    the suite.
+    """Return a sentence for each part of the manifest and the results that differs from the suite.
+
+    Of a result rule, cell and features are compared.
 
     Another version of the suite has other cases, so its reports are not compared.
     """

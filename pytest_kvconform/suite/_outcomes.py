@@ -52,8 +52,9 @@ def check_all_ended(observed: Ended, timeout_scale: float) -> None:
 
 
 def last_logged_exception(observed: Ended) -> str:
-    """Return the last exception that an engine logged but did not raise here: it is nearest to the end of the
-    request.
+    """Return the last exception that an engine logged but did not raise here.
+
+    The last one is nearest to the end of the request.
     """
     role, _, reported = (observed.logged or ("",))[-1].partition(": ")
     return f"{role} logged {reported}" if reported else ""

@@ -76,8 +76,9 @@ def engine(observed: ScenarioObservation, name: str) -> EngineObservation:
 
 
 def outcome_of(ended: DecodeResult) -> str:
-    """Return RIGHT if D loaded every byte, COMPUTED if D computed the prompt, REFUSED if the request ended
-    with an error, otherwise WRONG or STUCK.
+    """Return how a request ended: RIGHT, COMPUTED, REFUSED, WRONG or STUCK.
+
+    RIGHT: D loaded every byte. COMPUTED: D computed the prompt. REFUSED: the request ended with an error.
     """
     if not ended.finish:
         return STUCK

@@ -75,15 +75,17 @@ def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, byt
 
 
 def whole_blocks(length: int, block_size: int) -> int:
-    """Return how many tokens of a prompt D must not recompute: all but the last one, from which D samples,
-    rounded down to whole blocks.
+    """Return how many tokens of a prompt D must not recompute.
+
+    All but the last one, from which D samples, rounded down to whole blocks.
     """
     return (length - 1) // block_size * block_size
 
 
 def check_computed_once(r: HandedOver) -> None:
-    """Raise Violation if D computed a token of the prompt twice, or fewer tokens than from its first one to
-    the end.
+    """Raise Violation unless D computed each token of the prompt's rest once.
+
+    The rest begins with the first token that D computed, and ends with the prompt.
     """
     if r.decode.computed_tokens != r.length - r.decode.first_computed:
         raise Violation(

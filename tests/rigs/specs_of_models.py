@@ -1,6 +1,7 @@
 # ruff: noqa: E402 - the environment and the imports must be mended before vLLM is imported
-"""Print, as JSON, the KV cache specs of vLLM's own models, built on the meta device, beside those of
-`kv_cache_specs`.
+"""Print, as JSON, the KV cache specs of vLLM's own models beside those of `kv_cache_specs`.
+
+vLLM's models are built on the meta device.
 
 test_geometry.py starts it as a process of its own: vLLM takes 10 s to import and leaves much behind. All
 layers are real; where a model cannot be built on CPU as it is, only parts without KV are changed (CHANGES).

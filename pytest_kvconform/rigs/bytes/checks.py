@@ -71,8 +71,9 @@ class PoolChecker:
         self.failed: set[int] = set()
 
     def check_loads(self, work: StepWork) -> None:
-        """Compare the pool with its shadow when loads are reported as complete, before the step reads what
-        was loaded.
+        """Compare the pool with its shadow when loads are reported as complete.
+
+        The step that reads the loaded KV has not run yet.
         """
         self.memory.fetch()
         for load in work.load_checks:

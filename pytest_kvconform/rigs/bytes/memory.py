@@ -1,5 +1,6 @@
-"""The KV memory of one rank: what vLLM allocated (`storage`), what that should hold (`shadow`), and where
-every row lies.
+"""The KV memory of one rank: `storage`, its expected content `shadow`, and the place of every row.
+
+vLLM allocated `storage`.
 
 Blocks are vLLM's logical blocks. `pages` are all bytes that belong to a block id, padding and the slots of
 layers that its group does not have included.
@@ -148,8 +149,9 @@ class Memory:
                 self.storage[start:end] = self.device[start:end].cpu().numpy()
 
     def flush(self, blocks: Array) -> None:
-        """Bring what was written to `storage` to the device: whole blocks, which no transfer may be writing
-        now.
+        """Copy what was written to `storage` to the device: whole blocks.
+
+        No transfer may be writing into these blocks.
         """
         if self.device.is_cuda:
             import torch

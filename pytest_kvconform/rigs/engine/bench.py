@@ -1,6 +1,4 @@
-"""What cases of the engine rig run on: two real engines with tiny models, and the observation of every
-scenario.
-"""
+"""The bench of cases on the engine rig: two real engines, and the observation of every scenario."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Records that travel between pytest and an engine's process: frozen, pickled over a Unix socket; arrays are
-NumPy.
-"""
+"""Records that travel between pytest and an engine's process: frozen, pickled, arrays as NumPy."""
 
 from __future__ import annotations
 

@@ -153,8 +153,9 @@ class EngineProcess:
         )
 
     def step(self, seconds: float) -> Step:
-        """Run steps until one returns an output or computes a token, at most for `seconds`; at least one
-        step.
+        """Run steps until one returns an output or computes a token, for `seconds` at most.
+
+        At least one step runs.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -178,8 +179,9 @@ class EngineProcess:
         return trace
 
     def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks; 0: as
-        configured.
+        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks.
+
+        0: the configured number.
         """
         self.scheduler.max_num_scheduled_tokens = tokens or self.spec.max_batched_tokens
 
@@ -241,8 +243,9 @@ class EngineProcess:
         )
 
     def _note_environment(self) -> None:
-        """Remember threads and ports before the connector is built: the connector need not end what vLLM
-        itself keeps.
+        """Remember threads and ports before the connector is built.
+
+        The connector need not end what vLLM itself keeps.
         """
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,6 +1,4 @@
-"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others, and cases
-judge it.
-"""
+"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ class PeerBench:
         return self.context.lease_s(self._asked_lease_s)
 
     def require_short_lease(self) -> None:
-        """Raise Blocked where the lease is longer than a run should wait: scenarios that wait for it do not
-        run.
+        """Raise Blocked where the lease is longer than a run should wait.
+
+        Scenarios that wait for the end of the lease do not run then.
         """
         self.context.require_short_lease(self._asked_lease_s)
 

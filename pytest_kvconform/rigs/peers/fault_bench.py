@@ -1,6 +1,4 @@
-"""Transfers over a transport that can fail: byte engines whose NIXL agents follow faults, and what their
-pools hold afterwards.
-"""
+"""The bench of cases on faults: byte engines whose NIXL agents delay, fail or repeat on demand."""
 
 from __future__ import annotations
 
@@ -196,9 +194,7 @@ def _observe(
 def _until_quiet(
     transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
-    """Step both engines until no transfer and no message is under way and neither holds a block of this
-    transfer.
-    """
+    """Step both engines until no transfer or message is under way and no block of this transfer is held."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -212,8 +208,9 @@ def _until_quiet(
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Of each rank the audit at the end of the transfer if it found something, else the audit when nothing
-    was under way.
+    """Of each rank the audit at the end of the transfer if that found something, else the last audit.
+
+    The last audit was made when nothing was under way.
     """
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 

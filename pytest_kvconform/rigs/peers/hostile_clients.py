@@ -1,6 +1,4 @@
-"""The ports on which engines find each other: which are open, a listener that never answers, and malformed
-messages.
-"""
+"""Ports on which engines find each other: open ports, a silent listener, and malformed messages."""
 
 from __future__ import annotations
 
@@ -147,8 +145,9 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
 
 
 class HostileClient:
-    """A client that sends messages to a listener and waits for no answer: ZeroMQ messages where the listener
-    speaks ZeroMQ, and raw bytes.
+    """A client that sends messages to a listener and waits for no answer.
+
+    It sends ZeroMQ messages where the listener speaks ZeroMQ, and raw bytes.
     """
 
     def __init__(self, port: int):

@@ -61,8 +61,9 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
 
 
 def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A request is aborted on D before it is scheduled: D has nothing to load, and P need not keep the
-    blocks.
+    """A request is aborted on D before it is scheduled.
+
+    D has nothing to load, and P need not keep the blocks.
     """
     prefill = yield from engines.prefill(p)
     request = engines.make_request(prefill.number, "d", prefill.params)

@@ -1,6 +1,4 @@
-"""The engines of one cell while its scenarios run, and the parts of a scenario: P computes a prompt, D loads
-it.
-"""
+"""The engines of a cell's running scenarios, and the parts of a scenario: P computes a prompt, D loads it."""
 
 from __future__ import annotations
 
@@ -259,8 +257,9 @@ class ScenarioEngines:
         return time.monotonic()
 
     def too_slow(self, p: SteppedEngine, d: SteppedEngine) -> str:
-        """Why a lease cannot be judged: engines took no step for a good part of it, and so no heartbeat was
-        sent or read.
+        """Return why a lease cannot be tested, or "".
+
+        Engines took no step for a good part of the lease, and so no heartbeat was sent or read.
         """
         longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
         if longest < self.lease_s * KEPT:

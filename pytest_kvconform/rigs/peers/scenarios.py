@@ -1,6 +1,4 @@
-"""Scenarios between peers: P is unreachable, silent, stopped or restarted, leases end, and strangers send
-malformed messages.
-"""
+"""Scenarios between peers: unreachable, silent, stopped or restarted peers, leases, malformed messages."""
 
 from __future__ import annotations
 
@@ -68,8 +66,9 @@ def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
 def unreachable_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
 ) -> Steps:
-    """For one of three requests no process listens on the port that its params name; another one is from a
-    peer that D has met.
+    """For one of three requests no process listens on the port that its params name.
+
+    Another request is from a peer that D has met.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     bad, ports = yield from prefill_elsewhere(engines, other)
@@ -85,8 +84,9 @@ def unreachable_peer(
 
 
 def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
-    """For one of three requests the port that its params name accepts connections and never answers; another
-    one is from a peer that D has not met.
+    """For one of three requests the port that its params name accepts connections and never answers.
+
+    Another request is from a peer that D has not met.
     """
     bad, ports = yield from prefill_elsewhere(engines, other)
     good = yield from engines.prefill(p)
@@ -103,8 +103,9 @@ def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
 
 
 def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """P's process is stopped while D meets it, and again while D reads from it; the third load is
-    undisturbed.
+    """P's process is stopped while D meets it, and again while D reads from it.
+
+    The third load is undisturbed.
     """
     decodes, numbers = {}, {}
     for what in ("meeting", "reading"):
@@ -153,8 +154,9 @@ def restarted_peer(
 
 
 def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D's request is added when its lease is over and P has overwritten its blocks; a normal hand-over
-    follows.
+    """D's request is added when its lease is over and P has overwritten its blocks.
+
+    A normal hand-over follows.
     """
     prefill = yield from engines.prefill(p)
     freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
@@ -167,8 +169,9 @@ def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D takes no step during a load, until the lease is over and P has overwritten its blocks; then D goes
-    on.
+    """D takes no step during a load, until the lease is over and P has overwritten the blocks.
+
+    Then D goes on.
     """
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
@@ -221,8 +224,9 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
 
 
 def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A client that is no peer sends a thousand malformed messages to P's ports; then a D that has not met P
-    loads from P.
+    """A client that is no peer sends a thousand malformed messages to P's ports.
+
+    Then a D that has not met P loads from P.
     """
     senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
     yield from until(

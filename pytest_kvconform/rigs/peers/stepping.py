@@ -1,5 +1,6 @@
-"""Several engines at once, and scenarios that run on them side by side: a deadline of the connector costs its
-time only once.
+"""Several engines at once, and scenarios that run on them side by side.
+
+A deadline of the connector costs its time only once.
 
 A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on.
 No call blocks: an engine that stands in a hook for seconds keeps no other engine from stepping.

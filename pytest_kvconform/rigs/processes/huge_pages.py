@@ -1,6 +1,4 @@
-"""Huge pages for memory that a process has allocated, so that a fork of it has fewer page table entries to
-copy.
-"""
+"""Huge pages for memory that a process has allocated: a fork copies fewer page table entries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A second connector for vLLM's MultiConnector. A case sets its answers. It moves nothing.
 
-# MultiConnector([FakeConnector, the subject]).
+# MultiConnector([FakeConnector, the subject])
 side = rig.side("D", transfer=with_fake_connector("first"))
 subject, fake = multi_connector_children(side)
 fake.connector.loads = True  # it announces the missing tokens of the next request, so it is chosen
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class FakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between
-    steps; `none_answers`: as often it answers None first; `keeps`: it keeps the blocks of every request that
-    ends; `params`: what it returns then.
+    """The fake connector. A case sets its attributes.
+
+    `loads`: whether it announces all but the last token of the next request, to load between steps.
+    `none_answers`: how often it answers None before. `keeps`: whether it keeps the blocks of every request
+    that ends. `params`: the kv_transfer_params that it returns then.
     """
 
     loads, none_answers, keeps = False, 0, False

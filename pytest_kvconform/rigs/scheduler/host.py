@@ -146,8 +146,9 @@ class Host:
         return config
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
-        """The KVCacheConfig of a scheduler with so many blocks, the null block included
-        (v1/core/kv_cache_utils.py).
+        """The KVCacheConfig of a scheduler with so many blocks, the null block included.
+
+        Source: v1/core/kv_cache_utils.py.
         """
         prefix_caching, tp = config.cache_config.enable_prefix_caching, self.spec.tensor_parallel[role]
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks

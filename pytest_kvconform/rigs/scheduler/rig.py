@@ -84,8 +84,9 @@ class Rig:
         config: Mapping[str, Any] | None = None,
         transfer: Callable[[Any], Any] | None = None,
     ) -> Side:
-        """A new engine of a role, "P" or "D"; several of one role are engines of their own, as after a
-        restart.
+        """A new engine of a role, "P" or "D".
+
+        Several engines of one role are independent, as after a restart.
 
         `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
@@ -145,8 +146,9 @@ class Rig:
         return first, second
 
     def step_until_matched(self, d: Side, *ids: str) -> Step:
-        """The steps of D until the connector knows how much there is to load for these requests: one, or
-        more. Returns the last.
+        """Step D until the connector knows how much there is to load for these requests.
+
+        Takes one step or more, and returns the last.
         """
         for _ in range(UNSURE):
             step = d.step()

@@ -1,5 +1,6 @@
-"""One engine without workers, as a case drives it: requests, steps with the reports of a scripted worker,
-ends. See rig.py.
+"""One engine without workers, as a case drives it: requests, steps with scripted reports, ends.
+
+See rig.py.
 """
 
 from __future__ import annotations
@@ -200,9 +201,10 @@ class Side(SideState):
         self._taken = []
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
-        """Compute the first `tokens` tokens of a prompt with a request without kv_transfer_params, so that
-        the prefix cache of this side has them. A later request hits whole blocks that every KV cache group
-        has.
+        """Compute the first `tokens` tokens of a prompt, so that the prefix cache of this side has them.
+
+        A request without kv_transfer_params does it. A later request hits whole blocks that every KV cache
+        group has.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
@@ -229,8 +231,9 @@ class Side(SideState):
         return leaks(self)
 
     def require_standard_reports(self) -> None:
-        """Raise Blocked for a store whose workers report what they saved in a format of their own
-        (build_connector_worker_meta): the scripted worker cannot send such a report.
+        """Raise Blocked for a store whose workers report saved blocks in a format of their own.
+
+        The hook is build_connector_worker_meta: the scripted worker cannot send such a report.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
@@ -253,8 +256,9 @@ class Side(SideState):
         self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
-        """Call vLLM's reset_prefix_cache, which an operator can call at any time, for the connector's cache,
-        too.
+        """Call vLLM's reset_prefix_cache for the connector's cache, too.
+
+        An operator can call it at any time.
         """
         return bool(self._guarded(self.scheduler.reset_prefix_cache, False, True))
 

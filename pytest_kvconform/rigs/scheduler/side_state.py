@@ -1,6 +1,4 @@
-"""One engine without workers, as a case looks at it: vLLM's real scheduler with the connector's scheduler
-half.
-"""
+"""One engine without workers, as a case looks at it: vLLM's scheduler with the connector's scheduler half."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ class SideState:
         return tuple(id for id, request in self.scheduler.requests.items() if not request.is_finished())
 
     def delayed_free_requests(self) -> tuple[str, ...]:
-        """Requests that have ended and whose blocks are not freed yet: request_finished returned True, or
-        they were loading.
+        """Requests that have ended and whose blocks are not freed yet.
+
+        request_finished returned True, or the requests were loading.
         """
         return tuple(id for id, request in self.scheduler.requests.items() if request.is_finished())
 
@@ -165,9 +164,7 @@ class SideState:
         return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
 
     def declined_to_load(self, id: str) -> bool:
-        """Whether get_num_new_matched_tokens answered 0 for a request that lacks a whole block or more on
-        this side.
-        """
+        """Whether get_num_new_matched_tokens answered 0 although this side lacks a whole block or more."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
         return lacks > self.block_size and calls[-1].result[0] == 0

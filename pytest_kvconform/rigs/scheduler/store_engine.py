@@ -1,5 +1,6 @@
-"""An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what
-their workers have saved.
+"""An engine of the scheduler rig with a real worker half, for stores.
+
+What a store announces depends on what its workers have saved.
 
     side = start_store_engine(rig)  # a step calls every hook of a worker, in vLLM's order
     side.add(rig.prompt(40))

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class WorkerHalf:
-    """Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
+    """One rank with the worker half of a connector.
+
+    Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
     stand-in; `connector`: the worker half, None until it is built.
     """
 

@@ -49,8 +49,9 @@ def resolve_kv_cache_block_sizes(kv_config: Any, config: Any) -> tuple[int, int]
 
 
 def select_common_block_size(block_size: int, backends: list[Any], specs: list[Any]) -> int:
-    """Tokens of a kernel block that all these attention backends can use, within a block of `block_size`
-    tokens.
+    """Tokens of a kernel block that all these attention backends can use.
+
+    A kernel block lies within a block of `block_size` tokens.
     """
     from vllm.v1.worker import utils
 

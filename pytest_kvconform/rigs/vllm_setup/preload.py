@@ -1,5 +1,6 @@
-"""What the zygote does before it forks: import torch, vLLM and the rigs, and do once what each engine would
-do again.
+"""What the zygote does once before it forks: import torch, vLLM and the rigs, and prepare vLLM.
+
+Otherwise each engine would do it again.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ def _import_scheduler() -> None:
 
 
 def _register(architecture: str) -> None:
-    """Register a model class: vLLM inspects one that is not registered in a subprocess, which imports vLLM (7
-    s).
+    """Register a model class.
+
+    vLLM inspects a class that is not registered in a subprocess, which imports vLLM (7 s).
     """
     from vllm.model_executor.models import ModelRegistry
 

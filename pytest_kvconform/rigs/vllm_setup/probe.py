@@ -1,4 +1,4 @@
-"""Look at the connector's class, in a child of the zygote. rigs/probe.py starts it.
+"""The probe of the connector's class: what runs in the child process that rigs/probe_subject.py starts.
 
 The connector's modules are imported here and in engines, and nowhere else.
 """
@@ -75,8 +75,9 @@ def _check(found: Any, spec: str) -> None:
 
 
 def _import(module: str, name: str) -> Any:
-    """Import the module and return the class, and raise _Bad with a sentence for each way in which that
-    fails.
+    """Import the module and return the class.
+
+    Raises _Bad with a sentence for each way in which that fails.
     """
     import importlib
 

@@ -1,6 +1,4 @@
-"""Observations with which most byte cases begin: a transfer that reached its end, and in which D loaded
-KV.
-"""
+"""Observations with which most byte cases begin: completed transfers, in which D loaded KV."""
 
 from __future__ import annotations
 
@@ -83,8 +81,9 @@ def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Recei
 
 @dataclass(frozen=True)
 class _Gone:
-    """Tokens [first, end) of layers with a window: D's prefix cache holds them after a load, although P does
-    not have them any more.
+    """Tokens [first, end) of layers with a window that only D's prefix cache has after a load.
+
+    P does not have them any more.
     """
 
     window: int
@@ -100,8 +99,9 @@ class _Gone:
 
 
 def _gone(bench: Bench, r: Received) -> _Gone | None:
-    """Return the tokens of the block in which D's window begins that P has freed, if D's blocks are larger
-    than P's.
+    """Return the tokens that P has freed of the block in which D's window begins.
+
+    There are such tokens if D's blocks are larger than P's.
 
     vLLM takes the blocks before a window from a request that has ended, and then calls P's connector
     (v1/core/sched/scheduler.py, _connector_finished). It caches D's block as soon as the block is full, at

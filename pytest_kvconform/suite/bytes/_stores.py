@@ -1,5 +1,6 @@
-"""What a store must load: every whole block that was saved, for an engine of the same shape, and nothing of a
-prompt that nobody saved.
+"""What a store must load: every whole block that was saved, for an engine of the same shape.
+
+Of a prompt that no engine saved it must load nothing.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ def lengths(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def situations(cell: Cell, matrix: str) -> list[Transfer]:
-    """Transfers that are about anything but the length of a prompt. b is the larger one of the block
-    sizes.
+    """Transfers that are about anything but the length of a prompt.
+
+    b is the larger one of the block sizes.
     """
     b, n = max(_blocks(cell)), _long(cell)
     step = max(n // 3, 16)  # tokens that P computes at a time
@@ -62,8 +63,9 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def hits(cell: Cell, matrix: str) -> list[Transfer]:
-    """Transfers with hits in D's own prefix cache: one block, all but the last block, and in the full matrix
-    every depth in between.
+    """Transfers with hits in D's own prefix cache.
+
+    One block is hit, or all but the last block; in the full matrix every depth in between, too.
     """
     b, n = block_size(cell, "D"), _long(cell)
     most = (n - 1) // b
@@ -81,8 +83,9 @@ def transfers(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def longest(cell: Cell, matrix: str) -> int:
-    """Return the largest number of tokens that the requests of one transfer have, with the tokens that D
-    generates.
+    """Return the largest number of tokens of a request, with the tokens that D generates.
+
+    All requests of one transfer count.
     """
     return (
         max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix))

@@ -98,17 +98,13 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-FAIL-002", variants=reusing)
 def p_keeps_blocks_until_the_last_read(bench: Bench, transfer: Transfer) -> Evidence:
-    """P's blocks are not free before the last transfer has read them: a slow transfer reads what P
-    computed.
-    """
+    """P keeps its blocks until the last transfer has read them: a slow transfer reads what P computed."""
     return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-002")
 
 
 @case("KV-FAIL-003", variants=repeating)
 def repeated_notification_counts_once(bench: Bench, transfer: Transfer) -> Evidence:
-    """P's blocks are not free before the last transfer has read them, also if every notification comes
-    twice.
-    """
+    """P keeps its blocks until the last transfer has read them, also if each notification comes twice."""
     return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-003")
 
 

@@ -62,8 +62,9 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
-    """Every token of every window that D's next forward reads has a block on D: none of them lies on the null
-    block.
+    """Every token of every window that D's next forward reads has a block on D.
+
+    None of them lies on the null block.
     """
     observed = _with_loaded_kv(bench, scenario)
     looked_at = 0

@@ -40,8 +40,9 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-HANDOVER-002", variants=transfers)
 def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence:
-    """D computes only the tokens that it did not load: counted in the scheduler's own output, not in the
-    connector's answers.
+    """D computes only the tokens that it did not load.
+
+    They are counted in the scheduler's own output, not in the connector's answers.
     """
     observed = completed(bench, scenario)
     return check_recomputed_tokens(observed.requests, observed.decoder.block_size, moved(observed))

@@ -39,8 +39,9 @@ def engines_start(bench: Bench, _: None) -> Evidence:
 
 @case("KV-START-002", applies=lambda cell: has_window(cell) or has_state(cell))
 def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
-    """The hybrid memory allocator stays on: vLLM turns it off without a message for a class that does not
-    inherit SupportsHMA.
+    """The hybrid memory allocator stays on.
+
+    vLLM turns it off without a message for a class that does not inherit SupportsHMA.
     """
     try:
         facts = bench.engine.facts_of_engines(bench.cell)

@@ -1,5 +1,6 @@
-"""Scenarios with which cases on the scheduler rig begin: prompts, ends of requests, mixed requests and
-notifications of P.
+"""Scenarios with which cases on the scheduler rig begin.
+
+Prompts, ends of requests, mixed requests, and notifications of P.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def needs_hand_over(rig: Rig) -> None:
 
 
 def needs_metadata_of_loads_only(rig: Rig) -> None:
-    """Raise NotApplicable if the metadata also names blocks of requests that load nothing, for example to
-    save them. A load cannot be recognized then.
+    """Raise NotApplicable if the metadata also names blocks of requests that load nothing.
+
+    A connector may save such blocks. A load cannot be recognized then.
     """
     d = rig.side("D")
     d.add(rig.prompt(token_count(PROMPT, d.block_size)), max_tokens=3)
@@ -78,8 +80,9 @@ def needs_metadata_of_loads_only(rig: Rig) -> None:
 
 
 def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
-    """Variants for every cell; in the quick matrix, models of several KV cache groups have the first variant
-    alone.
+    """Variants for every cell.
+
+    In the quick matrix, models of several KV cache groups have the first variant alone.
     """
     return lambda cell, matrix: variants if matrix != "quick" or one_group(cell) else variants[:1]
 
@@ -167,8 +170,9 @@ def run_mixed_requests(rig: Rig, role: str) -> Side:
 
 
 def report_all(*sides: Side) -> None:
-    """Let the workers report everything that is still kept: loads of aborted requests as received, the others
-    as sent.
+    """Let the workers report everything that is still kept.
+
+    Loads of aborted requests are reported as received, the others as sent.
     """
     for side in sides:
         loading = [id for id in side.delayed_free_requests() if side.finished_while_loading(id)]
@@ -180,9 +184,7 @@ SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
 
 
 def identifiers(params: dict[str, Any]) -> frozenset[str]:
-    """Return the words of P's params that can be recognized in metadata: the ids of its engine and its
-    request.
-    """
+    """Return the words of P's params that can be recognized in metadata: ids of P's engine and request."""
     return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
 
 
@@ -192,8 +194,9 @@ def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
 
 
 def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
-    """Return where P's identifiers are as long as D has no block for the request, for example in renewals of
-    a lease. The side cannot be used afterwards.
+    """Return where P's identifiers are as long as D has no block for the request.
+
+    They may be in renewals of a lease. The side cannot be used afterwards.
     """
     d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)

@@ -47,9 +47,7 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
 
 @case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(LEASE_ENDS))
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
-    """D refuses the request, or computes it: it does not use what P has written into the blocks since their
-    lease.
-    """
+    """D refuses the request or computes it, and uses nothing that P has written since the lease."""
     observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
     ended = observed.decodes["late"]
     if (what := outcome_of(ended)) in (STUCK, WRONG, RIGHT):
@@ -107,8 +105,9 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
 
 @case("KV-LEASE-003", rig="peers", applies=one_rank)
 def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
-    """D reads, and notifies P, when P does not know the request any more: P goes on, and the next hand-over
-    is right.
+    """D reads, and notifies P, when P does not know the request any more.
+
+    P goes on, and the next hand-over is right.
     """
     looked_at = 0
     for name in LEASE_ENDS:

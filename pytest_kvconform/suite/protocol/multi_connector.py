@@ -48,8 +48,9 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
-    """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks, orders no load,
-    and notifies P.
+    """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks.
+
+    It orders no load, and notifies P.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
@@ -180,8 +181,9 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
 
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
-    """The params of two connectors are one dict: D finds its own keys in it, and the keys of one request are
-    not in the next dict.
+    """The params of two connectors are one dict, in which D finds its own keys.
+
+    The keys of one request are not in the next dict.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
@@ -218,8 +220,9 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
-    """Beside a fake connector that publishes nothing, the handshake metadata of the connector's workers
-    reaches its scheduler half.
+    """The handshake metadata of the connector's workers reaches its scheduler half.
+
+    It stands beside a fake connector that publishes nothing.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf

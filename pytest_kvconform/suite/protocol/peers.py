@@ -1,6 +1,4 @@
-"""Peers that cannot be reached, that are slow, that were started again, or that get garbage: only their own
-requests suffer.
-"""
+"""Peers that are unreachable, slow, restarted, or sent malformed messages: only their own requests suffer."""
 
 from __future__ import annotations
 
@@ -71,8 +69,9 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
 )
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
-    """Requests from a peer with which D has shaken hands, and requests that need no peer, do not wait until
-    the other request has failed.
+    """Requests that do not need the unreachable peer do not wait until the other request has failed.
+
+    They are from a peer with which D has shaken hands, or need no peer.
     """
     known = (
         {"good": "a request whose P has shaken hands with D before"} if variant == "unreachable_peer" else {}

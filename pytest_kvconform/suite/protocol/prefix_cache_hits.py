@@ -41,8 +41,9 @@ def _end_of(p: Side, p_id: str) -> int:
 
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
 def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
-    """D loads nothing, because its own cache has the prompt or because vLLM drops the answer: D notifies P
-    all the same.
+    """If D has nothing to load, it notifies P all the same.
+
+    D's own cache has the prompt, or vLLM drops the answer.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -111,8 +112,9 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     rig="scheduler",
 )
 def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
-    """Whenever tokens are announced, the load has a slot for the state of every group, however few attention
-    blocks it copies.
+    """Whenever tokens are announced, the load has a slot for the state of every group.
+
+    This holds however few attention blocks the load copies.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")

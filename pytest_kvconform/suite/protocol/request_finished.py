@@ -50,8 +50,9 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
-    """However and wherever a request ends: when the workers have reported everything, no block, request or
-    memory of it is left.
+    """However and wherever a request ends, no block, request or memory of it is left.
+
+    This holds when the workers have reported everything.
     """
     _, _, sides = run_to_end(rig, ending)
     report_all(*sides)

@@ -1,6 +1,4 @@
-"""What a store announces for prompts that its workers have really saved, and for prompts that grow turn by
-turn.
-"""
+"""What a store announces for prompts that its workers have saved, and for prompts that grow turn by turn."""
 
 from __future__ import annotations
 
@@ -81,8 +79,9 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     rig="scheduler",
 )
 def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
-    """A store announces nothing for a prompt that shares less than a block with what was saved, however often
-    it is asked.
+    """A store announces nothing for a prompt that shares less than a block with what was saved.
+
+    It does so however often it is asked.
     """
     side = _store(rig)
     b = side.block_size
