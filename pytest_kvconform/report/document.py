@@ -29,7 +29,7 @@ FILE = "report.json"
 _VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings that recompute_verdict uses
 _READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # settings that `kvconform` reads
 # the reason of a case that was blocked, because another case found that the cell was refused or failed
-_STANDS_ON = re.compile(r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
+_DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
 
 class BadReport(ValueError):
@@ -204,7 +204,7 @@ def _check_refusals(report: Report) -> Iterator[str]:
     results = {result.id: result for result in report.results}
     for result in report.results:
         outcome = result.case_outcome or result.outcome
-        match = _STANDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
+        match = _DEPENDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
         on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
         first = results.get(on)
         if outcome is Outcome.FAIL:

@@ -1,4 +1,4 @@
-"""The rigs: what cases run on. Each rig is a room (folder); two more rooms are what rigs stand on.
+"""The rigs: what cases run on. Each rig is a room (folder); all rigs use two more rooms.
 
     processes  <-  vllm_setup  <-  engine  <-  bytes  <-  peers, scheduler  <-  bench.py
 
@@ -10,7 +10,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `vllm_setup` | all that changes with a vLLM version: overrides, engine configuration, hooks, cache specs |
 | `engine` | the engine rig: two real vLLM engines with tiny checkpoints, compared with an oracle hand-over |
 | `bytes` | the byte rig: engines without a model, whose KV cache holds words that tell their own address |
-| `peers` | the peers rig: byte engines with faults of the transport, steps on demand, hostile clients |
+| `peers` | the peer rig: byte engines with faults of the transport, steps on demand, hostile clients |
 | `scheduler` | the scheduler rig: vLLM's scheduler, the scheduler half, and scripted worker reports |
 
 | module | what it has |

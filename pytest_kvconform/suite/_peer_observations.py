@@ -1,4 +1,4 @@
-"""Helpers of cases on the peers rig: a completed scenario, and the outcome of each of its requests."""
+"""Helpers of cases on the peer rig: a completed scenario, and the outcome of each of its requests."""
 
 from __future__ import annotations
 

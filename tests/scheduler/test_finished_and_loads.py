@@ -187,6 +187,6 @@ def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(
     assert len(said) == 3 and "BLOCKED" in run.outcomes.values()
     for happened in said:
         assert re.search(
-            r"did not come back within \S+ s, in update_state_after_alloc \(failures\.py:\d+\)",
+            r"did not end within \S+ s, in update_state_after_alloc \(failures\.py:\d+\)",
             happened,
         )

@@ -48,11 +48,11 @@ class ByteBench:
         if key not in self._observations:
             if cell in self._over:
                 on, declined = self._over[cell]
-                raise Blocked(f"stands on {on}", refused=declined)
+                raise Blocked(f"depends on {on}", refused=declined)
             try:
                 p, d = self._engines(cell, longest)
             except EngineFailed as failed:
-                on = f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
+                on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             store = self.context.subject.profile == "store"
             found = observe_transfer(transfer, p, d, self.context.deadlines, self.context.next_name, store)

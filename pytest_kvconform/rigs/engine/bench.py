@@ -58,7 +58,7 @@ class EngineBench:
             try:
                 pair = self.engines(cell)
             except EngineFailed as failed:
-                on = f"stands on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
+                on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             run = (*pair, load_families()[cell.family].dtype, self.context.deadlines, self.context.next_name)
             try:

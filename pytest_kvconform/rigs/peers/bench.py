@@ -98,7 +98,7 @@ class PeerBench:
         refusals = (engine.failed for engine in first if engine.failed and engine.failed.how == "refused")
         if refused := next(refusals, None):
             raise Blocked(
-                f"stands on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
+                f"depends on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
                 refused=refused.declined,
             )
         return {

@@ -113,7 +113,7 @@ class FaultBench:
         except EngineFailed as failed:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
+                f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
                 refused=failed.declined,
             ) from None
         if new:
@@ -132,7 +132,7 @@ class FaultBench:
             self.pairs.end(cell, policy)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/handover::completes: "
+                f"depends on kv::bytes/handover::completes: "
                 f"a transfer without faults did not end well: {reason}"
             )
 

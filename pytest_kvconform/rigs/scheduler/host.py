@@ -221,7 +221,7 @@ class Host:
         if end is not None:
             return end, in_time
         self._killed, status = [], os.waitpid(pid, 0)[1]
-        how = _death(status) if in_time else f"did not come back within {deadline_s:g} s"
+        how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 
     def _fork(self) -> tuple[int, Connection]:

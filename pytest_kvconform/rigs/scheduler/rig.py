@@ -157,7 +157,7 @@ class Rig:
         return step
 
     def start_loads(self, d: Side, *ids: str) -> Step:
-        """The steps of D in which loads of these requests begin: see `answered`. Returns the last.
+        """The steps of D in which loads of these requests begin: see `step_until_matched`. Returns the last.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """

@@ -31,7 +31,7 @@ def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
     observed = observe(bench, transfer)
     if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
-            f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
+            f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
         )
     return observed
 
@@ -61,7 +61,7 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
             nothing_given(bench, observed, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(
-                "stands on kv::bytes/handover::d_computes_only_missing_tokens: D loaded nothing for "
+                "depends on kv::bytes/handover::d_computes_only_missing_tokens: D loaded nothing for "
                 f"{r.name} of {transfer}",
                 refused=True,
             )

@@ -43,7 +43,7 @@ def nothing_given(bench: Bench, observed: TransferObservation, transfer: Transfe
     if not alike(bench.cell):
         raise NotApplicable(UNLIKE)
     raise Blocked(
-        f"stands on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D loaded "
+        f"depends on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D loaded "
         "nothing from the store",
         refused=True,
     )

@@ -223,7 +223,7 @@ def _completed(bench: Bench, transfer: Transfer) -> FaultObservation:
     """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     found = _with_faults(bench, transfer)
     if found.transfer.failed or found.transfer.stuck:
-        raise Blocked(f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
+        raise Blocked(f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 
 
@@ -246,7 +246,7 @@ def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evid
     due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
         raise Blocked(
-            f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
+            f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
             "loaded nothing"
         )
     return Evidence(

@@ -22,5 +22,5 @@ def completed(bench: Bench, scenario: Scenario) -> Observation:
     observed = bench.engine.observe(bench.cell, scenario)
     if observed.failed or observed.stuck:
         # an engine died or hung, which is no clean refusal
-        raise Blocked(f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]")
+        raise Blocked(f"depends on kv::engine/handover::completes[{bench.cell}-{scenario}]")
     return observed

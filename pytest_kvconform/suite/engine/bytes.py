@@ -27,7 +27,7 @@ def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
     for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
             on = (
-                f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
+                f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
                 f"loaded nothing for {r.name}"
             )
             raise Blocked(on, refused=True)

@@ -19,7 +19,7 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
         ends = bench.engine.leftovers(bench.cell)
     except EngineFailed as failed:
         if failed.how == "refused":
-            on = f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
+            on = f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
             raise Blocked(on, refused=failed.declined) from None
         raise Violation(
             Finding(

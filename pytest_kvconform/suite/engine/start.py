@@ -66,5 +66,6 @@ def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     from pytest_kvconform.result import Blocked
 
     return Blocked(
-        f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}", refused=failed.declined
+        f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}",
+        refused=failed.declined,
     )
