@@ -70,7 +70,7 @@ def clock() -> np.ndarray:
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """Serve one engine in a child of the zygote: see `engine_process.serve`."""
+    """Serve one engine in a child of the zygote: see `serve` of pytest_kvconform/rigs/engine/process.py."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     from pytest_kvconform.rigs.bytes import process as byte_process
@@ -210,7 +210,7 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
 
 
 def engines(address: str, connector: str, case: tuple[str, str, int], device: str) -> list[Engine]:
-    """P and D, up."""
+    """P and D, started."""
     model, topology, longest, made = *case[:2], case[2] + BLOCK, list[Engine]()
     common = {
         "geometry": model,

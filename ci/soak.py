@@ -57,7 +57,7 @@ FATES = {
 
 @dataclass
 class Handover:
-    """One prompt on its way."""
+    """One prompt that is handed over: its fate, and its request on P or on D."""
 
     fate: str
     request: ByteRequest  # on P, and from P's answer on: on D
@@ -65,11 +65,12 @@ class Handover:
     due: float = 0.0  # when D is to fetch it
 
     def answered(self, params: dict[str, Any] | None) -> None:
-        """Make it a request on D."""
-        says = 2 if self.fate == "preempted on D" else 1  # it must still run
+        """Turn the request on P into a request on D, with P's kv_transfer_params."""
+        # A request that is preempted must still be running then.
+        max_tokens = 2 if self.fate == "preempted on D" else 1
         id = self.request.id.replace(ON_P, ON_D)
         self.request = msgspec.structs.replace(
-            self.request, id=id, max_tokens=says, kv_transfer_params=params, watch=True
+            self.request, id=id, max_tokens=max_tokens, kv_transfer_params=params, watch=True
         )
 
 
@@ -127,7 +128,7 @@ class Soak:
         self.engines[role].reuse(role == "P")
 
     def _round(self, kill: bool) -> None:
-        """Some hand-overs from their prompts to their ends. `kill`: P, once it has answered."""
+        """Hand some prompts over, from P's prefill to the end on D. `kill`: kill P once it has answered."""
         self.counts["rounds"] += 1
         self.engines["D"].call("poison")
         for one in self._compute(self._prompts(kill)):

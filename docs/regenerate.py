@@ -140,7 +140,7 @@ def clauses_tables() -> str:
         rows = [
             (
                 clause.id,
-                clause.says,
+                clause.sentence,
                 ", ".join(clause.rules) or f"not tested: {clause.untestable}",
                 clause.source,
             )

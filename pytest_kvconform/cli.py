@@ -95,7 +95,8 @@ def _rules(matrix: str) -> list[Sequence[str]]:
 
 def _clauses(matrix: str) -> list[Sequence[str]]:
     return [
-        (clause.id, " ".join(clause.rules) or "not tested", clause.says) for clause in clauses.load().values()
+        (clause.id, " ".join(clause.rules) or "not tested", clause.sentence)
+        for clause in clauses.load().values()
     ]
 
 
@@ -149,7 +150,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _explain(options: argparse.Namespace) -> int:
     known = rules.load()
     if (clause := clauses.load().get(options.rule.upper())) is not None:
-        print(f"{clause.id}\n\n  {clause.says}\n\nsource   {clause.source}")
+        print(f"{clause.id}\n\n  {clause.sentence}\n\nsource   {clause.source}")
         print(f"rules    {' '.join(clause.rules)}" if clause.rules else f"untested {clause.untestable}")
         return 0
     rule = known.get(options.rule.upper())

@@ -114,7 +114,7 @@ class RunContext:
         """A name that is unique in the run."""
         return next(self.names)
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """A wait that --kv-timeout-scale makes longer, and never shorter."""
         return seconds * max(1.0, self.settings.timeout_scale)
 
@@ -133,7 +133,7 @@ class RunContext:
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
-        return self.lease_s(asked_s) > self.patience(LONGEST_LEASE_S)
+        return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end."""

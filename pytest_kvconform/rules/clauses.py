@@ -40,9 +40,9 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One thing that vLLM relies on in a connector."""
 
     id: str  # "C2"
-    says: str  # what vLLM relies on
+    sentence: str  # what vLLM relies on
     source: str  # "file: name, name; file: name", files relative to vLLM's package
-    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty only if `untestable` says why
+    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty only if `untestable` has the reason
     untestable: str = ""  # why no rule tests it
 
 

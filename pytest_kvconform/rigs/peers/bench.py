@@ -50,9 +50,9 @@ class PeerBench:
         """
         self.context.require_short_lease(self._asked_lease_s)
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """A wait inside a scenario: longer with --kv-timeout-scale, never shorter."""
-        return self.context.patience(seconds)
+        return self.context.scaled_seconds(seconds)
 
     def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
         """How an engine of a role is built."""
@@ -61,7 +61,7 @@ class PeerBench:
     @property
     def _asked_lease_s(self) -> float:
         """Seconds of the lease that the suite asks for."""
-        return self.context.patience(LEASE_S)
+        return self.context.scaled_seconds(LEASE_S)
 
     def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
         """Run every scenario of a cell, all at once."""

@@ -95,7 +95,7 @@ class FaultBench:
     @property
     def _asked_lease_s(self) -> float:
         """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
-        return self.context.patience(LEASE_S)
+        return self.context.scaled_seconds(LEASE_S)
 
     def _engines(self, cell: Cell, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""

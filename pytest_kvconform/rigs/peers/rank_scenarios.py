@@ -33,7 +33,7 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
     second = yield from engines.prefill(p)
     held = yield from engines.add_decode_with_faults(d, second, last_rank(d, HELD))
     if not isinstance(held, str):
-        yield from pause(engines.bench.patience(AWHILE_S))
+        yield from pause(engines.bench.scaled_seconds(AWHILE_S))
         yield from d.call("start_held_transfers")
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
@@ -84,7 +84,7 @@ def aborted_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
         return ScenarioObservation(unsupported=held)
     request, _ = held
     yield from d.call("abort", request.id)
-    yield from pause(engines.bench.patience(AWHILE_S))
+    yield from pause(engines.bench.scaled_seconds(AWHILE_S))
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
     yield from d.call("start_held_transfers")
     after = yield from engines.wait_until_empty(d)

@@ -114,7 +114,7 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         numbers[f"{what}_from"] = added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
         own = yield from engines.add_decode(d, None)
-        yield from pause(engines.bench.patience(STALL_S))
+        yield from pause(engines.bench.scaled_seconds(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
         decodes[what] = yield from engines.finish_decode(d, request, added)
@@ -234,7 +234,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
         engines.limits.request,
     )
     listeners = engines.silent_listeners
-    yield from until(lambda: any(one.received for one in listeners), engines.bench.patience(CONTACT_S))
+    yield from until(lambda: any(one.received for one in listeners), engines.bench.scaled_seconds(CONTACT_S))
     valid = [frames for one in listeners for frames in one.received[:2]]
     before = yield from engines.prefill(p)
     listening = listening_ports(p.handle.process.pid)
@@ -246,7 +246,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
             sent += sum(client.send(frames) for frames in chunk)
             client.send_raw(b"".join(chunk[0]))
             yield
-        yield from pause(engines.bench.patience(DELIVERY_S))
+        yield from pause(engines.bench.scaled_seconds(DELIVERY_S))
         client.close()
     prefill = yield from engines.prefill(p)  # a new one: the lease of the prompt computed before may be over
     decode = yield from engines.decode(d, prefill)

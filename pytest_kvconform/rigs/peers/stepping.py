@@ -27,7 +27,7 @@ Steps = Generator[None, None, Any]
 
 
 class DeadlinePassed(Exception):
-    """What a scenario waits for did not happen by its deadline. The message says what."""
+    """What a scenario waits for did not happen by its deadline. The message names it."""
 
 
 class ScenarioEngineFailed(Exception):

@@ -90,7 +90,7 @@ class SchedulerBench:
             ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),
             folder=folder,
             supports_hma=context.facts.supports_hma,
-            timeout_scale=context.patience(1.0),
+            timeout_scale=context.scaled_seconds(1.0),
         )
         target = "pytest_kvconform.rigs.scheduler.host:serve"
         try:

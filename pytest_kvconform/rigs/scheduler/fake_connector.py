@@ -46,7 +46,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         return (missing, True) if missing > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """What was announced is on its way, and is announced once."""
+        """Announce no further load: each load is announced once."""
         self.loads = self.loads and not num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -88,7 +88,7 @@ class Child:
 
 
 def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
-    """What makes MultiConnector's configuration of the subject's.
+    """Return a function that turns the subject's configuration into MultiConnector's.
 
     `where`: "first" or "last", the place of the fake connector.
     """

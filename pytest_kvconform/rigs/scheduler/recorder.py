@@ -127,12 +127,12 @@ def _kept(result: Any) -> Any:
         return result
 
 
-# what repr says all of; lists of block ids and tokens are long
+# types whose whole value repr shows; lists of block ids and tokens are long
 _PLAIN = {int, str, bytes, float, bool, type(None)}
 
 
 def _content(scheduler_output: Any) -> dict[str, str]:
-    """What a SchedulerOutput says, field by field, as text.
+    """The fields of a SchedulerOutput, as text.
 
     Two fields are left out: one that the connector may change (new_block_ids_to_zero, see
     build_connector_meta in base.py), and one that is a function.
@@ -217,21 +217,23 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
 
 def check_finished(hook: str, request: Any, answer: Any) -> None:
     """Raise Violation unless vLLM can use the answer of request_finished, and its params survive JSON."""
-    said = f"{hook}({request.status.name}) returned {_short(answer)}"
+    returned = f"{hook}({request.status.name}) returned {_short(answer)}"
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
-        raise _broken("KV-FINISH-001", f"{said}, and vLLM unpacks (keep the blocks: bool, params or None)")
+        raise _broken(
+            "KV-FINISH-001", f"{returned}, and vLLM unpacks (keep the blocks: bool, params or None)"
+        )
     params = answer[1]
     if params is None:
         return
     if not isinstance(params, dict):
         raise _broken(
-            "KV-FINISH-002", f"{said}: params are a {type(params).__name__}, and vLLM writes into a dict"
+            "KV-FINISH-002", f"{returned}: params are a {type(params).__name__}, and vLLM writes into a dict"
         )
     try:
         again = json.loads(json.dumps(params))
     except (TypeError, ValueError) as error:
         raise _broken(
-            "KV-FINISH-002", f"{said}: as JSON, which is how they reach D, they are refused: {error}"
+            "KV-FINISH-002", f"{returned}: as JSON, which is how they reach D, they are refused: {error}"
         ) from None
     if lost := [key for key, value in _listed(params).items() if key not in again or again[key] != value]:
         raise _broken(

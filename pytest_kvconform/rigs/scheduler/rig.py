@@ -168,7 +168,7 @@ class Rig:
             raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
         return d.steps[-1]
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
 

@@ -115,7 +115,7 @@ class Side(SideState):
         given = output.kv_connector_metadata
         metadata = pickle.loads(pickle.dumps(given))
         ended, preempted = frozenset(output.finished_req_ids), frozenset(output.preempted_req_ids or ())
-        said: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
         scheduled = {
             id: (
                 self.scheduler.requests[id].num_computed_tokens - number,
@@ -130,12 +130,16 @@ class Side(SideState):
         for batch in self._guarded(self.scheduler.update_from_output, output, whole).values():
             for one in batch.outputs:
                 finish = None if one.finish_reason is None else str(one.finish_reason)
-                said[one.request_id] = RequestOutput(tuple(one.new_token_ids), finish, one.kv_transfer_params)
-        self.results |= {id: one for id, one in said.items() if one.finish}
+                outputs[one.request_id] = RequestOutput(
+                    tuple(one.new_token_ids), finish, one.kv_transfer_params
+                )
+        self.results |= {id: one for id, one in outputs.items() if one.finish}
         self._note_ends()
         has_sync_kv_loads = output.has_sync_kv_loads
         self.steps.append(
-            Step(len(self.steps) + 1, scheduled, said, metadata, has_sync_kv_loads, ended, preempted, given)
+            Step(
+                len(self.steps) + 1, scheduled, outputs, metadata, has_sync_kv_loads, ended, preempted, given
+            )
         )
         return self.steps[-1]
 
@@ -289,15 +293,15 @@ class Side(SideState):
     def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        said = []
+        sampled = []
         for id in ids:
             request = self.scheduler.requests[id]
             token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
-            said.append([token] if request.num_computed_tokens >= request.num_tokens else [])
+            sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={id: index for index, id in enumerate(ids)},
-            sampled_token_ids=said,
+            sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
                 finished_sending=set(report.sent) or None,
                 finished_recving=set(report.received) or None,

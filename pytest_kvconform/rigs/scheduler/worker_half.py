@@ -163,13 +163,15 @@ class WorkerHalf:
     def step_without_tokens(self, side: Side) -> Any:
         """A step in which nothing is computed: every hook of a worker's step, in vLLM's order.
 
-        Returns vLLM's KVConnectorOutput, None if the connector said nothing.
+        Returns vLLM's KVConnectorOutput, None if the connector reported nothing.
         """
         output = side.scheduler.schedule()
-        said = self.recorder.call("a step without tokens", self.active.no_forward, output).kv_connector_output
-        if said is not None:
-            side.call_hook("update_connector_output", said)
-        return said
+        reported = self.recorder.call(
+            "a step without tokens", self.active.no_forward, output
+        ).kv_connector_output
+        if reported is not None:
+            side.call_hook("update_connector_output", reported)
+        return reported
 
     def listening_ports(self) -> list[int]:
         """Those of the ports that the engine was given on which this process listens."""

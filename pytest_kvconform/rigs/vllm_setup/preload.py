@@ -26,7 +26,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     mended = mend_imports()  # before vLLM is imported
     import torch
 
-    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment says
+    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment sets
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform

@@ -17,7 +17,7 @@ from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size, side_of
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite.bytes._stores import is_store, nothing_given
+from pytest_kvconform.suite.bytes._stores import is_store, raise_nothing_loaded
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
 
 
@@ -58,7 +58,7 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
                 f"{transfer}: not every rank of D compared its pool before the first forward of {r.name}"
             )
         if is_store(bench) and not r.decode.external_tokens:
-            nothing_given(bench, observed, transfer)
+            raise_nothing_loaded(bench, observed, transfer)
         if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
             raise Blocked(
                 "depends on kv::bytes/handover::d_computes_only_missing_tokens: D loaded nothing for "
@@ -72,15 +72,15 @@ def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Recei
     """Return the requests without those for which D loaded nothing because no load could have been right.
     Raises NotApplicable if none is left.
     """
-    gone = {r.name: _gone(bench, r) for r in observed.requests if not r.decode.external_tokens}
-    left = tuple(r for r in observed.requests if not gone.get(r.name))
+    freed = {r.name: _tokens_freed_by_p(bench, r) for r in observed.requests if not r.decode.external_tokens}
+    left = tuple(r for r in observed.requests if not freed.get(r.name))
     if not left:
-        raise NotApplicable(f"{next(iter(gone.values()))}, so it is right that D computes the prompt")
+        raise NotApplicable(f"{next(iter(freed.values()))}, so it is right that D computes the prompt")
     return left
 
 
 @dataclass(frozen=True)
-class _Gone:
+class _FreedTokens:
     """Tokens [first, end) of layers with a window that only D's prefix cache has after a load.
 
     P does not have them any more.
@@ -98,7 +98,7 @@ class _Gone:
         )
 
 
-def _gone(bench: Bench, r: Received) -> _Gone | None:
+def _tokens_freed_by_p(bench: Bench, r: Received) -> _FreedTokens | None:
     """Return the tokens that P has freed of the block in which D's window begins.
 
     There are such tokens if D's blocks are larger than P's.
@@ -114,11 +114,11 @@ def _gone(bench: Bench, r: Received) -> _Gone | None:
         begins = max(0, r.length - window)  # the first token that D reads when it computes the last one
         end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
         if end > first:
-            return _Gone(window, first, end)
+            return _FreedTokens(window, first, end)
     return None
 
 
-def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
+def _explains(bench: Bench, freed: _FreedTokens, pool: PoolComparison) -> bool:
     """Whether these tokens are all that is wrong: never written, in layers with a window."""
     layers = {
         layer.name
@@ -126,7 +126,7 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
         if isinstance(layer.kind, SlidingWindow)
     }
     runs = pool.runs[pool.runs["kind"] != SAME]
-    inside = (runs["expected"]["token"] >= gone.first) & (runs["expected"]["token"] < gone.end)
+    inside = (runs["expected"]["token"] >= freed.first) & (runs["expected"]["token"] < freed.end)
     of_them = np.array([region.layer in layers for region in pool.regions])[runs["region"]]
     return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
@@ -154,9 +154,9 @@ def finding(bench: Bench, observed: TransferObservation, r: Received, check: Che
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
     audits = observed.audits[1]
     later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
-    gone = _gone(bench, r)
-    if gone is not None and not later_right and _explains(bench, gone, check.pool):
-        diagnosis = str(gone)
+    freed = _tokens_freed_by_p(bench, r)
+    if freed is not None and not later_right and _explains(bench, freed, check.pool):
+        diagnosis = str(freed)
     else:
         diagnosis = diagnose_pool(check.pool, source=observed.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""

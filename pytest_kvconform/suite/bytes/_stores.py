@@ -31,7 +31,7 @@ def alike(cell: Cell) -> bool:
     return p == d and side_of(cell, "P") == side_of(cell, "D")
 
 
-def nothing_given(bench: Bench, observed: TransferObservation, transfer: Transfer) -> None:
+def raise_nothing_loaded(bench: Bench, observed: TransferObservation, transfer: Transfer) -> None:
     """Report that D loaded nothing for a request.
 
     Raises NotApplicable if that is right, otherwise Blocked.

@@ -41,7 +41,7 @@ NEEDS_NIXL = "needs a connector that moves bytes with NIXL: no agent was made"
 
 @case("KV-FAIL-001", variants=all_transfers)
 def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
-    """Every request ends as kv_load_failure_policy says, and no engine dies, hangs or raises."""
+    """Every request ends as kv_load_failure_policy demands, and no engine dies, hangs or raises."""
     found = _with_faults(bench, transfer)
     observed, failed = found.transfer, _failed_requests(found.transfer)
     if observed.failed or observed.stuck:

@@ -45,7 +45,7 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
 
 def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
-    deadline = time.monotonic() + rig.patience(MOMENT_S)
+    deadline = time.monotonic() + rig.scaled_seconds(MOMENT_S)
     while (found := look()) and time.monotonic() < deadline:
         gc.collect()  # some things end when the halves are garbage-collected
         time.sleep(0.02)

@@ -188,7 +188,7 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
-    thread.join(patience := rig.patience(FOREVER_S))
+    thread.join(patience := rig.scaled_seconds(FOREVER_S))
     if thread.is_alive():
         raise rig.violation(
             "",

@@ -62,7 +62,7 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
             f"nobody reports what is {what}, and {SILENT} steps later another request is "
             f"{side.status(other)}",
         )
-    late = [call for call in side.calls if call.seconds > rig.patience(SOON_S)]
+    late = [call for call in side.calls if call.seconds > rig.scaled_seconds(SOON_S)]
     for first, again in itertools.combinations(late, 2):
         if first.hook == again.hook:  # a machine may stop for a second, but hardly twice in one hook
             took, where = (

@@ -94,7 +94,7 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
     observed = completed(bench, scenario, rule, "")
     bad = seconds(observed.decodes["bad"])
     for name, words in others.items():
-        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.decodes[name]) > DELAYED * bad:
+        if bad > bench.peers.scaled_seconds(NOTICEABLE_S) and seconds(observed.decodes[name]) > DELAYED * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "
@@ -144,7 +144,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"]),
     )
     what = {"meeting": "D shook hands with it", "reading": "D read from it"}[variant]
-    stall = bench.peers.patience(STALL_S)
+    stall = bench.peers.scaled_seconds(STALL_S)
     if longest >= stall / 2:
         if noise >= stall / 4:
             raise Blocked(
