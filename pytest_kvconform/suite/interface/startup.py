@@ -188,13 +188,13 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
-    thread.join(patience := rig.scaled_seconds(FOREVER_S))
+    thread.join(waited := rig.scaled_seconds(FOREVER_S))
     if thread.is_alive():
         raise rig.violation(
             "",
             f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port "
             "still waits in "
-            f"set_xfer_handshake_metadata after {patience:g} s",
+            f"set_xfer_handshake_metadata after {waited:g} s",
             diagnosis="the start waits for a listener that could not bind its port, and raises no error",
         )
     return Evidence(
