@@ -77,7 +77,7 @@ def check_recomputed_tokens(requests: Sequence[HandedOver], block_size: int, byt
 def whole_blocks(length: int, block_size: int) -> int:
     """Return how many tokens of a prompt D must not recompute.
 
-    All but the last one, from which D samples, rounded down to whole blocks.
+    These are all but the last one, from which D samples, rounded down to whole blocks.
     """
     return (length - 1) // block_size * block_size
 

@@ -148,7 +148,7 @@ def my_heads(worker: Any, local: int, total: int) -> slice:
 def read_state(worker: Any, name: str, slot: int) -> tuple[np.ndarray, ...]:
     """This rank's share of the state in one slot.
 
-    Convolution segments [channel, position] (Q, K, V), then the recurrent state.
+    The segments of the convolution [channel, position] come first (Q, K, V), then the recurrent state.
     """
     layer = layers(worker)[name]
     conv, *recurrent = layer.kv_cache

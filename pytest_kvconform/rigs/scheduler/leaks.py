@@ -1,7 +1,7 @@
 """Leaks of the scheduler rig: what is left when every request has ended.
 
-Looked at are the scheduler, its block pool and the connector's scheduler half. Nothing is known of the
-connector's objects, so `walk` visits all of them.
+`leaks` looks at the scheduler, its block pool and the connector's scheduler half. The classes of a
+connector's objects are unknown, so `walk` visits every object that it can reach.
 """
 
 from __future__ import annotations

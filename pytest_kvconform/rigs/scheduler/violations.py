@@ -65,7 +65,7 @@ def location_of(error: BaseException) -> str:
 def _declined(hook: str, error: BaseException) -> str:
     """The message with which a connector declines to start, or "".
 
-    "" if it raised elsewhere, without a message, or failed an assertion.
+    It does not decline if it raised elsewhere, raised without a message, or failed an assertion.
     """
     message = " ".join(str(error).split())
     in_constructor = hook.startswith("__init__") and not isinstance(error, AssertionError)

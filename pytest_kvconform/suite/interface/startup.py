@@ -77,8 +77,8 @@ def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
 def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
     """vLLM's start works in its order.
 
-    Worker half, memory, scheduler half, get_finished_count, handshake metadata. Two steps without requests
-    follow.
+    The order is worker half, memory, scheduler half, get_finished_count, handshake metadata. Two steps
+    without requests follow.
     """
     half = WorkerHalf(rig, role)
     side = half.start()

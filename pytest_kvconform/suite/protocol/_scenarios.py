@@ -1,6 +1,6 @@
 """Scenarios with which cases on the scheduler rig begin.
 
-Prompts, ends of requests, mixed requests, and notifications of P.
+They are about prompts, ends of requests, mixed requests, and notifications of P.
 """
 
 from __future__ import annotations

@@ -311,8 +311,8 @@ CORRUPT_LISTS = _ANY | {
 def corrupted(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
     """Return field -> the params with this field corrupted.
 
-    Either for fields whose value is a list, or for all others. A field whose value does not change is left
-    out.
+    There is an entry for each field whose value is a list, or for each other field. A field whose value does
+    not change is left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for field, value in params.items():

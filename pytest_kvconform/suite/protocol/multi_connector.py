@@ -222,7 +222,7 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     """The handshake metadata of the connector's workers reaches its scheduler half.
 
-    It stands beside a fake connector that publishes nothing.
+    The other child of MultiConnector, a fake connector, publishes nothing.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf

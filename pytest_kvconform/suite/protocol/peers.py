@@ -71,7 +71,7 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """Requests that do not need the unreachable peer do not wait until the other request has failed.
 
-    They are from a peer with which D has shaken hands, or need no peer.
+    One is from a peer with which D has shaken hands, and D computes the other one itself.
     """
     known = (
         {"good": "a request whose P has shaken hands with D before"} if variant == "unreachable_peer" else {}
