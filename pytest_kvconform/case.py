@@ -24,9 +24,9 @@ RIGS_OF_TIERS = {
     "bytes": ("bytes",),
     "engine": ("engine",),
 }
-# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation,
-# Blocked, NotApplicable or HarnessError. The registered body of a case of the scheduler rig returns a
-# CaseEnd.
+# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises
+# Violation, Blocked, NotApplicable or HarnessError. The registered body of a case of the
+# scheduler rig returns a CaseEnd.
 Body = Callable[..., Evidence | CaseEnd]
 
 

@@ -285,8 +285,8 @@ class Worker:
         try:
             peer = yield from self._peers.meet(address)
             with peer.used():
-                # Read from new ranks first: NIXL might not send a first message if this engine stops
-                # stepping.
+                # Read from new ranks first: NIXL might not send a first
+                # message if this engine stops stepping.
                 new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
                 yield from self._read_boards(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
                 for rank in range(len(peer.cards)):

@@ -62,8 +62,8 @@ class Zygote:
                 if connection.poll(CLOSE_S):
                     problems = connection.recv()[1]
         except (OSError, EOFError):
-            # The zygote has ended, or it still imports and sees the end of its input next: its exit code
-            # tells.
+            # The zygote has ended, or it still imports and sees the end of its
+            # input next: its exit code tells.
             unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()

@@ -134,8 +134,8 @@ WRONG = [
                 "884736 words were still unwritten when the load was reported complete; a later look "
                 "found them correct$"
             ),
-            # What came late came over what D had computed by then: its last token, and the rest of that
-            # block.
+            # What came late came over what D had computed by then: its last
+            # token, and the rest of that block.
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
     ),

@@ -15,8 +15,8 @@ from tests.helpers.case_runner import CaseRunner
 UNEQUAL = "tp-heterogeneous"
 CRITERIA = Criteria(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
 
-# connector -> what its cases become where P has one rank and D two; observed; rule of the declaration that is
-# broken
+# connector -> what its cases become where P has one rank and D two; observed; rule
+# of the declaration that is broken
 ENDS = {
     "Declines": ({"NOT-APPLICABLE"}, "refused", ""),
     "Dies": ({"FAIL", "BLOCKED"}, "fails", "KV-DECLARE-003"),

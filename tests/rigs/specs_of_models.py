@@ -52,8 +52,8 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of, layer
 MAX_MODEL_LEN = 4096
 # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
 CHANGES = {"gpt_oss": {"intermediate_size": 4096}}
-# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the
-# kernels' 32
+# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48
+# is no multiple of the kernels' 32
 CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [
     (1, 48, "auto", True),
     (2, 128, "auto", False),
@@ -159,9 +159,9 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.initialize_model_parallel(1)
     results = {}
-    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention: limits of a
-    # kernel that is not run here. Streams of CUDA are made by the constructor of Kimi Linear and used by its
-    # forward only.
+    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention:
+    # limits of a kernel that is not run here. Streams of CUDA are made by the constructor of Kimi
+    # Linear and used by its forward only.
     with (
         patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
         patch.object(torch.cuda, "Stream", lambda: None),

@@ -14,8 +14,8 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.scenario import Transfer
 
-# Times the deadline of a call: one call may compare hundreds of megabytes, and name what millions of wrong
-# words share.
+# Times the deadline of a call: one call may compare hundreds of megabytes, and name
+# what millions of wrong words share.
 SLOW_CALLS = 4
 
 

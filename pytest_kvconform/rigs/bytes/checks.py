@@ -51,8 +51,8 @@ class Groups:
 class Unwritten:
     """Bytes that were due at the check of a request and had not been written."""
 
-    # bool [byte] of the storage, eight to a byte. Always whole words, although some bytes may be right by
-    # accident.
+    # bool [byte] of the storage, eight to a byte. Always whole words, although some
+    # bytes may be right by accident.
     where: Array
     want: Array  # uint8, what was due there
     held: dict[str, Array]  # as for `compare_pool`

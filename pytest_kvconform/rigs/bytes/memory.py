@@ -137,8 +137,8 @@ class Memory:
         else:
             poison(self.storage, engine, rank)
 
-    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the
-    # memory itself.
+    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back.
+    # On CPU it is the memory itself.
 
     def fetch(self, blocks: Array | None = None) -> None:
         """Bring what these blocks (default: all) hold now into `storage`."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# Every byte of an unowned block. As a number it is large and finite in each float format (bf16 and fp32:
-# 1.3e7).
+# Every byte of an unowned block. As a number it is large and finite in each
+# float format (bf16 and fp32: 1.3e7).
 POISON = 0x4B
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 FIRST = 10240
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
-# Names of abstract Unix sockets that keep other runs off the ports of the youngest engines. They end with
-# this process.
+# Names of abstract Unix sockets that keep other runs off the ports of the youngest
+# engines. They end with this process.
 _taken: deque[socket.socket] = deque(maxlen=64)
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 

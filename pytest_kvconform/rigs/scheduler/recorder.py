@@ -100,8 +100,8 @@ def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         return {
             "num_external_tokens": values[2],
             "blocks": tuple(tuple(block.block_id for block in group) for group in groups),
-            # Blocks that a load may write: those that are neither shared through the prefix cache nor the
-            # null block.
+            # Blocks that a load may write: those that are neither shared through the
+            # prefix cache nor the null block.
             "writable": tuple(
                 tuple(b.block_id for b in group if b.block_hash is None and not b.is_null) for group in groups
             ),

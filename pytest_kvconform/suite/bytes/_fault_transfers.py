@@ -76,8 +76,8 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
 }
 
 
-# NIXL is not known to repeat a notification by itself, so a transfer that needs only this fault is not in
-# every run.
+# NIXL is not known to repeat a notification by itself, so a transfer that needs only
+# this fault is not in every run.
 NOT_QUICK = ("twice_slow_rank",)
 
 

@@ -204,8 +204,9 @@ def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any
 
 
 def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
-    """Whether some step of D has P's identifiers in a place where they are not while the request waits.
+    """Whether the metadata of a step of D orders a notification to P.
 
-    How a connector notifies P is its own choice, but then P's request is in the metadata in a new place.
+    A connector is free to choose the form. But the metadata then names P's request in a place where the
+    request is not as long as it waits (`waiting`).
     """
     return not places(d.steps, identifiers(params)) <= waiting
