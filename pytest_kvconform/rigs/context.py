@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
-LEASE_KEY = (
-    "kv_lease_duration"  # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
-)
+# of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
+LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
@@ -45,9 +44,8 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_hma: bool
     vllm: str  # version
     device: str  # "cpu" or "cuda": what this vLLM runs on
-    mended: str = (
-        ""  # packages of this environment that do not load beside its torch, and what was done about it
-    )
+    # packages of this environment that do not load beside its torch, and what was done about it
+    mended: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     # Rounds after a failure in which the handle cannot be released, and after which
     # the bytes are moved all the same.
     linger: int = 0
-    notifications: str = (
-        ""  # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
-    )
+    # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
+    notifications: str = ""
     # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that
     # REVERSED waits for another one.
     delay: int = 0

@@ -132,9 +132,8 @@ def outcome(geometry: Geometry, folder: Path, case: tuple[int, int, str, bool]) 
         theirs = build(config)
     except (ValueError, AssertionError) as error:  # refused: pydantic's error is a ValueError
         return {"refused": str(error)}
-    config.cache_config.kv_cache_layout = (
-        "LBHNC"  # grouping asks for it; the engine core resolves it otherwise
-    )
+    # grouping asks for it; the engine core resolves it otherwise
+    config.cache_config.kv_cache_layout = "LBHNC"
     block_size = block_size_of(geometry, tp, wanted, cache_dtype)
     ours = layer_specs(
         geometry, tp, block_size, cache_dtype, prefix_caching=prefix_caching, max_model_len=MAX_MODEL_LEN

@@ -18,9 +18,8 @@ PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
 # that have met answer at once, and the outcome of a case must not depend on the cases before it.
 INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
-DEAD_CELLS = (
-    3  # after the engines of so many cells have died, further cells would only take long, and are not tried
-)
+# after the engines of so many cells have died, further cells would only take long, and are not tried
+DEAD_CELLS = 3
 
 
 class EngineBench:
@@ -29,9 +28,8 @@ class EngineBench:
     def __init__(self, context: RunContext):
         self.context = context
         self.pairs = EnginePairs(context, ModelEngineHandle, context.deadlines.call)
-        self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
-            None  # engines that have handed something over
-        )
+        # engines that have handed something over
+        self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = None
         self._observations: dict[tuple[Cell, str], Observation] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence

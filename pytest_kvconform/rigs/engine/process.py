@@ -30,9 +30,8 @@ from pytest_kvconform.rigs.engine.messages import (
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
-IDLE_S = (
-    0.001  # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
-)
+# pause after a step that computed nothing, so that a polling engine leaves the core to its peer
+IDLE_S = 0.001
 
 
 def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:

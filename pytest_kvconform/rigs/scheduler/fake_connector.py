@@ -1,10 +1,12 @@
 """A second connector for vLLM's MultiConnector. A case sets its answers. It moves nothing.
 
-# MultiConnector([FakeConnector, the subject])
-side = rig.side("D", transfer=with_fake_connector("first"))
-subject, fake = multi_connector_children(side)
-fake.connector.loads = True  # it announces the missing tokens of the next request, so it is chosen
-subject.calls_of(...)  # calls of the subject's hooks, with the checks of recorder.py
+    # MultiConnector([FakeConnector, the subject])
+    side = rig.side("D", transfer=with_fake_connector("first"))
+    subject, fake = multi_connector_children(side)
+    fake.connector.loads = True  # announces the missing tokens of the next request
+    subject.calls_of(...)  # calls of the subject's hooks
+
+recorder.py checks the calls of the subject.
 """
 
 from __future__ import annotations
