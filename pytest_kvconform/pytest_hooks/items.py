@@ -84,7 +84,7 @@ class CaseFailed(Exception):
 class CaseItem(pytest.Item):
     """One case in one cell with one variant.
 
-    It is no pytest.Function: without fixtures, nobody can override them.
+    It is no pytest.Function: it has no fixtures, so no user can override them.
     """
 
     runner: CaseRunner

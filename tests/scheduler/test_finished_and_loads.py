@@ -58,7 +58,7 @@ WRONG = [
         "KeepsTheAborted",
         on(
             "aborted_prefill_is_freed_at_once[p-abort-running]",
-            r"returned True: P keeps blocks that nobody reads",
+            r"returned True: P keeps blocks that no peer reads",
         ),
         rules="KV-FINISH-004",
     ),
@@ -164,7 +164,7 @@ WRONG = [
         "OneAtATime",
         on(
             "every_hook_returns_soon[loading]",
-            r"nobody reports what is loading, .* another request is WAITING",
+            r"no worker reports what is loading, .* another request is WAITING",
         ),
         rules="KV-HOOK-002 KV-MATCH-004",
     ),

@@ -26,7 +26,7 @@ def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
 def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """P hands requests over to D; for one of them the last rank of D is slow.
 
-    P also computes one request that it hands to nobody, and aborts one.
+    P also computes one request that no D loads, and aborts one.
     """
     first = yield from engines.prefill(p)
     decodes = {"first": (yield from engines.decode(d, first))}

@@ -18,13 +18,13 @@ _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 
 
 def free_port() -> int:
-    """A TCP port on which nobody listens.
+    """A TCP port on which no process listens.
 
     No other call of this function, in any process, returns the port, and the system does not choose it
     either.
 
     An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to
-    port 0) can by then be one end of somebody's connection. Raises OSError if every port is taken.
+    port 0) can by then be one end of a connection. Raises OSError if every port is taken.
     """
     end = _first_ephemeral()
     for _ in range(FIRST, end, APART):

@@ -185,7 +185,7 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
         )
     if not tokens and asynchronous:
         raise _broken(
-            "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end nobody would report"
+            "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end no worker would report"
         )
 
 

@@ -161,7 +161,7 @@ class Side(SideState):
                 sent=self.delayed_free_requests() if sent else (),
             )
         waiting = (
-            ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "nobody waits"
+            ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "no request waits"
         )
         if again := [
             (id, loads) for id in self.unfinished_requests() if (loads := self.loads_started(id)) > MAX_LOADS

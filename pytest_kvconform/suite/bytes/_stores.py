@@ -94,7 +94,7 @@ def check_store_loads(
 
 
 def check_nothing_invented(observed: TransferObservation) -> None:
-    """Raise Violation (KV-BYTES-001) if P loaded KV of a prompt that nobody had computed before.
+    """Raise Violation (KV-BYTES-001) if P loaded KV of a prompt that no engine had computed before.
 
     P's prompts are new to every store. The first of them shares nothing with any other. After a preemption P
     may load what it saved.
@@ -105,7 +105,7 @@ def check_nothing_invented(observed: TransferObservation) -> None:
             Finding(
                 rule="KV-BYTES-001",
                 happened=f"P loaded {first.prefill.external_tokens} of {first.length} tokens of "
-                f"{first.name}, a prompt that nobody had computed or saved",
+                f"{first.name}, a prompt that no engine had computed or saved",
                 diagnosis="the store takes one prompt for another: the key of the lookup does not depend on "
                 "every token",
                 check=("is every token of the prefix part of the key, and not only some or their number?",),

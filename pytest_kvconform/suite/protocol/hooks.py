@@ -59,7 +59,7 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     if other not in side.results:
         raise rig.violation(
             "",
-            f"nobody reports what is {what}, and {SILENT} steps later another request is "
+            f"no worker reports what is {what}, and {SILENT} steps later another request is "
             f"{side.status(other)}",
         )
     late = [call for call in side.calls if call.seconds > rig.scaled_seconds(SOON_S)]

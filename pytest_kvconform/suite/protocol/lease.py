@@ -71,14 +71,14 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 
 @case("KV-LEASE-002", rig="peers", applies=one_rank)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
-    """P frees blocks that nobody reads when their lease ends: not before, soon after, and once."""
+    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once."""
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
     handed, lease = observed.prefills["late"], bench.peers.lease_s
     kept = observed.numbers["freed"] - handed.added
     if not observed.numbers["freed"]:
         raise violation(
             "KV-LEASE-002",
-            "nobody read the blocks of a request, and "
+            "no peer read the blocks of a request, and "
             f"{lease + RELEASE_S * bench.settings.timeout_scale:.0f} s later P still holds them; their lease "
             f"is {lease:.0f} s",
             observed,

@@ -22,7 +22,7 @@ from pytest_kvconform.suite._peer_observations import (
 )
 
 PLACES = {
-    "unreachable_peer": "nobody listens on the port that its params name",
+    "unreachable_peer": "no process listens on the port that its params name",
     "silent_peer": "the listener on the port that its params name never answers",
 }
 OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}

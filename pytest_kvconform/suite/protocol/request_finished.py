@@ -101,7 +101,7 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
         raise rig.violation(
             "",
             f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps "
-            "blocks that nobody reads",
+            "blocks that no peer reads",
         )
     if call.result[1] and any(map(p.owns_block, integers(call.result[1]))):
         raise rig.violation(
@@ -183,7 +183,7 @@ def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     if (lost := sorted(named & theirs)) or id not in p.delayed_free_requests():
         raise rig.violation(
             "",
-            f"the params name blocks {sorted(named)}, and P freed {lost or 'them'} before anybody has read "
+            f"the params name blocks {sorted(named)}, and P freed {lost or 'them'} before any peer has read "
             "them",
         )
     p.abort(other)

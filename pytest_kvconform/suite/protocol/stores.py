@@ -97,7 +97,9 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     side.run()
     answers += [call.result for call in side.calls_of(ASKED, id)]
     if wrong := [answer for answer in answers if (answer[0] or 0) > known]:
-        raise rig.violation("", f"nobody has saved a block of this prompt, and {ASKED} returned {wrong[0]}")
+        raise rig.violation(
+            "", f"no engine has saved a block of this prompt, and {ASKED} returned {wrong[0]}"
+        )
     return Evidence(looked_at=len(answers), unit="answers")
 
 
