@@ -69,7 +69,7 @@ WRONG = [
     ),
     Wrong(
         "GivesBlocksAway",
-        on("handed_over_blocks_are_kept_until_sent[p-length]", r"P freed .* before anybody has read them"),
+        on("handed_over_blocks_are_kept_until_sent[p-length]", r"P freed .* before any peer has read them"),
         rules="KV-FINISH-006",
     ),
     # How it takes reports.
