@@ -23,10 +23,11 @@ from reference_connector.boxes import Axis, Box
 from reference_connector.plan import Runs, Table, pair, runs
 
 LAYERS, BLOCK, P, D = 61, 16, 8, 4
+# heads, bytes of a cell, held by every rank
 CASES = {
     "MLA": (1, 576 * 2, True),
     "GQA, 8 heads of 128": (8, 2 * 128 * 2, False),
-}  # heads, bytes of a cell, held by every rank
+}
 
 
 def main() -> None:

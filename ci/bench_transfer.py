@@ -48,11 +48,12 @@ from reference_connector.scheduler import Group, _part
 
 BLOCK, REPEAT, PATIENCE_S = 16, 4, 120.0  # tokens; hand-overs of a pair for each order of blocks; seconds
 LLAMA = [("llama3_1_8b", "P1D1", 64), ("llama3_1_8b", "P1D1", 1024), ("llama3_1_8b", "P2D1", 1024)]
+# geometry, topology, tokens of the prompt
 CASES = [
     *LLAMA,
     ("deepseek_v3", "P1D1", 1024),
     ("gpt_oss_20b", "P1D1", 4096),
-]  # geometry, topology, tokens of the prompt
+]
 NIXL, OURS = CONNECTORS = ("NixlConnector", "reference_connector:ReferenceConnector")
 COLUMNS = (
     *("case", "blocks", "NixlConnector: ms / CPU ms", "reference", "raw read", "to NixlConnector", "to raw"),
@@ -69,7 +70,7 @@ def clock() -> np.ndarray:
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """Serve one engine in a child of the zygote: see `engine_process.serve`."""
+    """Serve one engine in a child of the zygote: see `serve` of pytest_kvconform/rigs/engine/process.py."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     from pytest_kvconform.rigs.bytes import process as byte_process
@@ -209,7 +210,7 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
 
 
 def engines(address: str, connector: str, case: tuple[str, str, int], device: str) -> list[Engine]:
-    """P and D, up."""
+    """P and D, started."""
     model, topology, longest, made = *case[:2], case[2] + BLOCK, list[Engine]()
     common = {
         "geometry": model,
@@ -285,9 +286,8 @@ def planned(model: str, length: int, windows: bool = True) -> int:
             fresh,
             length - 1,
         )
-        total += (
-            (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4
-        )  # K and V, two bytes each
+        # K and V, two bytes each
+        total += (-(-part.stop // BLOCK) - part.start // BLOCK) * BLOCK * kind.kv_heads * kind.head_size * 4
     return total
 
 
@@ -310,9 +310,8 @@ def main(device: str = "cpu", rounds: str = "5") -> None:
     ):
         ours, whole = planned(model, length), planned(model, length, windows=False)
         print(f"| {model} | {length} | {ours / 2**20:.1f} MB | {whole / 2**20:.1f} MB | {ours / whole:.1%} |")
-        token = (
-            planned(model, 2) // BLOCK
-        )  # the most of a last block that is left unread where it is the end of a run
+        # the most of a last block that is left unread where it is the end of a run
+        token = planned(model, 2) // BLOCK
         if not 0 <= ours - moved.get((model, "P1D1", length), ours) <= token:
             raise SystemExit(
                 f"{model}: {ours} bytes should have moved, and NIXL counts {moved[model, 'P1D1', length]}"

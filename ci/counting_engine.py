@@ -1,7 +1,6 @@
-"""Byte engines that count what their process has and what NIXL has moved: for soak.py and second_turn.py.
+"""Byte engines that count what their process has and what NIXL has moved, for soak.py and second_turn.py.
 
-They count NIXL's objects where NIXL's Python API (nixl/_api.py) makes them and takes them back, whoever calls
-it.
+NIXL's objects are counted in NIXL's Python API (nixl/_api.py), where they are made and released.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ counted = Counter[str]()  # in this process: what NIXL has given out and not tak
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
-    """Serve one engine in a child of the zygote: see `engine_process.serve`."""
+    """Serve one engine in a child of the zygote: see `serve` of pytest_kvconform/rigs/engine/process.py."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     for name, what, by in (

@@ -16,7 +16,7 @@ die() { say "$*"; exit 2; }
 version_of() { "$1" -V 2>/dev/null || echo "not one that runs"; }
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
-# What an installed extra stands on: changes of any of it install again.
+# Files that an installed extra depends on: a change of any of them installs it again.
 key() { { cat pyproject.toml ci/setup.sh; pwd; "$python" -VV; } | cksum; }
 
 ready() {

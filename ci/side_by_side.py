@@ -44,9 +44,8 @@ def outcomes(one: Results, two: Results) -> list[Row]:
 
     Model, its combinations, rule, outcomes of the cases, why, and their outcomes with the other connector.
     """
-    bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(
-        list
-    )  # (cell, rule); what is blocked by what it stands on, if that is known
+    # Results by (cell, rule). A blocked result is filed under the case that it depends on, if that is known.
+    bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(list)
     for result in sorted(one.values(), key=lambda result: _case_outcome(result) is Outcome.BLOCKED):
         if _case_outcome(result) in (Outcome.FAIL, Outcome.BLOCKED):
             stands = [

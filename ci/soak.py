@@ -57,7 +57,7 @@ FATES = {
 
 @dataclass
 class Handover:
-    """One prompt on its way."""
+    """One prompt that is handed over: its fate, and its request on P or on D."""
 
     fate: str
     request: ByteRequest  # on P, and from P's answer on: on D
@@ -65,11 +65,12 @@ class Handover:
     due: float = 0.0  # when D is to fetch it
 
     def answered(self, params: dict[str, Any] | None) -> None:
-        """Make it a request on D."""
-        says = 2 if self.fate == "preempted on D" else 1  # it must still run
+        """Turn the request on P into a request on D, with P's kv_transfer_params."""
+        # A request that is preempted must still be running then.
+        max_tokens = 2 if self.fate == "preempted on D" else 1
         id = self.request.id.replace(ON_P, ON_D)
         self.request = msgspec.structs.replace(
-            self.request, id=id, max_tokens=says, kv_transfer_params=params, watch=True
+            self.request, id=id, max_tokens=max_tokens, kv_transfer_params=params, watch=True
         )
 
 
@@ -81,10 +82,9 @@ class Soak:
     options: argparse.Namespace
     rests: int = RESTS
     troubles: list[str] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
-    series: dict[str, list[dict[str, int]]] = field(
-        default_factory=lambda: {"P": [], "D": []}
-    )  # one entry a rest
+    counts: Counter[str] = field(default_factory=Counter)
+    # one entry a rest
+    series: dict[str, list[dict[str, int]]] = field(default_factory=lambda: {"P": [], "D": []})
     ready: list[Handover] = field(default_factory=list)  # P has answered
     engines: dict[str, CountingEngine] = field(default_factory=dict)
 
@@ -98,10 +98,12 @@ class Soak:
             for role in "PD":
                 self._start(role)
             for rest in range(1, self.rests + 1):
-                while self.seen["right"] < self.options.handovers * rest // self.rests and not self.troubles:
+                while (
+                    self.counts["right"] < self.options.handovers * rest // self.rests and not self.troubles
+                ):
                     self._round(
-                        kill=not self.seen["P was killed"]
-                        and self.seen["right"] > self.options.handovers // 5
+                        kill=not self.counts["P was killed"]
+                        and self.counts["right"] > self.options.handovers // 5
                     )
                 self._rest()
                 if self.troubles:
@@ -113,7 +115,7 @@ class Soak:
                 engine.end()
 
     def _start(self, role: str) -> None:
-        model, name = self.options.geometry, f"soak-{role}-{self.ports[role]}-{self.seen['P was killed']}"
+        model, name = self.options.geometry, f"soak-{role}-{self.ports[role]}-{self.counts['P was killed']}"
         blocks, extra = (
             blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role],
             {"kv_lease_duration": self.options.lease},
@@ -126,8 +128,8 @@ class Soak:
         self.engines[role].reuse(role == "P")
 
     def _round(self, kill: bool) -> None:
-        """Some hand-overs from their prompts to their ends. `kill`: P, once it has answered."""
-        self.seen["rounds"] += 1
+        """Hand some prompts over, from P's prefill to the end on D. `kill`: kill P once it has answered."""
+        self.counts["rounds"] += 1
         self.engines["D"].call("poison")
         for one in self._compute(self._prompts(kill)):
             one.due = time.monotonic() + 2 * self.options.lease * (one.fate == "fetched too late")
@@ -140,7 +142,7 @@ class Soak:
         self._fetch(fetched, kill)
 
     def _prompts(self, kill: bool) -> list[Handover]:
-        count, salt = int(self.random.integers(1, TOGETHER + 1)), f"round-{self.seen['rounds']}"
+        count, salt = int(self.random.integers(1, TOGETHER + 1)), f"round-{self.counts['rounds']}"
         ids, same = (
             self.random.choice(VOCABULARY, size=(count, LONGEST)),
             self.random.integers(-LONGEST, LONGEST, size=count),
@@ -150,10 +152,9 @@ class Soak:
             for i in range(count)
         ]
         fates = self.random.choice(list(FATES), size=count, p=list(FATES.values())).tolist()
-        self.seen.update(fates)
-        first = (
-            self.seen["rounds"] * TOGETHER % 256
-        )  # numbers are written into the rows: those of the last 64 rounds differ
+        self.counts.update(fates)
+        # numbers are written into the rows: those of the last 64 rounds differ
+        first = self.counts["rounds"] * TOGETHER % 256
         more: dict[str, Any] = {"max_tokens": 1, "kv_transfer_params": PREFILL, "salt": salt}
         return [
             Handover(
@@ -216,7 +217,7 @@ class Soak:
             del some[:now]
             if kill:
                 self.engines["P"].end()
-                self.seen["P was killed"] += 1
+                self.counts["P was killed"] += 1
                 self.series["P"].clear()
                 self._start("P")
             for output in self._steps("D", waiting):
@@ -243,24 +244,24 @@ class Soak:
         checks, given = d.pop_checks(name), d.trace(name).external_tokens
         which = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
         if finish == "error":
-            self.seen["failed as they may" if one.excused else "failed"] += 1
+            self.counts["failed as they may" if one.excused else "failed"] += 1
             if not one.excused:
                 self.troubles.append(
                     f"{which} ended with an error on D: {' '.join(d.process.last_lines()[-1:])}"
                 )
         elif given and not any(check.rows_due for check in checks):
-            self.troubles.append(f"{which}: nobody has looked at {given} tokens that were loaded")
+            self.troubles.append(f"{which}: no rank compared {given} tokens that were loaded")
         elif wrong := [check for check in checks if not check.clean]:
             self.troubles.append(
                 f"{which}: {count_pool(wrong[0].pool)}; not in the cache: {wrong[0].missing}"
             )
         else:
-            self.seen["right" if given else "D had all of it"] += 1
-            self.seen["of these with a prefix hit on D"] += bool(given and d.trace(name).local_tokens)
-            self.seen["bytes compared"] += sum(check.bytes_due for check in checks)
+            self.counts["right" if given else "D had all of it"] += 1
+            self.counts["of these with a prefix hit on D"] += bool(given and d.trace(name).local_tokens)
+            self.counts["bytes compared"] += sum(check.bytes_due for check in checks)
 
     def _rest(self) -> None:
-        """Wait until nobody holds anything, and note what there is."""
+        """Wait until neither engine holds a block or a request, and count what their processes have."""
         deadline, engines = time.monotonic() + self.options.lease + PATIENCE_S, list(self.engines.values())
         while any(
             u.requests or u.unfinished or u.free_blocks != u.total_blocks
@@ -279,11 +280,13 @@ class Soak:
             has = engine.has()
             self.troubles += [f"{role} at rest still has {has[what]} {what}" for what in NONE if has[what]]
             self.series[role].append(has)
-        print(f"{self.seen['right']} hand-overs, {self.seen['rounds']} rounds", file=sys.stderr, flush=True)
+        print(
+            f"{self.counts['right']} hand-overs, {self.counts['rounds']} rounds", file=sys.stderr, flush=True
+        )
 
     def table(self) -> list[str]:
         """Make the table of both engines, as lines. Adds leaks to `troubles`."""
-        lines, leaks = leak_table(self.series, self.seen["right"])
+        lines, leaks = leak_table(self.series, self.counts["right"])
         self.troubles += leaks
         return lines
 
@@ -303,7 +306,7 @@ def main(arguments: list[str]) -> int:
     print(
         *table,
         "",
-        *(f"{count} {what}" for what, count in soak.seen.items()),
+        *(f"{count} {what}" for what, count in soak.counts.items()),
         f"{time.monotonic() - began:.0f} s",
         *found,
         sep="\n",

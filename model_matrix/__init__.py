@@ -1,5 +1,4 @@
-"""Model matrix: model families as tiny checkpoints, real geometries, topologies and prompt lengths, and
-their expansion.
+"""Model matrix: families as tiny checkpoints, real geometries, topologies, prompt lengths, and cells.
 
 The matrix is data in TOML files, and code that expands it into cells. It imports neither vLLM nor torch.
 """

@@ -84,8 +84,9 @@ Matrices = TypeVar("Matrices", EngineMatrices, SetupMatrices, ByteMatrices)
 
 
 def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
-    """Cells of a matrix, those of the engine rig first, in the order of the files; empty selections choose
-    everything.
+    """Cells of a matrix, those of the engine rig first, in the order of the files.
+
+    Empty selections choose everything.
 
     A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can
     have no cell in common: then the list is empty. Raises UnknownName.

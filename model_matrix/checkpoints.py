@@ -1,5 +1,6 @@
-"""Tiny checkpoints, written on first use and kept in the user's cache. It imports neither torch nor
-transformers.
+"""Tiny checkpoints, written on first use and kept in the user's cache.
+
+It imports neither torch nor transformers.
 
 The same family gives the same bytes on every machine: values come from integer sums of a generator's raw
 bits, and from one multiplication, one addition and one rounding of IEEE floats. NumPy guarantees the stream
@@ -30,8 +31,9 @@ WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes 
 
 
 class CheckpointError(RuntimeError):
-    """Error: a checkpoint cannot be written. The message names the folder, the reason and the variable to
-    set.
+    """Error: a checkpoint cannot be written.
+
+    The message names the folder, the reason and the variable to set.
     """
 
 
@@ -70,9 +72,7 @@ def content_hash(family: Family) -> str:
 
 
 def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
-    """Return the values of one tensor before rounding: float32, of its shape, nearly normal, seeded by its
-    name.
-    """
+    """Return the values of one tensor before rounding: float32, nearly normal, seeded by its name."""
     count = int(np.prod(tensor.shape))
     if tensor.std == 0:
         return np.full(tensor.shape, tensor.mean, np.float32)
@@ -85,8 +85,9 @@ def tensor_values(name: str, tensor: Tensor) -> np.ndarray:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float32 to bfloat16, to nearest, ties to even. Returns the bit patterns as uint16, of the same
-    shape.
+    """Round float32 to bfloat16, to nearest, ties to even.
+
+    Returns the bit patterns as uint16, of the same shape.
 
     It does not handle NaN.
     """
@@ -105,9 +106,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _write(family: Family, final: Path) -> None:
-    """Write a folder beside the final one, then rename it, so that a folder with the final name is
-    complete.
-    """
+    """Write a folder beside the final one, then rename it: a folder with the final name is complete."""
     unfinished = final.with_name(final.name + ".tmp")
     config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
     try:

@@ -16,8 +16,9 @@ class FamilyError(ValueError):
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a checkpoint: its shape, and the normal distribution of its values (std 0: all are
-    `mean`).
+    """One tensor of a checkpoint: its shape, and the normal distribution of its values.
+
+    With std 0 all values are `mean`.
     """
 
     shape: tuple[int, ...]
@@ -65,8 +66,9 @@ def read_family(path: Path) -> Family:
 
 
 def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint by its full name, sorted. `{i}` becomes each layer of the
-    table.
+    """Return every tensor of the checkpoint by its full name, sorted.
+
+    `{i}` becomes each layer of the table.
     """
     tensors = {}
     for table, entries in family.tensors.items():

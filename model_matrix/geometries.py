@@ -1,5 +1,6 @@
-"""Geometries: the layers that have KV in real models, read from `geometries/*.toml`. Errors name the file
-and the key.
+"""Geometries: the layers that have KV in real models, read from `geometries/*.toml`.
+
+Errors name the file and the key.
 
 A geometry holds what decides where KV lies: the kinds of layers in order, KV heads, head sizes, windows,
 sizes of states. It holds no weights. `config` is the part of config.json that vLLM's ModelConfig needs; the
@@ -56,8 +57,9 @@ class Mla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="state"):
-    """A state of fixed size: the inputs of the last `kernel` - 1 tokens of a convolution over Q, K and V,
-    and one matrix per value head.
+    """A state of fixed size: inputs of a convolution, and one matrix per value head.
+
+    The inputs are those of the last `kernel` - 1 tokens, over Q, K and V.
 
     Q and K have `key_heads` heads of `head_k` channels each, V has `value_heads` of `head_v`; the matrix is
     `head_v` x `head_k`.
@@ -123,8 +125,9 @@ def load_geometries() -> dict[str, Geometry]:
 
 
 def read_geometry(path: Path) -> Geometry:
-    """Read one geometry file. Raises GeometryError naming the file and the key; OSError if it cannot be
-    read.
+    """Read one geometry file.
+
+    Raises GeometryError naming the file and the key; OSError if it cannot be read.
     """
     try:
         geometry = msgspec.toml.decode(path.read_bytes(), type=Geometry)

@@ -10,8 +10,9 @@ LAYOUTS = {"quick": 2, "full": 4}
 
 
 def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, ...]:
-    """Return prompt lengths in tokens, sorted, each once. `block_size`: tokens per block in the running
-    engine.
+    """Return prompt lengths in tokens, sorted, each once.
+
+    `block_size`: tokens per block in the running engine.
 
     The longest is below 7 * block_size, or one token longer than the last layout of a window.
     Raises ValueError for a block size below 2, and KeyError for a matrix that is not quick or full.

@@ -90,9 +90,7 @@ def _known_failure(result: CaseResult, criteria: Criteria, state: str) -> KnownF
 
 
 def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
-    """Return the result after the features are applied that the case needs and that are declared
-    unsupported.
-    """
+    """Return the result after the unsupported features that the case needs are applied to it."""
     lacking = [name for name in result.features if criteria.features.get(name)]
     if not lacking:
         return result
@@ -156,8 +154,9 @@ def broken_rule(result: CaseResult) -> str:
 
 
 def shown_finding(result: CaseResult) -> Finding | None:
-    """Return the finding as it is shown. If the declaration is broken, the finding has the declaration's
-    rule and reason.
+    """Return the finding as it is shown.
+
+    If the declaration is broken, the finding has the declaration's rule and reason.
     """
     if not result.declaration_rule:
         return result.finding

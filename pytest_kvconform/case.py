@@ -24,9 +24,9 @@ RIGS_OF_TIERS = {
     "bytes": ("bytes",),
     "engine": ("engine",),
 }
-# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises Violation,
-# Blocked, NotApplicable or HarnessError. The registered body of a case of the scheduler rig returns a
-# CaseEnd.
+# body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises
+# Violation, Blocked, NotApplicable or HarnessError. The registered body of a case of the
+# scheduler rig returns a CaseEnd.
 Body = Callable[..., Evidence | CaseEnd]
 
 
@@ -40,9 +40,8 @@ class Case:
     rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers" or "scheduler"
     body: Body  # body(bench, variant)
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
-    variants: Callable[
-        [Cell, str], Iterable[Any]
-    ]  # (cell, matrix) -> variants; str(variant) is the last word of the id
+    # (cell, matrix) -> variants; str(variant) is the last word of the id
+    variants: Callable[[Cell, str], Iterable[Any]]
 
 
 def case(
@@ -67,7 +66,8 @@ def case(
             raise ValueError(f"{body.__name__}: a case of tier {tier} names its rig: {', '.join(rigs)}")
         where = rig or rigs[0]
         run = _on_scheduler_rig(body, rule) if where == "scheduler" else body
-        run.kv_case = Case(body.__name__, rule, tier, where, run, applies, variants)  # type: ignore[attr-defined]
+        registered = Case(body.__name__, rule, tier, where, run, applies, variants)
+        run.kv_case = registered  # type: ignore[attr-defined]
         return run
 
     return register

@@ -19,8 +19,9 @@ from pytest_kvconform.result import (
 
 
 class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How one case ended, before the declaration is applied. A case of the scheduler rig sends it from its
-    process.
+    """How one case ended, before the declaration is applied.
+
+    A case of the scheduler rig sends it from its process.
     """
 
     outcome: Outcome
@@ -32,8 +33,9 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_case(body: Callable[[], object], name: str) -> CaseEnd:
-    """Run a case. `body` returns Evidence, returns the CaseEnd of a case that ran in another process, or
-    raises.
+    """Run a case.
+
+    `body` returns Evidence, returns the CaseEnd of a case that ran in another process, or raises.
 
     Any exception that no case is meant to raise is HARNESS, pytest.skip() and SystemExit included.
     KeyboardInterrupt is passed on.
@@ -67,8 +69,9 @@ def end_of(error: BaseException) -> CaseEnd:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of an exception; with its class, unless it is a HarnessError, which is written to be
-    read.
+    """Return the first line of an exception, with its class unless it is a HarnessError.
+
+    The message of a HarnessError is a whole sentence.
     """
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, HarnessError) and text:

@@ -95,7 +95,8 @@ def _rules(matrix: str) -> list[Sequence[str]]:
 
 def _clauses(matrix: str) -> list[Sequence[str]]:
     return [
-        (clause.id, " ".join(clause.rules) or "not tested", clause.says) for clause in clauses.load().values()
+        (clause.id, " ".join(clause.rules) or "not tested", clause.sentence)
+        for clause in clauses.load().values()
     ]
 
 
@@ -149,7 +150,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _explain(options: argparse.Namespace) -> int:
     known = rules.load()
     if (clause := clauses.load().get(options.rule.upper())) is not None:
-        print(f"{clause.id}\n\n  {clause.says}\n\nsource   {clause.source}")
+        print(f"{clause.id}\n\n  {clause.sentence}\n\nsource   {clause.source}")
         print(f"rules    {' '.join(clause.rules)}" if clause.rules else f"untested {clause.untestable}")
         return 0
     rule = known.get(options.rule.upper())
@@ -187,8 +188,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _compare_with_suite(report: document.Report) -> list[str]:
-    """Return sentences about the manifest, and about rule, cell and features of results, that differ from
-    the suite.
+    """Return a sentence for each part of the manifest and the results that differs from the suite.
+
+    Of a result rule, cell and features are compared.
 
     Another version of the suite has other cases, so its reports are not compared.
     """

@@ -53,8 +53,9 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""  # such as "pyproject.toml: tool.kvconform.known[0]"
 
     def matches(self, name: str) -> bool:
-        """Whether the entry matches the case with this id. A bracket in the glob matches a bracket in the
-        id.
+        """Whether the entry matches the case with this id.
+
+        A bracket in the glob matches a bracket in the id.
         """
         return features.matches(self.case, name)
 
@@ -124,8 +125,9 @@ def read_file(path: Path, place: str) -> dict[str, Any]:
 
 
 def read_features(table: Any, place: str) -> dict[str, str]:
-    """Return name -> why it is not supported, "" if it is supported; in the order of the list. Raises
-    BadSetting.
+    """Return name -> why it is not supported, "" if it is supported; in the order of the list.
+
+    Raises BadSetting.
     """
     if not isinstance(table, Mapping):
         raise BadSetting(f"{place}: expected a table of features, got {table!r}")
@@ -232,8 +234,9 @@ def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:
 
 
 def version(*distributions: str) -> str | None:
-    """Return the version of the first installed distribution; None if none is installed. vLLM's CPU build has
-    another name than vLLM.
+    """Return the version of the first installed distribution; None if none is installed.
+
+    vLLM's CPU build has another distribution name than vLLM.
     """
     for name in distributions:
         try:

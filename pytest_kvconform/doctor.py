@@ -83,8 +83,9 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
 
 
 def try_imports() -> dict[str, Import]:
-    """Import each module in a process of its own, all at once. A module that hangs or crashes ends only its
-    process.
+    """Import each module in a process of its own, all at once.
+
+    A module that hangs or crashes ends only its process.
     """
     environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
     pipe = subprocess.PIPE

@@ -69,8 +69,9 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def of_cell_alone(self) -> bool:
-        """Whether the feature depends on the cell alone. Then only bytes that moved in the cell show that
-        it works.
+        """Whether the feature depends on the cell alone.
+
+        Then only bytes that moved in the cell show that it works.
         """
         return bool(self.facts) and CELL_FACTS.issuperset(self.facts)
 
@@ -144,9 +145,7 @@ def _layer_facts(cell: Cell) -> Iterator[str]:
 
 
 def variant_facts(variant: Any) -> Iterator[str]:
-    """Yield the facts of a variant: a Scenario, a Transfer, or any other object, which may lack the
-    attributes.
-    """
+    """Yield the facts of a variant: a Scenario, a Transfer, or an object without these attributes."""
     if any(prompt.warm for prompt in getattr(variant, "prompts", ())):
         yield "prefix-hit"
     if getattr(variant, "preempt", ""):

@@ -23,7 +23,7 @@ from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
 PREFIX = "kv::"
-# From cheap to dear, so that the first results come early.
+# From cheap to expensive, so that the first results come early.
 TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")
 
 
@@ -112,8 +112,9 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
 
 
 def module_names() -> list[str]:
-    """Return `<tier>/<module>` for every file of cases: tiers from cheap to dear, then by name. A name that
-    begins with _ holds no cases.
+    """Return `<tier>/<module>` for every file of cases: tiers from cheap to expensive, then by name.
+
+    A name that begins with _ holds no cases.
     """
     root = loading.package_folder(loading.suite_package())
     paths = [path.relative_to(root).with_suffix("") for path in root.glob("*/*.py")]
@@ -122,8 +123,9 @@ def module_names() -> list[str]:
 
 
 def load_module(name: str) -> tuple[ModuleType, tuple[Case, ...]]:
-    """Return the module "<tier>/<module>" and its cases in the order of the file. Raises BadSuite if it has
-    none.
+    """Return the module "<tier>/<module>" and its cases in the order of the file.
+
+    Raises BadSuite if it has none.
     """
     module = importlib.import_module(f"{loading.suite_package()}.{name.replace('/', '.')}")
     found = [
@@ -137,7 +139,7 @@ def load_module(name: str) -> tuple[ModuleType, tuple[Case, ...]]:
 
 
 def tier_order(tier: str) -> tuple[int, str]:
-    """Return the sort key of a tier: from cheap to dear, then unknown tiers by name."""
+    """Return the sort key of a tier: from cheap to expensive, then unknown tiers by name."""
     return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 

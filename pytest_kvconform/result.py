@@ -39,8 +39,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof that a case compared something. A PASS without evidence is an error of the suite: outcome
-    HARNESS.
+    """Proof that a case compared something.
+
+    A PASS without evidence is an error of the suite: outcome HARNESS.
     """
 
     looked_at: int  # how many things the case compared; never 0 in a PASS
@@ -94,8 +95,9 @@ class Violation(Exception):
 
 
 class Blocked(Exception):
-    """Raised by a case: it applies, but cannot run here. The message names what is missing or which case
-    failed.
+    """Raised by a case: it applies, but cannot run here.
+
+    The message names what is missing or which case failed.
 
     `refused`: that other case failed because the connector declined cleanly, see Violation.
     """

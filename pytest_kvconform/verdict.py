@@ -112,8 +112,9 @@ def cause_sentence(result: CaseResult) -> str:
 
 
 def _require_evidence(result: CaseResult) -> CaseResult:
-    """Return a PASS without evidence as HARNESS, whoever wrote it into a report, and any other result
-    unchanged.
+    """Return a PASS without evidence as HARNESS, and any other result unchanged.
+
+    It does not matter who wrote the PASS into a report.
     """
     if Outcome.PASS in (result.outcome, result.case_outcome) and (
         result.evidence is None or result.evidence.looked_at <= 0
@@ -196,8 +197,9 @@ def _word_and_sentence(
 
 
 def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, known: int) -> str:
-    """Return, in one sentence, what must change in the declaration before the verdict can be CONFORMS; ""
-    if nothing.
+    """Return what must change in the declaration before the verdict can be CONFORMS; "" if nothing.
+
+    The answer is one sentence.
 
     `known`: how many results are KNOWN.
     """

@@ -44,7 +44,7 @@ class Table:
     """The blocks of one request in one group of one engine.
 
     blocks[i] holds the tokens from first + i * (tokens per block) on. Tokens are counted from the start of
-    the request. A part of a block table is fine; `first` says where it starts. Block 0 is vLLM's null block,
+    the request. A part of a block table is fine; `first` is where it starts. Block 0 is vLLM's null block,
     which keeps nothing. Of a state: one block, the slot, which keeps "token 0".
     """
 

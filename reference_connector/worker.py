@@ -93,9 +93,8 @@ class Worker:
         self._errands: list[Task] = []  # messages to peers that may have to be met first
         self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
         self._last_lease = 0
-        self._early: set[int] = (
-            set()
-        )  # released before their order arrived: D can be faster than our scheduler
+        # released before their order arrived: D can be faster than our scheduler
+        self._early: set[int] = set()
         self._places = itertools.count()
 
     def close(self) -> None:
@@ -286,8 +285,8 @@ class Worker:
         try:
             peer = yield from self._peers.meet(address)
             with peer.used():
-                # Read from new ranks first: NIXL might not send a first message if this engine stops
-                # stepping.
+                # Read from new ranks first: NIXL might not send a first
+                # message if this engine stops stepping.
                 new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
                 yield from self._read_boards(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
                 for rank in range(len(peer.cards)):

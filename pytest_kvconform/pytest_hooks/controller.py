@@ -213,8 +213,9 @@ class Controller:
         )
 
     def _close(self) -> list[str]:
-        """End the zygote and all processes that it started. Returns sentences about what did not end; a
-        second call does nothing.
+        """End the zygote and all processes that it started.
+
+        Returns sentences about what did not end; a second call does nothing.
         """
         zygote, self._zygote = self._zygote, None
         try:
@@ -228,8 +229,9 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
-        """Show failures with one cause once. pytest prints its sections inside the yield, and its short
-        summary after our verdict.
+        """Show failures that have one cause only once.
+
+        pytest prints its sections inside the yield, and its short summary after our verdict.
         """
         for category in ("failed", "error"):
             reports = terminalreporter.stats.get(category, [])
@@ -279,8 +281,9 @@ def _result(report: Any) -> CaseResult:
 
 
 def _one_per_cause(reports: list[Any]) -> list[Any]:
-    """Return the first report of each cause, with the ids of the others in a section, and all reports of
-    other tests.
+    """Return the first report of each cause, and all reports of other tests.
+
+    The ids of other failures with the same cause are in a section of the first report.
     """
     groups: dict[object, list[Any]] = {}
     for report in reports:

@@ -1,5 +1,4 @@
-"""Collectors and items of the suite: the nodes of `pytest_collect`, and the run of one case
-(`pytest_runtest_protocol`).
+"""Collectors and items of the suite: `pytest_collect`, and the run of a case (`pytest_runtest_protocol`).
 
 The nodes are of our own classes, so that no setting, fixture or file pattern of the user changes them. The
 tree is a child of the session and has no path: an installed suite lies in a virtual environment, where
@@ -77,14 +76,16 @@ class CaseModule(pytest.Collector):
 
 
 class CaseFailed(Exception):
-    """Raised by `CaseItem.runtest`: the connector broke a rule. The message is the whole text of the
-    failure.
+    """Raised by `CaseItem.runtest`: the connector broke a rule.
+
+    The message is the whole text of the failure.
     """
 
 
 class CaseItem(pytest.Item):
-    """One case in one cell with one variant. It is no pytest.Function: without fixtures, nobody can
-    override them.
+    """One case in one cell with one variant.
+
+    It is no pytest.Function: it has no fixtures, so no user can override them.
     """
 
     runner: CaseRunner
@@ -132,8 +133,9 @@ class CaseItem(pytest.Item):
             raise CaseFailed(failure_text(self.result, self.runner.rules, self.runner.settings))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return a finding without traceback, whose frames would be ours, and any other exception with its
-        own.
+        """Return an exception without its traceback if it is a finding: its frames would be the suite's.
+
+        Other exceptions keep their traceback.
         """
         if not isinstance(excinfo.value, CaseFailed) or self.result is None:
             return super().repr_failure(excinfo, style)
@@ -148,8 +150,9 @@ class CaseItem(pytest.Item):
         return self.path, inspect.unwrap(self.planned.case.body).__code__.co_firstlineno - 1, self.nodeid
 
     def annotate(self, report: pytest.TestReport) -> None:
-        """Put the outcome of the case into pytest's report. No mark of the user, such as xfail, makes it
-        milder.
+        """Put the outcome of the case into pytest's report.
+
+        No mark of the user, such as xfail, makes it milder.
         """
         if (
             self.result is None

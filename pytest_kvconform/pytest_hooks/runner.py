@@ -37,8 +37,9 @@ class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller sends to a worker of xdist (`pytest_configure_node`): only the controller reads
-    settings.
+    """What the controller sends to a worker of xdist (`pytest_configure_node`).
+
+    Only the controller reads settings.
     """
 
     settings: Settings
@@ -69,8 +70,9 @@ class CaseRunner:
         return rules.load()
 
     def plan(self) -> Plan:
-        """Return the cases of this run. Raises UsageError; ends pytest with code 11 for a defect of the
-        suite.
+        """Return the cases of this run.
+
+        Raises UsageError; ends pytest with code 11 for a defect of the suite.
         """
         if self._plan is None:
             try:
@@ -115,8 +117,9 @@ class CaseRunner:
         ]
 
     def bench(self, item: CaseItem) -> Any:
-        """Return the bench of this process, made on first use. Raises Blocked or HarnessError if there is
-        no zygote.
+        """Return the bench of this process, made on first use.
+
+        Raises Blocked or HarnessError if there is no zygote.
         """
         self._item = item
         if self.link.later_in:
@@ -202,8 +205,9 @@ class CaseRunner:
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
-    """Write a line past pytest's capture, between its dots. `nodeid`: the running item, whose dot is not
-    printed yet.
+    """Write a line past pytest's capture, between its dots.
+
+    `nodeid`: the running item, whose dot is not printed yet.
     """
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     if reporter is None:

@@ -1,5 +1,4 @@
-"""`report.json`: one schema that holds the whole run, so that anybody can recompute the verdict from the
-results.
+"""`report.json`: one schema that holds the whole run. Anybody can recompute the verdict from it.
 
 The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`.
 """
@@ -37,7 +36,7 @@ FILE = "report.json"
 _VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings that recompute_verdict uses
 _READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # settings that `kvconform` reads
 # the reason of a case that was blocked, because another case found that the cell was refused or failed
-_STANDS_ON = re.compile(r"stands on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
+_DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
 
 class BadReport(ValueError):
@@ -139,8 +138,9 @@ def criteria_of(report: Report) -> Criteria:
 
 
 def inconsistencies(report: Report) -> list[str]:
-    """Return a sentence for each part of a report that does not follow from the rest; `kvconform verify`
-    prints them.
+    """Return a sentence for each part of a report that does not follow from the rest.
+
+    `kvconform verify` prints these sentences.
     """
     found, criteria = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
     for result in report.results:
@@ -168,8 +168,7 @@ def inconsistencies(report: Report) -> list[str]:
 
 
 def _check_declaration(report: Report) -> Iterator[str]:
-    """Yield sentences about the declaration: the state of each known failure, and the tables of
-    pyproject.toml.
+    """Yield sentences about the declaration: the state of known failures, and pyproject.toml's tables.
 
     The settings of the report hold these tables too. They do not hold a file of --kv-declare.
     """
@@ -221,7 +220,7 @@ def _check_refusals(report: Report) -> Iterator[str]:
     results = {result.id: result for result in report.results}
     for result in report.results:
         outcome = result.case_outcome or result.outcome
-        match = _STANDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
+        match = _DEPENDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
         on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
         first = results.get(on)
         if outcome is Outcome.FAIL:

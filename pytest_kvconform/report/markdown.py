@@ -10,8 +10,9 @@ _MOST = 10
 
 
 def job_summary(report: Report) -> str:
-    """Return headline, verdict, counts and causes, with a blank line at the end: other steps append to the
-    same file.
+    """Return headline, verdict, counts and causes.
+
+    The text ends with a blank line, because other steps append to the same file.
     """
     verdict = report.verdict
     word = verdict.headline.removesuffix(verdict.sentence).strip()

@@ -92,9 +92,7 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
 
 
 def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
-    """Return lines: one for each pair of declared and observed, with its features, and one for each wrong
-    declaration.
-    """
+    """Return a line for each pair of declared and observed, and one for each wrong declaration."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.cases:  # a feature that no case of this run needs is only in the report

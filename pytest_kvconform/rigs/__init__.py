@@ -1,4 +1,4 @@
-"""The rigs: what cases run on. Each rig is a room (folder); two more rooms are what rigs stand on.
+"""The rigs: what cases run on. Each rig is a room (folder); all rigs use two more rooms.
 
     processes  <-  vllm_setup  <-  engine  <-  bytes  <-  peers, scheduler  <-  bench.py
 
@@ -10,7 +10,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `vllm_setup` | all that changes with a vLLM version: overrides, engine configuration, hooks, cache specs |
 | `engine` | the engine rig: two real vLLM engines with tiny checkpoints, compared with an oracle hand-over |
 | `bytes` | the byte rig: engines without a model, whose KV cache holds words that tell their own address |
-| `peers` | the peers rig: byte engines with faults of the transport, steps on demand, hostile clients |
+| `peers` | the peer rig: byte engines with faults of the transport, steps on demand, hostile clients |
 | `scheduler` | the scheduler rig: vLLM's scheduler, the scheduler half, and scripted worker reports |
 
 | module | what it has |
@@ -19,12 +19,12 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
 | `launch` | the start of the zygote, its environment and its end |
-| `probe` | the look at the connector's class before any case runs |
+| `probe_subject` | the start of the probe, a child process that imports the connector's class |
 
 The way of one hand-over:
 
 1. pytest's process starts the zygote (`launch`) while it collects cases. The zygote imports vLLM
-   (`vllm_setup/preload.py`). `probe` looks at the connector's class in a fork.
+   (`vllm_setup/preload.py`). `probe_subject` forks the probe, which imports the connector's class.
 2. A case asks its bench (`bench.engine`, `bench.bytes`, ...) for an observation of a `Scenario` in the
    current cell.
 3. The bench starts P and D, unless they run already: a handle in pytest's process (`engine/handle.py`) and

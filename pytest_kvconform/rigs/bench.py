@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
-from pytest_kvconform.rigs.probe import BadSubject, probe_subject
+from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 
 if TYPE_CHECKING:

@@ -1,5 +1,4 @@
-"""What every bench of a run needs: the zygote's address, the subject, deadlines, names, and the fields of
-KVTransferConfig.
+"""What every bench of a run is handed: the zygote's address, subject, deadlines, names, transfer config.
 
 `RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent.
 A bench registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
-LEASE_KEY = (
-    "kv_lease_duration"  # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
-)
+# of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
+LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
 MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
@@ -48,9 +46,8 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_hma: bool
     vllm: str  # version
     device: str  # "cpu" or "cuda": what this vLLM runs on
-    mended: str = (
-        ""  # packages of this environment that do not load beside its torch, and what was done about it
-    )
+    # packages of this environment that do not load beside its torch, and what was done about it
+    mended: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class RunContext:
         """A name that is unique in the run."""
         return next(self.names)
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """A wait that --kv-timeout-scale makes longer, and never shorter."""
         return seconds * max(1.0, self.settings.timeout_scale)
 
@@ -136,7 +133,7 @@ class RunContext:
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
-        return self.lease_s(asked_s) > self.patience(LONGEST_LEASE_S)
+        return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end."""

@@ -1,6 +1,4 @@
-"""Start the zygote (fork server) of a run: its command, its environment, the wait until it is ready, and its
-end.
-"""
+"""Start and end of the zygote (fork server): its command, its environment, the wait until it is ready."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ class Zygote:
         self.address = str(run_dir / SOCKET)
 
     def close(self) -> list[str]:
-        """End the zygote and everything it forked. Returns sentences about processes that did not end as
-        asked.
+        """End the zygote and everything it forked.
+
+        Returns sentences about processes that did not end as asked.
         """
         problems: list[str] = []
         unreachable = False
@@ -63,8 +62,8 @@ class Zygote:
                 if connection.poll(CLOSE_S):
                     problems = connection.recv()[1]
         except (OSError, EOFError):
-            # The zygote has ended, or it still imports and sees the end of its input next: its exit code
-            # tells.
+            # The zygote has ended, or it still imports and sees the end of its
+            # input next: its exit code tells.
             unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -86,8 +85,9 @@ class Zygote:
 
 
 def start_zygote(settings: Settings) -> Zygote:
-    """Start the zygote with the models of the cells that the settings select; it imports while pytest
-    collects.
+    """Start the zygote with the models of the cells that the settings select.
+
+    The zygote imports vLLM while pytest collects cases.
     """
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
@@ -105,14 +105,16 @@ def start_zygote(settings: Settings) -> Zygote:
 
 
 def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
-    """Start a zygote that can fork engines with checkpoints of `architectures`, and engines without a model
-    of `geometries` (architectures too).
+    """Start a zygote that can fork engines of these model architectures.
+
+    `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
     arguments = {"architectures": sorted(architectures), "geometries": sorted(geometries)}
     modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
     with (run_dir / "zygote.log").open("wb") as log:
+        # a session of its own: Ctrl-C is for pytest alone
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -127,7 +129,7 @@ def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) 
             stdout=log,
             stderr=log,
             start_new_session=True,
-        )  # a session of its own: Ctrl-C is for pytest alone
+        )
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
 
@@ -147,8 +149,9 @@ def remove_stale_run_dirs() -> None:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of every engine: defaults, then the user's environment, then what every engine must
-    have.
+    """The environment of every engine.
+
+    It has defaults, then the user's environment, then what every engine must have.
     """
     # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -184,8 +187,9 @@ def _has_gpu() -> bool:
 
 
 def wait_for_zygote(address: str, deadline_s: float) -> dict[str, str]:
-    """Wait until the zygote has imported everything. Returns its facts about vLLM. Raises Blocked or
-    HarnessError.
+    """Wait until the zygote has imported everything.
+
+    Returns its facts about vLLM. Raises Blocked or HarnessError.
     """
     answer = _ask(address, ("ping",), deadline_s)
     if answer[0] != "ready":

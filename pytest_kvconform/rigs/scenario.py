@@ -66,20 +66,19 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ranks: tuple[int, ...] = ()  # tensor parallel ranks that it is for; empty: all
-    # Numbers of the transfers of each NIXL agent that it is for, counted from 0 since these faults were set;
-    # empty: all.
+    # Numbers of the transfers of each NIXL agent that it is for, counted from 0 since
+    # these faults were set; empty: all.
     transfers: tuple[int, ...] = ()
     hold: int = 0  # rounds before a transfer is begun, or before it fails; until then its state is "PROC"
     late: int = 0  # rounds for which the state of a completed transfer is still "PROC"
     fail: str = ""  # STATUS, POST or POLL: no byte is moved
-    # Rounds after a failure in which the handle cannot be released, and after which the bytes are moved all
-    # the same.
+    # Rounds after a failure in which the handle cannot be released, and after which
+    # the bytes are moved all the same.
     linger: int = 0
-    notifications: str = (
-        ""  # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
-    )
-    # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that REVERSED waits for
-    # another one.
+    # TWICE, LATE, NEVER or REVERSED: what happens to notifications that arrive at this engine
+    notifications: str = ""
+    # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that
+    # REVERSED waits for another one.
     delay: int = 0
 
 

@@ -39,8 +39,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class BadRules(ValueError):
-    """A file of rules cannot be read, which is a defect of this project. The message names the file and the
-    key.
+    """A file of rules cannot be read, which is a defect of this project.
+
+    The message names the file and the key.
     """
 
 

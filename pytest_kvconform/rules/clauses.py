@@ -1,5 +1,6 @@
-"""The clauses of the contract between vLLM 0.32 and a connector, each with the rules that test it or why none
-does.
+"""The clauses of the contract between vLLM 0.32 and a connector, with the rules that test each.
+
+A clause that no rule tests has the reason.
 
 A clause is what vLLM's source relies on at one place, so it may be smaller or larger than a rule.
 `clauses.toml` holds tables `[C2]` with the keys of `Clause`. docs/clauses.md is made from it.
@@ -39,9 +40,9 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One thing that vLLM relies on in a connector."""
 
     id: str  # "C2"
-    says: str  # what vLLM relies on
+    sentence: str  # what vLLM relies on
     source: str  # "file: name, name; file: name", files relative to vLLM's package
-    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty only if `untestable` says why
+    rules: tuple[str, ...] = ()  # ids of the rules that test it; empty only if `untestable` has the reason
     untestable: str = ""  # why no rule tests it
 
 

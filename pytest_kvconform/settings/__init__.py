@@ -1,5 +1,6 @@
-"""Table of all settings: the fields of `Settings`. Flags, environment variables and TOML keys follow from
-their names.
+"""Table of all settings: the fields of `Settings`.
+
+Flags, environment variables and TOML keys follow from their names.
 
 The field `timeout_scale` is set by `--kv-timeout-scale`, by `KVCONFORM_TIMEOUT_SCALE`, or by
 `timeout-scale` in `[tool.kvconform]` of pyproject.toml. The first of these that is set wins, in this order;

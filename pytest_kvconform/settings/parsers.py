@@ -1,5 +1,6 @@
-"""Parsers of settings: a text of the command line or the environment, or a value of pyproject.toml -> the
-setting.
+"""Parsers of settings: from a text, or from a value of pyproject.toml, to the setting.
+
+Texts come from the command line or the environment.
 
 A parser raises ValueError with a message that names what is valid. Like the table of settings, this module is
 imported by every pytest run, and imports only the cheap part of the standard library.
@@ -93,8 +94,9 @@ def parse_switch(value: Any) -> bool:
 
 
 def tables_as_json(kind: type) -> Callable[[Any], str]:
-    """Return a parser of a table (dict) or a list of tables into JSON, with dates as texts; see
-    declaration.py.
+    """Return a parser of a table (dict) or a list of tables into JSON, with dates as texts.
+
+    See declaration.py.
     """
 
     def parse(value: Any) -> str:

@@ -21,8 +21,9 @@ class Ended(Protocol):
 
 
 def check_all_ended(observed: Ended, timeout_scale: float) -> None:
-    """Check the part of KV-HANDOVER-001 that needs no answers. Raises Violation if an engine failed or a
-    request is stuck.
+    """Check the part of KV-HANDOVER-001 that needs no answers.
+
+    Raises Violation if an engine failed or a request is stuck.
     """
     if observed.failed:
         raise Violation(
@@ -51,8 +52,9 @@ def check_all_ended(observed: Ended, timeout_scale: float) -> None:
 
 
 def last_logged_exception(observed: Ended) -> str:
-    """Return the last exception that an engine logged but did not raise here: it is nearest to the end of the
-    request.
+    """Return the last exception that an engine logged but did not raise here.
+
+    The last one is nearest to the end of the request.
     """
     role, _, reported = (observed.logged or ("",))[-1].partition(": ")
     return f"{role} logged {reported}" if reported else ""

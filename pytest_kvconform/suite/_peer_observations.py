@@ -1,4 +1,4 @@
-"""Helpers of cases on the peers rig: a completed scenario, and the outcome of each of its requests."""
+"""Helpers of cases on the peer rig: a completed scenario, and the outcome of each of its requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
 from pytest_kvconform.suite.bytes._observations import wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 
-RIGHT, COMPUTED, REFUSED, WRONG, STUCK = (
-    "right",
-    "computed",
-    "refused",
-    "wrong",
-    "stuck",
-)  # outcomes of a request
+# outcomes of a request
+RIGHT, COMPUTED, REFUSED, WRONG, STUCK = ("right", "computed", "refused", "wrong", "stuck")
 
 
 def one_rank(cell: Cell) -> bool:
@@ -72,8 +67,9 @@ def completed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservat
 
 
 def engine(observed: ScenarioObservation, name: str) -> EngineObservation:
-    """Return what an engine did in all scenarios. Raises Blocked if the engine failed: another case reports
-    why.
+    """Return what an engine did in all scenarios.
+
+    Raises Blocked if the engine failed: another case reports why.
     """
     if name not in observed.engines:
         raise Blocked(f"engine {name} failed in another scenario, and its reports are lost")
@@ -81,8 +77,9 @@ def engine(observed: ScenarioObservation, name: str) -> EngineObservation:
 
 
 def outcome_of(ended: DecodeResult) -> str:
-    """Return RIGHT if D loaded every byte, COMPUTED if D computed the prompt, REFUSED if the request ended
-    with an error, otherwise WRONG or STUCK.
+    """Return how a request ended: RIGHT, COMPUTED, REFUSED, WRONG or STUCK.
+
+    RIGHT: D loaded every byte. COMPUTED: D computed the prompt. REFUSED: the request ended with an error.
     """
     if not ended.finish:
         return STUCK
@@ -117,8 +114,9 @@ def violation(
     ended: DecodeResult | None = None,
     diagnosis: str = "",
 ) -> Violation:
-    """Build the violation of a rule. If a request got wrong bytes, the finding shows them in a picture of D's
-    pool.
+    """Build the violation of a rule.
+
+    If a request got wrong bytes, the finding shows them in a picture of D's pool.
     """
     wrong = next((check for check in (ended.checks if ended else ()) if check.pool.wrong), None)
     return Violation(
@@ -134,8 +132,9 @@ def violation(
 
 
 def check_right(rule: str, observed: ScenarioObservation, lease_s: float, requests: dict[str, str]) -> int:
-    """Return how many rows D loaded. `requests`: name in the scenario -> its name in a sentence. Raises
-    Violation if a request is not RIGHT.
+    """Return how many rows D loaded.
+
+    `requests`: name in the scenario -> its name in a sentence. Raises Violation if a request is not RIGHT.
 
     A request that ended more than a lease after P's request may find anything in P's blocks, or may be
     refused. The machine is too slow then, and the case is Blocked.

@@ -187,8 +187,9 @@ def whole_blocks(length: int, block_size: int) -> int:
 
 
 def check_computed_once(r: HandedOver) -> None:
-    """Raise Violation if D computed a token of the prompt twice, or fewer tokens than from its first one to
-    the end.
+    """Raise Violation unless D computed each token of the prompt's rest once.
+
+    The rest begins with the first token that D computed, and ends with the prompt.
     """
     if r.decode.computed_tokens != r.length - r.decode.first_computed:
         raise Violation(

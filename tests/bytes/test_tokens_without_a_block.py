@@ -18,7 +18,7 @@ BENCH = SimpleNamespace(subject=SimpleNamespace(profile="p2p"))
 TRANSFER = Transfer("n40", (Prompt(tokens(40)),))
 
 
-def seen(*missing: Missing) -> SimpleNamespace:
+def observation(*missing: Missing) -> SimpleNamespace:
     regions = tuple(SimpleNamespace(layer=layer, kind="attention") for layer in LAYERS)
     compared = SimpleNamespace(regions=regions, runs=np.zeros(0, dtype=RUN), truncated=False, wrong=0)
     check = SimpleNamespace(rank=0, missing=missing, pool=compared, rows_due=10, bytes_due=80)
@@ -30,7 +30,7 @@ def seen(*missing: Missing) -> SimpleNamespace:
 
 def test_tokens_without_a_block_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Missing(group=0, layers=LAYERS, window=0, block_size=16, tokens=(16, 17, 18))
-    monkeypatch.setattr(pool, "with_loaded_kv", lambda bench, transfer: seen(gone))
+    monkeypatch.setattr(pool, "with_loaded_kv", lambda bench, transfer: observation(gone))
     with pytest.raises(Violation) as raised:
         pool.attention_kv_arrives(BENCH, TRANSFER)  # type: ignore[arg-type]
     happened = raised.value.finding.happened
@@ -40,5 +40,5 @@ def test_tokens_without_a_block_are_a_violation(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tokens_with_blocks_are_no_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "with_loaded_kv", lambda bench, transfer: seen())
+    monkeypatch.setattr(pool, "with_loaded_kv", lambda bench, transfer: observation())
     assert pool.attention_kv_arrives(BENCH, TRANSFER).looked_at == 10  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong
 
+# cases that need a load that ended
 STOPPED = {
     "all_blocks_are_freed",
     "d_computes_only_missing_tokens",
@@ -22,13 +23,12 @@ STOPPED = {
     "attention_kv_arrives",
     "rest_of_d_pool_is_unchanged",
     "p_pool_is_unchanged",
-}  # cases that need a load that ended
+}
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 
 
-mistake = functools.partial(
-    Wrong, variants="n55"
-)  # three blocks and a half; D computes the last token itself
+# three blocks and a half; D computes the last token itself
+mistake = functools.partial(Wrong, variants="n55")
 
 
 def rows(says: str) -> dict[str, str]:
@@ -135,8 +135,8 @@ WRONG = [
                 "884736 words were still unwritten when the load was reported complete; a later look "
                 "found them correct$"
             ),
-            # What came late came over what D had computed by then: its last token, and the rest of that
-            # block.
+            # What came late came over what D had computed by then: its last
+            # token, and the rest of that block.
             "rest_of_d_pool_is_unchanged": r"rows that the prefiller computed instead of the decoder",
         },
     ),

@@ -19,7 +19,7 @@ def row_of(run, name: str) -> dict:
 
 
 def test_what_is_unsupported_and_refused_is_not_applicable(kv, capsys):
-    run = kv(unsupported=UNEQUAL, deeds={"arrive(*P1D2-n95*": "stands on a refusal", "*P1D2*": "refuse"})
+    run = kv(unsupported=UNEQUAL, deeds={"arrive(*P1D2-n95*": "depends on a refusal", "*P1D2*": "refuse"})
     assert (run.code, run.word) == (0, "CONFORMS")
     refused = {name: outcome for name, outcome in run.outcomes.items() if "P1D2" in name}
     assert len(refused) == 5

@@ -27,9 +27,8 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str):
         self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
-        self.temporary = Path(
-            tempfile.mkdtemp(prefix="kvt-")
-        )  # a short name: see `background._short_temporary_folder`
+        # a short name: see `launch._short_temporary_folder`
+        self.temporary = Path(tempfile.mkdtemp(prefix="kvt-"))
         self.shared_memory = set(os.listdir("/dev/shm"))
         keep = {
             name: value
@@ -69,9 +68,8 @@ class Command:
             time.sleep(0.02)
 
     def _logs(self) -> Iterator[str]:
-        for top, _, names in os.walk(
-            self.temporary
-        ):  # unlike pathlib it does not mind a folder that goes meanwhile
+        # unlike pathlib it does not mind a folder that goes meanwhile
+        for top, _, names in os.walk(self.temporary):
             for name in names:
                 with contextlib.suppress(OSError):
                     if name.endswith(".log"):

@@ -48,7 +48,7 @@ def test_every_family_conforms_without(hidden: str, command: Run) -> None:
     }
 
 
-def test_the_mask_hides_what_it_is_told_to(hidden: str) -> None:
+def test_the_mask_hides_the_named_features(hidden: str) -> None:
     asked = [f"torch.cpu._is_{feature}_supported()" for feature in hidden.split(",")]
     code = f"import torch; print([{', '.join(asked)}])"
     done = subprocess.run(

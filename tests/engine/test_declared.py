@@ -15,8 +15,8 @@ from tests.helpers.case_runner import CaseRunner
 UNEQUAL = "tp-heterogeneous"
 CRITERIA = Criteria(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one rank only"})
 
-# connector -> what its cases become where P has one rank and D two; observed; rule of the declaration that is
-# broken
+# connector -> what its cases become where P has one rank and D two; observed; rule
+# of the declaration that is broken
 ENDS = {
     "Declines": ({"NOT-APPLICABLE"}, "refused", ""),
     "Dies": ({"FAIL", "NOT-APPLICABLE"}, "fails", "KV-DECLARE-003"),
@@ -31,16 +31,15 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     mine.module = "declining_connectors"
     results = mine.run(connector, "llama", "P1D2", variants="n64 n200").results
     outcomes, observed, rule = ENDS[connector]
-    settled = [apply_declaration(result, CRITERIA) for result in results]
-    assert {result.outcome.value for result in settled} == outcomes
+    applied = [apply_declaration(result, CRITERIA) for result in results]
+    assert {result.outcome.value for result in applied} == outcomes
     verdict = decide_verdict(results, None, (), CRITERIA)
     [row] = [row for row in verdict.features if row.name == UNEQUAL]
     assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
-    assert verdict.word == (
-        "VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE"
-    )  # no case that passes is left
+    # no case that passes is left
+    assert verdict.word == ("VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE")
     if rule == "KV-DECLARE-003":
-        assert {result.declaration_rule for result in settled if result.outcome == "FAIL"} == {rule}
+        assert {result.declaration_rule for result in applied if result.outcome == "FAIL"} == {rule}
     claim = decide_verdict(results, None, (), msgspec.structs.replace(CRITERIA, claim=True))
     assert claim.word == ("INCOMPLETE" if connector in ("Declines", "Works") else "VIOLATES")
 

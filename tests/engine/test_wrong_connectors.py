@@ -14,6 +14,7 @@ from tests.helpers.wrong import Wrong, on
 
 from .command import Command
 
+# cases that need a hand-over that ended
 STOPPED = {
     "all_blocks_are_freed",
     "attention_kv_arrives",
@@ -282,10 +283,11 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
     }
     others = [wrong.fails.keys() - {"outputs_match_the_oracle"} for wrong in WRONG]
     alone = {min(fails) for fails in others if len(fails) == 1}
+    # the outputs show what all others find; upstream itself breaks the window
     assert cases - alone == {
         "outputs_match_the_oracle",
         "sliding_window_is_complete",
-    }  # the outputs show what all others find; upstream itself breaks the window
+    }
 
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"

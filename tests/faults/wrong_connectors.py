@@ -163,9 +163,8 @@ class BearsGrudge(Worker):
             return bool(handle_failed(req_id, *args, **kwargs))
 
         def read_blocks(req_id: str, meta: Any) -> None:
-            if (
-                grudge and len(worker._recving_metadata) == 1
-            ):  # not those that were asked for together with the failed one
+            # not those that were asked for together with the failed one
+            if grudge and len(worker._recving_metadata) == 1:
                 worker._recv_failures.add(req_id)
             else:
                 read(req_id, meta)

@@ -23,12 +23,13 @@ from pytest_kvconform.verdict import Verdict, decide_verdict
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
+# registered names
 OF_VLLM = (
     "NixlConnector",
     "NixlPushConnector",
     "ExampleConnector",
     "OffloadingConnector",
-)  # registered names
+)
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,12 @@ ROOMS = {
     "context": "processes",
     "launch": "processes",  # which starts the zygote; the zygote loads modules of rooms by their names
     "vllm_setup": "processes context scenario",
-    "probe": "processes context scenario launch vllm_setup",
+    "probe_subject": "processes context scenario launch vllm_setup",
     "engine": "processes context scenario vllm_setup",
     "bytes": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario vllm_setup engine bytes",
-    "bench": "processes context scenario launch probe vllm_setup engine bytes peers scheduler",
+    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler",
 }
 
 # part of the house -> what it must not import, with all that lies below the name
@@ -58,7 +58,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 ALLOWED: dict[str, tuple[str, ...]] = {f"{PLUGIN}.kvspace": ("numpy",)}
 
 # part of the house -> all that may import it
-IMPORTERS = {f"{RIGS}.launch": (f"{RIGS}.bench", f"{RIGS}.probe", f"{PLUGIN}.pytest_hooks")}
+IMPORTERS = {f"{RIGS}.launch": (f"{RIGS}.bench", f"{RIGS}.probe_subject", f"{PLUGIN}.pytest_hooks")}
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:

@@ -183,7 +183,7 @@ def test_a_python_that_is_not_there_is_refused_in_one_sentence(tmp_path: Path) -
     )
 
 
-def test_debian_without_python3_venv_is_told_what_to_install(tmp_path: Path) -> None:
+def test_setup_on_debian_without_python3_venv_names_the_package(tmp_path: Path) -> None:
     bare = executable(
         tmp_path / "python3",
         f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n',

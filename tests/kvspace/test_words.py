@@ -127,9 +127,8 @@ def test_flipped_and_torn_words_are_no_address():
             for bits in range(8, 64, 8)
         ]
     )
-    assert (
-        decode(torn)["kind"] == ATTENTION
-    ).mean() < 1.3 / 2048 + 1 / 256  # words in sequence may agree in a byte
+    # words in sequence may agree in a byte
+    assert (decode(torn)["kind"] == ATTENTION).mean() < 1.3 / 2048 + 1 / 256
 
 
 def test_zeros_and_ones_are_no_address():

@@ -181,10 +181,11 @@ def test_killed_in_the_middle(tmp_path):
     child.communicate(timeout=10)
     folder = tmp_path / "checkpoints"
     final = f"llama-{content_hash(LLAMA)}"
+    # what it left; the final name was never there
     assert sorted(os.listdir(folder)) == [
         ".lock",
         f"{final}.tmp",
-    ]  # what it left; the final name was never there
+    ]
     gemma3 = ensure_checkpoint(load_families()["gemma3"], tmp_path)
     assert sorted(os.listdir(folder)) == [".lock", gemma3.name]  # whoever writes next clears it away
     assert (

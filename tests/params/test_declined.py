@@ -93,7 +93,7 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
     found = run_module(case_runner, one)
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
     declared = Criteria(features=ALL | {one.feature: "not yet"})
-    settled = {
+    applied = {
         name: apply_declaration(result, declared)
         for name, result in zip(found.outcomes, found.results, strict=True)
     }
@@ -106,13 +106,13 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
         if row.name == one.feature
     ]
     if one in WRONG:
-        assert (settled[one.by].outcome, settled[one.by].declaration_rule) == (
+        assert (applied[one.by].outcome, applied[one.by].declaration_rule) == (
             Outcome.FAIL,
             WRONG_THOUGH_UNSUPPORTED,
         )
         assert (row.observed, row.rule, promised.rule) == ("fails", WRONG_THOUGH_UNSUPPORTED, "")
         return
-    assert {result.outcome for result in settled.values() if one.feature in result.features} == {
+    assert {result.outcome for result in applied.values() if one.feature in result.features} == {
         Outcome.NOT_APPLICABLE
     }
     assert (row.observed, row.rule, promised.observed, promised.rule) == (
@@ -121,7 +121,7 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
         "refused",
         REFUSED_THOUGH_SUPPORTED,
     )
-    assert settled[one.by].refused
+    assert applied[one.by].refused
     if one in CLEAN:
         assert found.findings[one.by].declined == one.declined
         assert found.outcomes[one.by] == "FAIL"  # where it is declared as supported, or not at all
@@ -132,7 +132,6 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
 @pytest.mark.parametrize("connector", ["DeclinesMemory", "DeclinesIntroduction"])
 def test_where_there_is_nothing_to_decline_everything_passes(case_runner: CaseRunner, connector: str) -> None:
     found = run_module(case_runner, Declines(connector, START, "", "", geometry="llama3_1_8b"))
-    assert found.failed == {"start_on_taken_port_does_not_hang"}, (
-        found.findings
-    )  # as NixlConnector itself: docs/findings.md
+    # as NixlConnector itself: docs/findings.md
+    assert found.failed == {"start_on_taken_port_does_not_hang"}, found.findings
     assert set(found.outcomes.values()) == {"PASS", "FAIL"}

@@ -23,7 +23,7 @@ WRONG = [
     ),
     Wrong(
         "CountsTokens",
-        {r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]": r"nobody has saved a block"},
+        {r"unsaved_prompts_match_nothing\[(?!nothing)\w+\]": r"no engine has saved a block"},
         rules="KV-STORE-002",
     ),
     Wrong(

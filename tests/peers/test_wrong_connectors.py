@@ -164,8 +164,8 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Repor
         name: "FAIL" if name in wrong.fails else "BLOCKED" if name in wrong.blocked else "PASS"
         for name in reported
     }
-    # What says that this machine was too slow to tell says nothing about the connector; see the test of the
-    # right one.
+    # What says that this machine was too slow to tell says nothing about the
+    # connector; see the test of the right one.
     slow = {
         name
         for name, (outcome, reason) in reported.items()

@@ -37,8 +37,8 @@ def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: P
     found = load({"kv_connector": "m:C"} | command_line, environment, folder)
     subject = resolve(found)
     declaration.check_known(subject.known, plan.make_plan(found, ()).manifest)
-    told = WorkerInput(settings=found, subject=subject, link=ZygoteLink())
-    assert msgspec.json.decode(msgspec.json.encode(told), type=WorkerInput) == told
+    sent = WorkerInput(settings=found, subject=subject, link=ZygoteLink())
+    assert msgspec.json.decode(msgspec.json.encode(sent), type=WorkerInput) == sent
     document.encode(document.make_report(found, subject, None, (), (), (), ()))
     return found
 
@@ -100,7 +100,9 @@ def test_a_malformed_value(data, tmp_path):
         value = data.draw(
             st.integers(max_value=-1) | st.sampled_from(["", "fast", "1e999", "nan", "0x", "last?"])
         )
-    body = "\n".join(f"{key} = {json.dumps(word)}" for key, word in {"connector": "m:C", name: value}.items())
+    written = {"connector": "m:C", name: value}
+    # Not \uD800\uDC00 for one character: TOML has no surrogates.
+    body = "\n".join(f"{key} = {json.dumps(word, ensure_ascii=False)}" for key, word in written.items())
     text = sentence(prepare, {"kv_connector": None}, {}, toml(tmp_path, body))
     assert f"tool.kvconform.{name}: expected " in text or name == "connector"
     assert hinted(text, LISTED[name]) if name in LISTED and isinstance(value, str) else True

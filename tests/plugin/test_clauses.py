@@ -11,7 +11,7 @@ import pytest
 from pytest_kvconform import cli, plan, rules
 from pytest_kvconform.rules import clauses
 
-GOOD = 'says = "S."\nsource = "base.py"\n'
+GOOD = 'sentence = "S."\nsource = "base.py"\n'
 COUNTS = {
     "A": 11,
     "B": 6,
@@ -74,8 +74,8 @@ def test_every_clause_is_there_in_order():
 
 def test_every_clause_is_a_sentence():
     for clause in clauses.load().values():
-        assert clause.says.endswith("."), clause.id
-        assert "\n" not in clause.says + clause.untestable, clause.id
+        assert clause.sentence.endswith("."), clause.id
+        assert "\n" not in clause.sentence + clause.untestable, clause.id
 
 
 def test_every_rule_that_is_named_exists_and_has_a_case():

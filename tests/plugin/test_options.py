@@ -131,7 +131,7 @@ def test_seed_shuffles_the_same_way_each_time_and_last_means_last(kv):
     assert {kv("-v", f"--kv-seed={seed}").cells[0] for seed in range(1, 9)} > {"llama-P1D1"}
 
 
-def test_report_goes_where_it_is_told(kv, pytester):
+def test_report_goes_to_the_given_folder(kv, pytester):
     run = kv("--kv-report=out/here")
     assert (pytester.path / "out/here/report.json").is_file()
     assert "report: out/here/report.json" in run.lines

@@ -100,9 +100,8 @@ class Local:
 
     def __init__(self, wire: Wire, name: str):
         self.wire, self.name = wire, name
-        self.connected: set[str] = (
-            set()
-        )  # by a read; NIXL sends the first message only when its sender makes further calls
+        # by a read; NIXL sends the first message only when its sender makes further calls
+        self.connected: set[str] = set()
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:

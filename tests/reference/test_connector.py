@@ -19,10 +19,11 @@ from reference_connector.transport import Memory, Nixl, TransportError
     [
         (None, None),
         (SimpleNamespace(is_hybrid=False, use_mla=False), "BHLNC"),
+        # with a draft whose layers have heads BHLNC cannot be had
         (
             SimpleNamespace(is_hybrid=False, use_mla=True),
             "BLHNC",
-        ),  # with a draft whose layers have heads BHLNC cannot be had
+        ),
         (SimpleNamespace(is_hybrid=True, use_mla=False), "LBHNC"),
         (SimpleNamespace(is_hybrid=True, use_mla=True), "LBHNC"),
     ],

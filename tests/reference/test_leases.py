@@ -98,9 +98,8 @@ def test_a_notification_is_sent_although_the_engine_stops_stepping(
     p.worker.start(Orders(leases={1: "x"}))
     wire.late = 5
     d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
-    d.worker.start(
-        Orders(releases=[Lease(p.address, 1)])
-    )  # while the first read from this peer is in progress
+    # while the first read from this peer is in progress
+    d.worker.start(Orders(releases=[Lease(p.address, 1)]))
     while not d.worker.results().notified:
         pass
     assert p.worker.results().sent == {"x"}

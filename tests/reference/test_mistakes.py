@@ -14,6 +14,8 @@ from reference_connector.plan import Unplannable
 from tests.reference import test_boxes, test_plan
 from tests.reference.worlds import World, worlds
 
+vllm = test_boxes.vllm  # the fixture that lets vLLM be imported beside any torchvision
+
 OF_PLAN = {  # a piece of plan.py -> the piece with a mistake
     "if local == remote == width:": "if local == width:",
     " & (remote[1:] == remote[:-1] + length[:-1])": "",

@@ -46,9 +46,8 @@ def test_widens_runs(exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * 3}, (
         "a block that is not full is read as a whole"
     )
-    monkeypatch.setattr(
-        plan, "WORTH", 10
-    )  # bytes: the extra token has 32 in each layer, and saves three runs
+    # bytes: the extra token has 32 in each layer, and saves three runs
+    monkeypatch.setattr(plan, "WORTH", 10)
     assert count(SETUP, SETUP, (0, 11), MIXED, UP) == {0: 3 * (2 + 4)}, (
         "unless that is too much: then every head of it is a run"
     )
@@ -160,12 +159,13 @@ def test_a_block_that_is_entered_is_read_from_its_start() -> None:
     """A window begins within a block. vLLM caches that block, and a later request may use its start."""
     pairing = plan.pair(Engine(SETUP, 0).boxes[0], Engine(SETUP, 0).boxes)
     cells = 3 * 4 * 8
+    # where P's table begins: not before 4 where D's block does
     for first, tokens in (
         (0, 8),
         (4, 8),
         (6, 6),
         (7, 5),
-    ):  # where P's table begins: not before 4 where D's block does
+    ):
         found = plan.runs(pairing, [(7, 12)], [plan.Table([3, 4, 5])], [plan.Table([9, 8, 7], first)])
         assert found[0].nbytes == tokens * cells
 

@@ -155,8 +155,8 @@ def test_a_window_is_loaded_from_its_first_token() -> None:
     d.on_new_request(r)
     assert d.get_num_new_matched_tokens(r, 0) == (79, True)
     d.update_state_after_alloc(r, tables("nnnnn", "00nnn"), 79)
-    # D computes token 79, which sees tokens 48 to 79. What its third block has of earlier ones P need not
-    # have any more.
+    # D computes token 79, which sees tokens 48 to 79. What its third block has of
+    # earlier ones P need not have any more.
     assert d.take_orders().loads["r"].parts == [Part(0, 79, [1, 2, 3, 4, 5], 0), Part(48, 79, [3, 4, 5], 32)]
 
 
@@ -167,9 +167,8 @@ def test_nothing_is_loaded_into_a_block_of_which_p_has_only_a_part(
     caching: bool, computed: int, found: tuple[int, bool]
 ) -> None:
     p, d = scheduler(FULL, WINDOW), scheduler(FULL, Group(64, window=32), caching=caching)
-    r = request(
-        "r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9])
-    )  # P has tokens from 32 on, D's block begins at 0
+    # P has tokens from 32 on, D's block begins at 0
+    r = request("r", 80, handed(p, 79, [1, 2, 3, 4, 5], [0, 0, 7, 8, 9]))
     d.on_new_request(r)
     assert d.get_num_new_matched_tokens(r, computed) == found
 

@@ -235,9 +235,8 @@ def setups(draw: Any, groups: tuple[tuple[Kind, ...], ...]) -> Setup:
         num_blocks=draw(st.integers(34, 40)),
         conv=draw(st.sampled_from(["DS", "SD"])),
     )
-    if (
-        any(kind.state for group in groups for kind in group) and layout[0] == "L"
-    ):  # what vLLM can do with padded pages
+    # what vLLM can do with padded pages
+    if any(kind.state for group in groups for kind in group) and layout[0] == "L":
         pads = any(page(group[0], setup) < widest(setup) and not group[0].state for group in groups)
         setup = replace(setup, layout="LBHNC" if layout == "LHBNC" else layout, pieces=1 if pads else pieces)
     return setup
@@ -257,9 +256,8 @@ def tables(draw: Any, setup: Setup, spans: dict[str, tuple[int, int]]) -> list[T
             continue
         first = draw(st.integers(0, start // setup.block)) * setup.block
         if draw(st.booleans()):
-            first = draw(
-                st.integers(-2, start)
-            )  # vLLM begins at a block's first token; a plan does not depend on it
+            # vLLM begins at a block's first token; a plan does not depend on it
+            first = draw(st.integers(-2, start))
         many = -(-(stop - first) // setup.block) + draw(st.integers(0, 1))
         own, ids = ids[:many], ids[many:]
         made.append(Table(own[::-1] if order == "down" else own, first))
@@ -285,9 +283,10 @@ def worlds(draw: Any) -> World:
         tuple(replace(kind, layers=tuple(draw(st.permutations(kind.layers)))) for kind in group)
         for group in groups
     )
+    # only P has a draft
     more = (
         ((*groups[0], Kind("draft", ("x.0",), 2, 4)),) if len(groups) == 1 and draw(st.booleans()) else groups
-    )  # only P has a draft
+    )
     p = draw(setups(more))
     stop = draw(st.integers(1, 24))
     spans = {}

@@ -59,9 +59,8 @@ def test_the_line_that_runs_it_again_has_what_it_needs(kv, pytester, monkeypatch
 
 def test_one_cause_is_shown_once(kv):
     run = kv(deeds={"arrive(gemma3*": "violate", "window*": "violate otherwise"})
-    assert (
-        sum(line.startswith("happened") for line in run.lines) == 3
-    )  # each hanging window is a cause of its own
+    # each hanging window is a cause of its own
+    assert sum(line.startswith("happened") for line in run.lines) == 3
     assert any("the same cause in 5 more" in line for line in run.lines)
     assert "kv::engine/bytes::arrive[gemma3-P1D1-{n63,n95}]" in run.lines
     assert sum(line.startswith("FAILED kv::") for line in run.lines) == 8

@@ -190,7 +190,7 @@ def test_a_blocked_case_names_the_case_that_it_depends_on(declined: str, called:
         rule="KV-BYTES-001",
         outcome=Outcome.BLOCKED,
         cell=cell,
-        reason=f"stands on {start.id}: {other}{sentence}",
+        reason=f"depends on {start.id}: {other}{sentence}",
         refused=called,
     )
     ids = [start.id, stands.id]

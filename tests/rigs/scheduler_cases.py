@@ -97,7 +97,7 @@ def preempts_starves_and_hits(rig: Rig, variant: None) -> Evidence:
 
 
 @case(RULE, rig="scheduler")
-def ends_as_it_is_told(rig: Rig, variant: None) -> Evidence:
+def ends_by_stop_abort_and_length(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     stops, aborted, goes_on = (p.add(rig.prompt(9, seed=n), max_tokens=3, stop=n == 0) for n in range(3))
     step = p.step()

@@ -1,6 +1,7 @@
 # ruff: noqa: E402 - the environment and the imports must be mended before vLLM is imported
-"""Print, as JSON, the KV cache specs of vLLM's own models, built on the meta device, beside those of
-`kv_cache_specs`.
+"""Print, as JSON, the KV cache specs of vLLM's own models beside those of `kv_cache_specs`.
+
+vLLM's models are built on the meta device.
 
 test_geometry.py starts it as a process of its own: vLLM takes 10 s to import and leaves much behind. All
 layers are real; where a model cannot be built on CPU as it is, only parts without KV are changed (CHANGES).
@@ -49,11 +50,10 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of, layer_specs
 
 MAX_MODEL_LEN = 4096
-CHANGES = {
-    "gpt_oss": {"intermediate_size": 4096}
-}  # of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
-# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48 is no multiple of the
-# kernels' 32
+# of the experts: vLLM's CPU kernels do not take 2880 split by 4 or 8
+CHANGES = {"gpt_oss": {"intermediate_size": 4096}}
+# (tensor parallel size, block size asked for, kv_cache_dtype, prefix caching). 48
+# is no multiple of the kernels' 32
 CASES = [(tp, 32, "auto", True) for tp in (1, 2, 4, 8)] + [
     (1, 48, "auto", True),
     (2, 128, "auto", False),
@@ -104,9 +104,8 @@ def build(config: VllmConfig) -> dict[str, Any]:
     models = [config.model_config]
     if config.speculative_config:
         models.append(config.speculative_config.draft_model_config)
-    parallel_state.get_tp_group().world_size = (
-        config.parallel_config.tensor_parallel_size
-    )  # all that a layer's constructor asks
+    # all that a layer's constructor asks
+    parallel_state.get_tp_group().world_size = config.parallel_config.tensor_parallel_size
     with (
         set_current_vllm_config(config),
         torch.device("meta"),
@@ -133,9 +132,8 @@ def outcome(geometry: Geometry, folder: Path, case: tuple[int, int, str, bool]) 
         theirs = build(config)
     except (ValueError, AssertionError) as error:  # refused: pydantic's error is a ValueError
         return {"refused": str(error)}
-    config.cache_config.kv_cache_layout = (
-        "LBHNC"  # grouping asks for it; the engine core resolves it otherwise
-    )
+    # grouping asks for it; the engine core resolves it otherwise
+    config.cache_config.kv_cache_layout = "LBHNC"
     block_size = block_size_of(geometry, tp, wanted, cache_dtype)
     ours = layer_specs(
         geometry, tp, block_size, cache_dtype, prefix_caching=prefix_caching, max_model_len=MAX_MODEL_LEN
@@ -160,9 +158,9 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.initialize_model_parallel(1)
     results = {}
-    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention: limits of a
-    # kernel that is not run here. Streams of CUDA are made by the constructor of Kimi Linear and used by its
-    # forward only.
+    # Without AMX the CPU platform sets blocks of 16 and no prefix caching for latent attention:
+    # limits of a kernel that is not run here. Streams of CUDA are made by the constructor of Kimi
+    # Linear and used by its forward only.
     with (
         patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
         patch.object(torch.cuda, "Stream", lambda: None),

@@ -1,5 +1,6 @@
-"""The byte engine by itself: a right hand-over is clean, whatever the scheduler does, and a single wrong
-byte is found.
+"""The byte engine by itself: a right hand-over is clean, and a single wrong byte is found.
+
+This holds whatever the scheduler does.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ def test_wrong_byte_that_is_handed_over_is_found_on_d(llama: Pair) -> None:
 
 
 def _holds(engine: Any, block: int) -> bool:
-    """Whether a block has the KV of a whole block of tokens: then a flipped byte of its first layer is
-    garbled data.
+    """Whether a block has the KV of a whole block of tokens.
+
+    Then a flipped byte of its first layer is garbled data.
     """
     engine.flip(0, "model.layers.0.self_attn.attn", block, 31 * 512)
     return any(GARBLED in check.pool.words for check in engine.audit())

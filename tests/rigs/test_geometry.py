@@ -1,6 +1,4 @@
-"""`kv_cache_specs` gives every geometry the KV cache specs of vLLM's own model, at every tensor parallel
-size.
-"""
+"""`kv_cache_specs` agrees with vLLM's own models, for every geometry and tensor parallel size."""
 
 import json
 import subprocess
@@ -35,9 +33,7 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """ "<geometry> <tp> <block size asked for> <cache dtype> <prefix caching>" -> specs of vLLM's
-    model beside ours.
-    """
+    """ "<geometry> <tp> <block size asked for> <cache dtype> <prefix caching>" -> vLLM's specs, ours."""
     command = [sys.executable, "-m", "tests.rigs.specs_of_models", str(tmp_path_factory.mktemp("models"))]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     [line] = [line for line in child.stdout.splitlines() if line.startswith("specs:")] or [child.stderr]
@@ -140,8 +136,9 @@ def test_segments_tile_the_state(name, word, tp, layout):
 @pytest.mark.parametrize("layout", ["DS", "SD"])
 @pytest.mark.parametrize(("name", "word"), STATES)
 def test_segments_lie_as_the_tensors_of_the_state_do(name, word, layout):
-    """Segments agree with arrays of the shapes that vLLM packs: convolution by layout, then [head, head_v,
-    head_k].
+    """Segments agree with arrays of the shapes that vLLM packs.
+
+    Convolution by layout, then [head, head_v, head_k].
     """
     geometry = load_geometries()[name]
     kind = geometry.kinds[word]

@@ -21,9 +21,8 @@ def test_no_two_processes_are_given_the_same():
     ]
     try:
         ports = [int(word) for process in processes for word in process.stdout.readline().split()]
-        ports += [
-            free_port() for _ in range(40)
-        ]  # while the others live: their ports are theirs until they end
+        # while the others live: their ports are theirs until they end
+        ports += [free_port() for _ in range(40)]
     finally:
         for process in processes:
             process.communicate("\n", timeout=20)

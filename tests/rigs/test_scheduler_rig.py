@@ -63,7 +63,7 @@ def run(benches: Callable[[str, float], Bench]) -> Run:
 
 
 @pytest.mark.parametrize(
-    "name", ["hands_over", "remembers_calls", "preempts_starves_and_hits", "ends_as_it_is_told"]
+    "name", ["hands_over", "remembers_calls", "preempts_starves_and_hits", "ends_by_stop_abort_and_length"]
 )
 def test_what_the_rig_promises(run: Run, name: str) -> None:
     assert run(name) == PASSED
@@ -109,7 +109,7 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
     [
         ("killed", r"^the process of vLLM's scheduler died of SIGKILL, outside of any hook$"),
         ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
-        ("hang", r"^the process of vLLM's scheduler did not come back within 1 s, outside of any hook"),
+        ("hang", r"^the process of vLLM's scheduler did not end within 1 s, outside of any hook"),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str) -> None:

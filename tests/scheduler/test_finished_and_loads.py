@@ -58,7 +58,7 @@ WRONG = [
         "KeepsTheAborted",
         on(
             "aborted_prefill_is_freed_at_once[p-abort-running]",
-            r"returned True: P keeps blocks that nobody reads",
+            r"returned True: P keeps blocks that no peer reads",
         ),
         rules="KV-FINISH-004",
     ),
@@ -69,7 +69,7 @@ WRONG = [
     ),
     Wrong(
         "GivesBlocksAway",
-        on("handed_over_blocks_are_kept_until_sent[p-length]", r"P freed .* before anybody has read them"),
+        on("handed_over_blocks_are_kept_until_sent[p-length]", r"P freed .* before any peer has read them"),
         rules="KV-FINISH-006",
     ),
     # How it takes reports.
@@ -164,7 +164,7 @@ WRONG = [
         "OneAtATime",
         on(
             "every_hook_returns_soon[loading]",
-            r"nobody reports what is loading, .* another request is WAITING",
+            r"no worker reports what is loading, .* another request is WAITING",
         ),
         rules="KV-HOOK-002 KV-MATCH-004",
     ),
@@ -187,6 +187,6 @@ def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(
     assert len(said) == 3 and "BLOCKED" in run.outcomes.values()
     for happened in said:
         assert re.search(
-            r"did not come back within \S+ s, in update_state_after_alloc \(failures\.py:\d+\)",
+            r"did not end within \S+ s, in update_state_after_alloc \(failures\.py:\d+\)",
             happened,
         )

@@ -98,8 +98,8 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         monkeypatch.setenv("FAKEKV_BENCH", bench)
         subject = () if plain else ("--kv-connector=m:C",)
         plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
-        # xdist gives its workers the sys.path with which this process began, so its runs need one of their
-        # own.
+        # xdist gives its workers the sys.path with which this process began, so
+        # its runs need one of their own.
         runpytest = (
             pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
         )

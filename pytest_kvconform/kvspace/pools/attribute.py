@@ -16,9 +16,9 @@ from pytest_kvconform.kvspace.pools.classify import classify_rows, in_one_piece,
 from pytest_kvconform.kvspace.pools.regions import Region
 from pytest_kvconform.kvspace.pools.words import decode
 
-# A word, 8 bytes at a multiple of 8, outside of all rows: in the padding of a page, or in no page (then
-# region and block are -1). `within` is bytes from the start of the region's page to the first byte that
-# differs.
+# A word, 8 bytes at a multiple of 8, outside of all rows: in the padding of a page, or in no
+# page (then region and block are -1). `within` is bytes from the start of the region's page
+# to the first byte that differs.
 RAW = np.dtype(
     [("offset", "i8"), ("region", "i2"), ("block", "i4"), ("within", "i8"), ("found", COORDINATES)]
 )

@@ -125,9 +125,8 @@ def classify_rows(
     found[is_data & ~exists] = no_address(())
     kinds[is_data & exists] = MOVED
     zero = one == 0
-    short = (
-        got.shape[-1] > 8 and got.shape[-1] % 8 > 0
-    )  # the few bytes of the last word may be 0 or correct by accident
+    # the few bytes of the last word may be 0 or correct by accident
+    short = got.shape[-1] > 8 and got.shape[-1] % 8 > 0
     if short:
         zero[..., -1] &= zero[..., -2]
     kinds[zero] = ZEROED

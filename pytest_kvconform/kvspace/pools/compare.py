@@ -42,9 +42,8 @@ class PoolComparison:
 
     regions: tuple[Region, ...]
     words: dict[int, int]  # kind -> words that differ
-    rows: dict[
-        int, int
-    ]  # kind -> rows whose worst word is of this kind; a word outside of all rows counts as a row
+    # kind -> rows whose worst word is of this kind; a word outside of all rows counts as a row
+    rows: dict[int, int]
     compared_bytes: int  # of rows in blocks that were due
     # RUN [n]: every row of the blocks that differ, the correct ones included; bounded by whole blocks.
     runs: Array = field(repr=False)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pytest_kvconform.kvspace.pools.regions import Region
 
 POISON_FORMAT = Format(POISON, 56, (("place", 38), ("engine", 1), ("rank", 4)), 0b1_0110_1100_1011)
-# Shifts of poison, left and right (-). With these, two halves of words of near places never make the word of
-# a place.
+# Shifts of poison, left and right (-). With these, two halves of words of near places
+# never make the word of a place.
 _SHIFTS, _56 = (6, -5, 8), np.uint64((1 << 56) - 1)
 TOP_BITS = np.uint64(0x8080808080808080)  # of the bytes of a word; set in poison
 _PAGE = 1 << 11  # words of poison that share all but the low bits of their place

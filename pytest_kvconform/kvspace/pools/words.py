@@ -75,9 +75,8 @@ def part(form: Format, **values: Any) -> Array:
     The sum of the parts of all fields and of `magic_part` is the product: fields have disjoint bits.
     """
     bits, odd = bits_of(form, **values), multiplier(form.bits)
-    if isinstance(bits, int) or not np.ndim(
-        bits
-    ):  # NumPy warns of overflow for single numbers, not for arrays
+    # NumPy warns of overflow for single numbers, not for arrays
+    if isinstance(bits, int) or not np.ndim(bits):
         return np.asarray(int(bits) * int(odd) % (1 << 64), dtype=np.uint64)
     return np.asarray(bits * odd)
 

@@ -14,8 +14,8 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.scenario import Transfer
 
-# Times the deadline of a call: one call may compare hundreds of megabytes, and name what millions of wrong
-# words share.
+# Times the deadline of a call: one call may compare hundreds of megabytes, and name
+# what millions of wrong words share.
 SLOW_CALLS = 4
 LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
@@ -52,11 +52,11 @@ class ByteBench:
         if key not in self._observations:
             if cell in self._over:
                 on, declined = self._over[cell]
-                raise Blocked(f"stands on {on}", refused=declined)
+                raise Blocked(f"depends on {on}", refused=declined)
             try:
                 p, d = self._engines(cell, longest, LONG if longer else "")
             except EngineFailed as failed:
-                on = f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
+                on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             store = self.context.subject.profile == "store"
             found = observe_transfer(transfer, p, d, self.context.deadlines, self.context.next_name, store)

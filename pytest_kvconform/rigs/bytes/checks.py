@@ -51,8 +51,8 @@ class Groups:
 class Unwritten:
     """Bytes that were due at the check of a request and had not been written."""
 
-    # bool [byte] of the storage, eight to a byte. Always whole words, although some bytes may be right by
-    # accident.
+    # bool [byte] of the storage, eight to a byte. Always whole words, although some
+    # bytes may be right by accident.
     where: Array
     want: Array  # uint8, what was due there
     held: dict[str, Array]  # as for `compare_pool`
@@ -71,8 +71,9 @@ class PoolChecker:
         self.failed: set[int] = set()
 
     def check_loads(self, work: StepWork) -> None:
-        """Compare the pool with its shadow when loads are reported as complete, before the step reads what
-        was loaded.
+        """Compare the pool with its shadow when loads are reported as complete.
+
+        The step that reads the loaded KV has not run yet.
         """
         self.memory.fetch()
         for load in work.load_checks:

@@ -17,8 +17,9 @@ class ByteEngineHandle(EngineHandle):
         self.ranks = spec.tensor_parallel
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
-        """The checks of a request, once: one per rank for each load, made before the first forward that reads
-        what was loaded.
+        """Return and forget the checks of a request: for each load one per rank.
+
+        They were made before the first forward that reads the loaded KV.
         """
         return self.call("pop_checks", request_id)
 

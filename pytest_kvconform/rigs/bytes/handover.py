@@ -24,8 +24,9 @@ IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itsel
 
 @dataclass(frozen=True)
 class Received:
-    """One request: what was done with it, and the checks of D's pools before the first forward that reads
-    loaded KV.
+    """One request: what was done with it, and the checks of D's pools.
+
+    The checks were made before the first forward that reads loaded KV.
     """
 
     name: str
@@ -62,8 +63,9 @@ class TransferObservation:
 
     @property
     def declined(self) -> bool:
-        """Whether the connector refused requests cleanly: no engine failed, no request is stuck, no word of
-        D's is wrong.
+        """Whether the connector refused requests cleanly.
+
+        No engine has failed, no request is stuck, and no word in D's pool is wrong.
         """
         clean = not (self.failed or self.stuck) and not any(
             check.pool.wrong for r in self.requests for check in r.checks
@@ -163,8 +165,9 @@ def _run(
 
 
 def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """Prompts of the same lengths and shared prefixes, in tokens that no store has: a store keeps what
-    earlier runs saved.
+    """Prompts of the same lengths and shared prefixes, in tokens that no store has.
+
+    A store keeps what earlier runs have saved.
     """
     shift = random.SystemRandom().choices(
         range(len(VOCABULARY)), k=max(len(prompt.tokens) for prompt in prompts)
@@ -217,8 +220,9 @@ def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any
 
 
 def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """For each prompt an int [token]: the number of the first prompt with the same tokens up to and including
-    this one.
+    """For each prompt an int [token]: the number of the prompt that owns the token.
+
+    That is the first prompt with the same tokens up to and including this one.
     """
     owners = []
     for number, prompt in enumerate(prompts):

@@ -1,5 +1,4 @@
-"""Stand-ins for a model's layers: they have no weights, and describe the KV cache to vLLM and to connectors
-as real layers do.
+"""Stand-ins for a model's layers. They have no weights, and describe the KV cache as real layers do.
 
 vLLM keeps its layers in `compilation_config.static_forward_context`. Connectors read backends, specs and
 cache tensors from there.
@@ -118,8 +117,9 @@ def smallest_kernel_block(backends: Any) -> int:
 
 
 def metadata(spec: Any, slots: np.ndarray) -> Any:
-    """What a connector may look at in the attention metadata of a layer: `slot_mapping`, one slot per
-    scheduled token.
+    """Attention metadata of a layer, as far as a connector may look at it.
+
+    `slot_mapping` has one slot per scheduled token.
     """
     made = object.__new__(MLACommonMetadata) if isinstance(spec, MLAAttentionSpec) else SimpleNamespace()
     made.slot_mapping, made.num_actual_tokens = torch.from_numpy(slots), len(slots)

@@ -1,5 +1,6 @@
-"""The KV memory of one rank: what vLLM allocated (`storage`), what that should hold (`shadow`), and where
-every row lies.
+"""The KV memory of one rank: `storage`, its expected content `shadow`, and the place of every row.
+
+vLLM allocated `storage`.
 
 Blocks are vLLM's logical blocks. `pages` are all bytes that belong to a block id, padding and the slots of
 layers that its group does not have included.
@@ -60,9 +61,8 @@ def regions_of(
             strides = (block, width, head, tokens * width, 1)
         else:
             strides = (block, token, head, width, 1)
-            if (
-                blocks > num_blocks and block == tokens * token
-            ):  # kernel blocks that follow one another: one logical block
+            # kernel blocks that follow one another: one logical block
+            if blocks > num_blocks and block == tokens * token:
                 ratio = blocks // num_blocks
                 blocks, tokens, strides = num_blocks, tokens * ratio, (block * ratio, *strides[1:])
         shape, first = (blocks, tokens, heads, planes, width), kv_heads(layer.kind, tp, rank)[0]
@@ -137,8 +137,8 @@ class Memory:
         else:
             poison(self.storage, engine, rank)
 
-    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back. On CPU it is the
-    # memory itself.
+    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back.
+    # On CPU it is the memory itself.
 
     def fetch(self, blocks: Array | None = None) -> None:
         """Bring what these blocks (default: all) hold now into `storage`."""
@@ -149,8 +149,9 @@ class Memory:
                 self.storage[start:end] = self.device[start:end].cpu().numpy()
 
     def flush(self, blocks: Array) -> None:
-        """Bring what was written to `storage` to the device: whole blocks, which no transfer may be writing
-        now.
+        """Copy what was written to `storage` to the device: whole blocks.
+
+        No transfer may be writing into these blocks.
         """
         if self.device.is_cuda:
             import torch

@@ -41,8 +41,8 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ByteRequest(Request, frozen=True, kw_only=True):
     """One request to a byte engine."""
 
-    # int per prompt token: number of the first request of the run with the same tokens up to and including
-    # this one
+    # int per prompt token: number of the first request of the run with the same
+    # tokens up to and including this one
     owners: np.ndarray
     number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
 

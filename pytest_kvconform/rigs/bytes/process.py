@@ -1,5 +1,4 @@
-"""A byte engine in a process of its own: vLLM's real EngineCore, Scheduler and KVCacheManager, with ranks
-that have no model.
+"""A byte engine in a process of its own: vLLM's EngineCore, Scheduler and KVCacheManager, without a model.
 
 Its workers are `bytes.worker.ByteWorker`: at tensor parallel size 1 in this process, as vLLM does, else one
 forked process a rank. The process knows which request has which blocks, and sends that to the ranks with each
@@ -29,8 +28,9 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
 
 
 def token_after(position: int) -> int:
-    """The token that a byte engine generates after `position` tokens: a fixed function, so that requests with
-    one prompt agree.
+    """The token that a byte engine generates after `position` tokens.
+
+    It is a fixed function, so that requests with one prompt agree.
     """
     return 5 + position * 2654435761 % 2**32 % 491
 
@@ -84,8 +84,9 @@ class ByteEngineProcess(engine_process.EngineProcess):
         super().add(request)
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
-        """The checks of a request, once: one per rank for each load, made before the first forward that reads
-        what was loaded.
+        """Return and forget the checks of a request: for each load one per rank.
+
+        They were made before the first forward that reads the loaded KV.
         """
         return tuple(check for checks in self._workers("kv_pop_checks", request_id) for check in checks)
 
@@ -103,8 +104,9 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.preempting = request_id
 
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they are freed, and take them out of the prefix cache: the worst that
-        may happen.
+        """Overwrite blocks the moment they are freed, and take them out of the prefix cache.
+
+        This is the worst that may happen to freed blocks.
         """
         self.reusing = on
 

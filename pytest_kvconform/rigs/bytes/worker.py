@@ -122,9 +122,7 @@ class ByteWorker(WorkerBase):
         self.connector = ActiveKVConnector(self.vllm_config, caches)
 
     def kernel_blocks(self, config: Any) -> list[int]:
-        """Tokens of a kernel block per group, chosen as `prepare_kernel_block_sizes` of v1/worker/utils.py
-        does.
-        """
+        """Tokens of a kernel block per group, as in `prepare_kernel_block_sizes` (v1/worker/utils.py)."""
         packed = any(tensor.block_stride > tensor.layer_stride for tensor in config.kv_cache_tensors)
         sizes = []
         for group in config.kv_cache_groups:
@@ -186,9 +184,8 @@ class ByteWorker(WorkerBase):
             self.connector.finish_forward()
         output = self.connector.post_forward(scheduler_output.finished_req_ids)
         self._note_failures(output)
-        for index, load in enumerate(
-            work.load_checks, before
-        ):  # loads within the step report failures only now
+        # loads within the step report failures only now
+        for index, load in enumerate(work.load_checks, before):
             failed = checker.failed & set(load.loaded.tolist())
             checker.checks[index] = replace(checker.checks[index], failed=tuple(sorted(failed)))
             checker.failed -= failed
@@ -207,8 +204,9 @@ class ByteWorker(WorkerBase):
             self.checker.failed |= set(output.invalid_block_ids or ())
 
     def _slots(self, work: StepWork, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(block, position, share) of each scheduled token whose block is not the null block; see
-        `token_parts`.
+        """(block, position, share) of each scheduled token, unless its block is the null block.
+
+        See `token_parts`.
         """
         if self.groups.is_state(group):
             nothing = np.zeros(0, dtype=np.int64)

@@ -1,5 +1,4 @@
-"""The engine rig: two real vLLM engines with tiny checkpoints, P and D, and what the engines of all rigs have
-in common.
+"""The engine rig: two vLLM engines with tiny checkpoints, and what the engines of all rigs have in common.
 
 | module | what it has |
 |---|---|

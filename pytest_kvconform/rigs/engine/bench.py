@@ -1,6 +1,4 @@
-"""What cases of the engine rig run on: two real engines with tiny models, and the observation of every
-scenario.
-"""
+"""The bench of cases on the engine rig: two real engines, and the observation of every scenario."""
 
 from __future__ import annotations
 
@@ -22,9 +20,8 @@ PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
 # that have met answer at once, and the outcome of a case must not depend on the cases before it.
 INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
-DEAD_CELLS = (
-    3  # after the engines of so many cells have died, further cells would only take long, and are not tried
-)
+# after the engines of so many cells have died, further cells would only take long, and are not tried
+DEAD_CELLS = 3
 
 
 class EngineBench:
@@ -65,7 +62,7 @@ class EngineBench:
             try:
                 pair = self.engines(cell, longer)
             except EngineFailed as failed:
-                on = f"stands on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
+                on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             run = (*pair, load_families()[cell.family].dtype, self.context.deadlines, self.context.next_name)
             try:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# Every byte of an unowned block. As a number it is large and finite in each float format (bf16 and fp32:
-# 1.3e7).
+# Every byte of an unowned block. As a number it is large and finite in each
+# float format (bf16 and fp32: 1.3e7).
 POISON = 0x4B
 
 
@@ -25,8 +25,9 @@ def layers(worker: Any) -> dict[str, Any]:
 
 
 def row_index(layer: Any) -> Any:
-    """Where the words of a token lie in the content of one (block, head): a tensor [token, plane, word] of
-    flat positions.
+    """Where the words of a token lie in the content of one (block, head).
+
+    A tensor [token, plane, word] of flat positions.
 
     The backend itself is asked: it stores keys and values that count up, in a scratch block. Backends pack [K
     | V] per token, or all K before all V, or transpose keys for their kernel (CPU_ATTN, by instruction set).
@@ -83,8 +84,9 @@ def describe(worker: Any) -> dict[str, dict[str, Any]]:
 
 
 def _words(tensor: Any) -> np.ndarray:
-    """Raw words of a tensor: unsigned integers of its item size, so that comparing is exact and NaN equals
-    itself.
+    """Raw words of a tensor: unsigned integers of its item size.
+
+    So the comparison is exact, and NaN equals itself.
     """
     import torch
 
@@ -111,8 +113,9 @@ def read_rows(worker: Any, name: str, blocks: list[int]) -> np.ndarray:
 
 
 def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.ndarray) -> None:
-    """Write rows [token, head, plane, word] of all heads of the model at token offset `first` into the given
-    logical blocks.
+    """Write rows [token, head, plane, word] of all heads of the model into the given logical blocks.
+
+    `first` is the offset of the first token.
     """
     import torch
 
@@ -130,8 +133,9 @@ def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.n
 
 
 def my_heads(worker: Any, local: int, total: int) -> slice:
-    """Which of the model's KV heads this rank holds. vLLM replicates heads when there are more ranks than
-    heads.
+    """Which of the model's KV heads this rank holds.
+
+    vLLM replicates heads when there are more ranks than heads.
     """
     rank, size = (
         worker.rank % worker.parallel_config.tensor_parallel_size,
@@ -142,8 +146,9 @@ def my_heads(worker: Any, local: int, total: int) -> slice:
 
 
 def read_state(worker: Any, name: str, slot: int) -> tuple[np.ndarray, ...]:
-    """This rank's share of the state in one slot: convolution segments [channel, position] (Q, K, V), then
-    the recurrent state.
+    """This rank's share of the state in one slot.
+
+    The segments of the convolution [channel, position] come first (Q, K, V), then the recurrent state.
     """
     layer = layers(worker)[name]
     conv, *recurrent = layer.kv_cache
@@ -168,8 +173,9 @@ def write_state(worker: Any, name: str, slot: int, state: tuple[np.ndarray, ...]
 
 
 def _segments(layer: Any, conv: Any) -> list[Any]:
-    """The convolution state of one slot as views [channel, position], one per projection, since each is
-    sharded by itself.
+    """The convolution state of one slot as views [channel, position].
+
+    There is one view per projection, since each projection is sharded by itself.
 
     Shapes: vllm/model_executor/layers/mamba/gdn_linear_attn.py; the order of the axes is vLLM's setting
     VLLM_SSM_CONV_STATE_LAYOUT.
@@ -256,8 +262,9 @@ def poison(worker: Any, blocks: list[int]) -> int:
 
 
 def digest(worker: Any) -> np.ndarray:
-    """One number per block, over all regions: changes with overwhelming probability when any byte of the
-    block changes.
+    """One number per block, over all regions: a digest that changes with any byte of the block.
+
+    Two contents of a block have the same number with negligible probability.
     """
     total: Any = 0
     for index, page in enumerate(_pages(worker)):

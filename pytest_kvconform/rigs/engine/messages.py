@@ -1,6 +1,4 @@
-"""Records that travel between pytest and an engine's process: frozen, pickled over a Unix socket; arrays are
-NumPy.
-"""
+"""Records that travel between pytest and an engine's process: frozen, pickled, arrays as NumPy."""
 
 from __future__ import annotations
 
@@ -86,9 +84,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
     salt: str = ""  # separates the prefix caches of requests that must not share
-    oracle: Snapshot | None = (
-        None  # the harness puts this KV in place, and the connector never hears of the request
-    )
+    # the harness puts this KV in place, and the connector never hears of the request
+    oracle: Snapshot | None = None
     watch: bool = False  # take a snapshot before the first forward that reads loaded KV
     seed: int | None = None  # sample with this seed instead of greedily
 

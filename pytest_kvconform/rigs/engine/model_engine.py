@@ -1,5 +1,4 @@
-"""An engine of the engine rig: a real vLLM engine with a tiny checkpoint, whose KV cache the harness reads
-and writes.
+"""An engine of the engine rig: a vLLM engine with a tiny checkpoint, whose KV cache the harness accesses.
 
 Before the first step that reads loaded KV, the process takes a snapshot of a watched request's KV. In the
 oracle's run the harness itself puts P's snapshot into D's cache, and the connector never hears of the
@@ -144,8 +143,9 @@ class ModelEngineProcess(EngineProcess):
             self.snapshots[request_id] = self._read(request_id, position)
 
     def _writable(self) -> set[int]:
-        """Blocks that a load or a step may change: blocks of requests, without those that they share through
-        the prefix cache.
+        """Blocks that a load or a step may change.
+
+        These are the blocks of requests, without those that they share through the prefix cache.
         """
         return {
             b
@@ -160,8 +160,9 @@ class ModelEngineProcess(EngineProcess):
         }
 
     def _keep_from_zeroing(self, request_id: str, scheduler_output: Any) -> None:
-        """Keep the step from zeroing blocks that the oracle has just filled, as vLLM does with blocks of an
-        asynchronous load.
+        """Keep the step from zeroing blocks that the oracle has just filled.
+
+        vLLM does the same with blocks of an asynchronous load.
         """
         if scheduler_output.new_block_ids_to_zero:
             filled = {b for ids in self.manager.get_block_ids(request_id) for b in ids}

@@ -71,8 +71,9 @@ class EnginePairs(Generic[Handle]):
         return (cell, word) in self._pairs
 
     def started(self, cell: Cell, word: str = "") -> tuple[EngineFacts, EngineFacts] | EngineFailed | None:
-        """What vLLM made of P and D of a cell, or why they did not start; None: no case has asked for them
-        yet.
+        """P and D of a cell: vLLM's facts about them, or why they did not start.
+
+        None: no case has asked for them yet.
         """
         return self._started.get((cell, word))
 

@@ -30,9 +30,8 @@ from pytest_kvconform.rigs.engine.messages import (
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
-IDLE_S = (
-    0.001  # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
-)
+# pause after a step that computed nothing, so that a polling engine leaves the core to its peer
+IDLE_S = 0.001
 
 
 def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
@@ -153,8 +152,9 @@ class EngineProcess:
         )
 
     def step(self, seconds: float) -> Step:
-        """Run steps until one returns an output or computes a token, at most for `seconds`; at least one
-        step.
+        """Run steps until one returns an output or computes a token, for `seconds` at most.
+
+        At least one step runs.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -178,8 +178,9 @@ class EngineProcess:
         return trace
 
     def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks; 0: as
-        configured.
+        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks.
+
+        0: the configured number.
         """
         self.scheduler.max_num_scheduled_tokens = tokens or self.spec.max_batched_tokens
 
@@ -241,8 +242,9 @@ class EngineProcess:
         )
 
     def _note_environment(self) -> None:
-        """Remember threads and ports before the connector is built: the connector need not end what vLLM
-        itself keeps.
+        """Remember threads and ports before the connector is built.
+
+        The connector need not end what vLLM itself keeps.
         """
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -1,6 +1,4 @@
-"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others, and cases
-judge it.
-"""
+"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others."""
 
 from __future__ import annotations
 
@@ -51,14 +49,15 @@ class PeerBench:
         return self.context.lease_s(self._asked_lease_s)
 
     def require_short_lease(self) -> None:
-        """Raise Blocked where the lease is longer than a run should wait: scenarios that wait for it do not
-        run.
+        """Raise Blocked where the lease is longer than a run should wait.
+
+        Scenarios that wait for the end of the lease do not run then.
         """
         self.context.require_short_lease(self._asked_lease_s)
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """A wait inside a scenario: longer with --kv-timeout-scale, never shorter."""
-        return self.context.patience(seconds)
+        return self.context.scaled_seconds(seconds)
 
     def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
         """How an engine of a role is built."""
@@ -68,7 +67,7 @@ class PeerBench:
     @property
     def _asked_lease_s(self) -> float:
         """Seconds of the lease that the suite asks for."""
-        return self.context.patience(LEASE_S)
+        return self.context.scaled_seconds(LEASE_S)
 
     def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
         """Run every scenario of a cell, all at once."""
@@ -105,7 +104,7 @@ class PeerBench:
         refusals = (engine.failed for engine in first if engine.failed and engine.failed.how == "refused")
         if refused := next(refusals, None):
             raise Blocked(
-                f"stands on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
+                f"depends on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
                 refused=refused.declined,
             )
         return {

@@ -1,6 +1,4 @@
-"""Transfers over a transport that can fail: byte engines whose NIXL agents follow faults, and what their
-pools hold afterwards.
-"""
+"""The bench of cases on faults: byte engines whose NIXL agents delay, fail or repeat on demand."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ class FaultBench:
     @property
     def _asked_lease_s(self) -> float:
         """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
-        return self.context.patience(LEASE_S)
+        return self.context.scaled_seconds(LEASE_S)
 
     def _engines(
         self, cell: Cell, policy: str, longer: int = 0
@@ -125,7 +123,7 @@ class FaultBench:
         except EngineFailed as failed:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
+                f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
                 refused=failed.declined,
             ) from None
         if new:
@@ -148,7 +146,7 @@ class FaultBench:
             self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
-                f"stands on kv::bytes/handover::completes: "
+                f"depends on kv::bytes/handover::completes: "
                 f"a transfer without faults did not end well: {reason}"
             )
 
@@ -216,9 +214,7 @@ def _observe(
 def _until_quiet(
     transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
 ) -> tuple[Usage, Usage]:
-    """Step both engines until no transfer and no message is under way and neither holds a block of this
-    transfer.
-    """
+    """Step both engines until no transfer or message is under way and no block of this transfer is held."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -232,8 +228,9 @@ def _until_quiet(
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Of each rank the audit at the end of the transfer if it found something, else the audit when nothing
-    was under way.
+    """Of each rank the audit at the end of the transfer if that found something, else the last audit.
+
+    The last audit was made when nothing was under way.
     """
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 

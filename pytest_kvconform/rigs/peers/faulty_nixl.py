@@ -1,5 +1,6 @@
-"""A transport that fails on demand, for connectors built on NIXL: transfers that are late or fail, and
-notifications that arrive twice, late, reversed or never.
+"""A transport that fails on demand, for connectors built on NIXL.
+
+Transfers are late or fail. Notifications arrive twice, late, reversed or never.
 
 `install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where
 modules that are imported later will find it. Only the real agent moves bytes. The subclass changes when a
@@ -274,8 +275,9 @@ def _faulty(real: Any, error: type[Exception]) -> Any:
 
 
 def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
-    """Give every agent of this process these faults, in place of earlier ones. Transfers under way keep
-    theirs.
+    """Give every agent of this process these faults, in place of earlier ones.
+
+    Transfers under way keep theirs.
     """
     mine = [one for one in faults if not one.ranks or rank in one.ranks]
     _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)
@@ -291,8 +293,9 @@ def start_held_transfers() -> None:
 
 
 def progress() -> None:
-    """Let the agents of this process serve their peers although the connector does not call them, as a
-    progress thread would (see `nixl`).
+    """Let the agents of this process serve their peers although the connector does not call them.
+
+    A progress thread would do the same (see vllm_setup/nixl_agents.py).
 
     An engine without requests does not step. Without this a peer that still reads from it would wait for
     ever, instead of reading what is in the blocks by now.

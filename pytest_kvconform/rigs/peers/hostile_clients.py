@@ -1,6 +1,4 @@
-"""The ports on which engines find each other: which are open, a listener that never answers, and malformed
-messages.
-"""
+"""Ports on which engines find each other: open ports, a silent listener, and malformed messages."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ def with_port_replaced(params: Any, ports: set[int], other: int) -> Any:
 
 
 class SilentListener:
-    """A listener that receives messages and never answers. It is a ZeroMQ socket where P's is one, so that
-    peers send at all.
+    """A listener that receives messages and never answers.
+
+    It is a ZeroMQ socket where P's is one, so that peers send at all.
     """
 
     def __init__(self, port: int, zeromq: bool):
@@ -72,9 +71,8 @@ class SilentListener:
 
             with contextlib.suppress(zmq.Again):
                 while True:
-                    self.received.append(
-                        self.router.recv_multipart(zmq.NOBLOCK)[1:]
-                    )  # the first is the sender
+                    # the first is the sender
+                    self.received.append(self.router.recv_multipart(zmq.NOBLOCK)[1:])
             return
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -131,8 +129,9 @@ def malformed_messages(valid: list[list[bytes]], count: int, seed: int) -> Itera
 
 
 def _renumbered(message: bytes, choose: random.Random) -> bytes:
-    """A valid message with other numbers, such as a rank that does not exist. A message without numbers gets
-    a huge length.
+    """A valid message with other numbers, such as a rank that does not exist.
+
+    A message without numbers gets a huge length.
     """
     try:
         words = msgspec.msgpack.decode(message)
@@ -146,8 +145,9 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
 
 
 class HostileClient:
-    """A client that sends messages to a listener and waits for no answer: ZeroMQ messages where the listener
-    speaks ZeroMQ, and raw bytes.
+    """A client that sends messages to a listener and waits for no answer.
+
+    It sends ZeroMQ messages where the listener speaks ZeroMQ, and raw bytes.
     """
 
     def __init__(self, port: int):

@@ -1,5 +1,6 @@
-"""Records of what each rank of a peer engine was asked and reported. They are frozen, and travel pickled to
-the controller.
+"""Records of what each rank of a peer engine was asked and reported.
+
+They are frozen, and travel pickled to the controller.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What the worker half of one rank reported in one step: get_transfer_results and
-    get_block_ids_with_load_errors.
+    """What the worker half of one rank reported in one step.
+
+    The hooks are get_transfer_results and get_block_ids_with_load_errors.
     """
 
     step: int

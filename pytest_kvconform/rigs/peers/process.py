@@ -1,6 +1,4 @@
-"""The engine process of the peer rig: each rank records its worker half, and requests can be kept in the
-queue.
-"""
+"""The engine process of the peer rig: ranks record their worker halves; requests can be kept queued."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
 
 
 class PeerEngineProcess(FaultyEngineProcess):
-    """One byte engine. It overwrites blocks the moment they are freed, so that a late read of them is
-    noticed.
+    """One byte engine.
+
+    It overwrites blocks the moment they are freed, so that a late read of them is noticed.
     """
 
     def __init__(self, spec: ByteEngineSpec):
@@ -39,8 +38,10 @@ class PeerEngineProcess(FaultyEngineProcess):
         return {request_id: self.trace(request_id) for request_id in self.traces}
 
     def keep_in_queue(self, request_id: str) -> None:
-        """Keep a request, which is added later, from being scheduled: get_num_new_matched_tokens answers None
-        for it, as MultiConnector does while another connector does not know yet.
+        """Keep a request, which is added later, from being scheduled.
+
+        get_num_new_matched_tokens answers None for the request. MultiConnector does the same while one of its
+        connectors does not know yet.
         """
         self.kept_in_queue.add(request_id)
 
@@ -49,8 +50,9 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.kept_in_queue.discard(request_id)
 
     def add_and_abort(self, request: Request) -> None:
-        """Add a request and abort it before a step: what vLLM does with a request that its API server
-        refuses.
+        """Add a request and abort it before a step.
+
+        vLLM does this with a request that its API server refuses.
         """
         self.add(request)
         self.abort(request.id)

@@ -1,5 +1,6 @@
-"""Scenarios about what each rank of an engine reports, and when. They run one after the other on one P and
-one D.
+"""Scenarios about what each rank of an engine reports, and when.
+
+They run one after the other on one P and one D.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
 
 
 def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """P hands requests over to D; for one of them the last rank of D is slow. P also computes one request
-    that it hands to nobody, and aborts one.
+    """P hands requests over to D; for one of them the last rank of D is slow.
+
+    P also computes one request that no D loads, and aborts one.
     """
     first = yield from engines.prefill(p)
     decodes = {"first": (yield from engines.decode(d, first))}
     second = yield from engines.prefill(p)
     held = yield from engines.add_decode_with_faults(d, second, last_rank(d, HELD))
     if not isinstance(held, str):
-        yield from pause(engines.bench.patience(AWHILE_S))
+        yield from pause(engines.bench.scaled_seconds(AWHILE_S))
         yield from d.call("start_held_transfers")
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
@@ -45,8 +47,9 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
 
 
 def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D loads one request and has nothing to compute meanwhile. If the load does not end, D gets something to
-    compute.
+    """D loads one request and has nothing to compute meanwhile.
+
+    If the load does not end, D gets something to compute.
     """
     prefill = yield from engines.prefill(p)
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
@@ -58,8 +61,9 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
 
 
 def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A request is aborted on D before it is scheduled: D has nothing to load, and P need not keep the
-    blocks.
+    """A request is aborted on D before it is scheduled.
+
+    D has nothing to load, and P need not keep the blocks.
     """
     prefill = yield from engines.prefill(p)
     request = engines.make_request(prefill.number, "d", prefill.params)
@@ -80,7 +84,7 @@ def aborted_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
         return ScenarioObservation(unsupported=held)
     request, _ = held
     yield from d.call("abort", request.id)
-    yield from pause(engines.bench.patience(AWHILE_S))
+    yield from pause(engines.bench.scaled_seconds(AWHILE_S))
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
     yield from d.call("start_held_transfers")
     after = yield from engines.wait_until_empty(d)

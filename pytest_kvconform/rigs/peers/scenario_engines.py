@@ -1,6 +1,4 @@
-"""The engines of one cell while its scenarios run, and the parts of a scenario: P computes a prompt, D loads
-it.
-"""
+"""The engines of a cell's running scenarios, and the parts of a scenario: P computes a prompt, D loads it."""
 
 from __future__ import annotations
 
@@ -233,8 +231,9 @@ class ScenarioEngines:
     # ---- transfers that are held ---------------------------------------------------------------------------
 
     def add_decode_with_faults(self, d: SteppedEngine, prefill: PrefillResult, faults: Faults) -> Steps:
-        """Add a request of D whose transfers these faults change. Returns (request, when it was added), or
-        why no transfer was changed.
+        """Add a request of D whose transfers these faults change.
+
+        Returns (request, when it was added), or why no transfer was changed.
         """
         if not sum(report.agents for report in (yield from d.call("fault_reports"))):
             return NO_AGENT
@@ -249,8 +248,9 @@ class ScenarioEngines:
         return (request, added) if begun else NO_TRANSFER
 
     def wait_until_empty(self, engine: SteppedEngine) -> Steps:
-        """Wait until an engine holds no block and no request, or until its deadline to free blocks. Returns
-        Usage.
+        """Wait until an engine holds no block and no request, or until its deadline to free blocks.
+
+        Returns Usage.
         """
         deadline = time.monotonic() + self.limits.release
         while True:
@@ -270,8 +270,9 @@ class ScenarioEngines:
         return time.monotonic()
 
     def too_slow(self, p: SteppedEngine, d: SteppedEngine) -> str:
-        """Why a lease cannot be judged: engines took no step for a good part of it, and so no heartbeat was
-        sent or read.
+        """Return why a lease cannot be tested, or "".
+
+        Engines took no step for a good part of the lease, and so no heartbeat was sent or read.
         """
         longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
         if longest < self.lease_s * KEPT:

@@ -1,6 +1,4 @@
-"""Scenarios between peers: P is unreachable, silent, stopped or restarted, leases end, and strangers send
-malformed messages.
-"""
+"""Scenarios between peers: unreachable, silent, stopped or restarted peers, leases, malformed messages."""
 
 from __future__ import annotations
 
@@ -45,9 +43,8 @@ class PeerScenario:
 
     steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
     engines: tuple[str, ...]
-    other_engines: tuple[
-        str, ...
-    ] = ()  # each computes one prompt at the start; the scenario does not judge them
+    # each computes one prompt at the start; the scenario does not judge them
+    other_engines: tuple[str, ...] = ()
     after: str = ""  # a scenario that ends before this one starts
     waits_for_lease: bool = False  # whether it waits for a lease to end
     starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
@@ -57,8 +54,9 @@ class PeerScenario:
 
 
 def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
-    """Let another engine compute a prompt, whose params are then changed. Returns PrefillResult and the
-    engine's ports.
+    """Let another engine compute a prompt, whose params are then changed.
+
+    Returns PrefillResult and the engine's ports.
     """
     bad = yield from engines.prefill(other)
     engines.prefills_elsewhere += 1
@@ -68,8 +66,9 @@ def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
 def unreachable_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
 ) -> Steps:
-    """For one of three requests no process listens on the port that its params name; another one is from a
-    peer that D has met.
+    """For one of three requests no process listens on the port that its params name.
+
+    Another request is from a peer that D has met.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     bad, ports = yield from prefill_elsewhere(engines, other)
@@ -85,8 +84,9 @@ def unreachable_peer(
 
 
 def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
-    """For one of three requests the port that its params name accepts connections and never answers; another
-    one is from a peer that D has not met.
+    """For one of three requests the port that its params name accepts connections and never answers.
+
+    Another request is from a peer that D has not met.
     """
     bad, ports = yield from prefill_elsewhere(engines, other)
     good = yield from engines.prefill(p)
@@ -103,8 +103,9 @@ def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
 
 
 def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """P's process is stopped while D meets it, and again while D reads from it; the third load is
-    undisturbed.
+    """P's process is stopped while D meets it, and again while D reads from it.
+
+    The third load is undisturbed.
     """
     decodes, numbers = {}, {}
     for what in ("meeting", "reading"):
@@ -113,7 +114,7 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         numbers[f"{what}_from"] = added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
         own = yield from engines.add_decode(d, None)
-        yield from pause(engines.bench.patience(STALL_S))
+        yield from pause(engines.bench.scaled_seconds(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
         decodes[what] = yield from engines.finish_decode(d, request, added)
@@ -127,8 +128,9 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
 def restarted_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
 ) -> Steps:
-    """P ends, and another engine is started on its ports. D has met the old one, and the stranger has met
-    neither.
+    """P ends, and another engine is started on its ports.
+
+    D has met the old one, and the stranger has met neither.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
@@ -152,8 +154,9 @@ def restarted_peer(
 
 
 def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D's request is added when its lease is over and P has overwritten its blocks; a normal hand-over
-    follows.
+    """D's request is added when its lease is over and P has overwritten its blocks.
+
+    A normal hand-over follows.
     """
     prefill = yield from engines.prefill(p)
     freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
@@ -166,8 +169,9 @@ def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D takes no step during a load, until the lease is over and P has overwritten its blocks; then D goes
-    on.
+    """D takes no step during a load, until the lease is over and P has overwritten the blocks.
+
+    Then D goes on.
     """
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
@@ -187,9 +191,8 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """D's request waits in the queue for longer than a lease before it is scheduled."""
-    yield from until(
-        lambda: d.outputs, engines.limits.request
-    )  # D has met P by then: see `loading_past_lease`
+    # D has met P by then: see `loading_past_lease`
+    yield from until(lambda: d.outputs, engines.limits.request)
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
     added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
@@ -221,8 +224,9 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
 
 
 def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A client that is no peer sends a thousand malformed messages to P's ports; then a D that has not met P
-    loads from P.
+    """A client that is no peer sends a thousand malformed messages to P's ports.
+
+    Then a D that has not met P loads from P.
     """
     senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
     yield from until(
@@ -230,7 +234,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
         engines.limits.request,
     )
     listeners = engines.silent_listeners
-    yield from until(lambda: any(one.received for one in listeners), engines.bench.patience(CONTACT_S))
+    yield from until(lambda: any(one.received for one in listeners), engines.bench.scaled_seconds(CONTACT_S))
     valid = [frames for one in listeners for frames in one.received[:2]]
     before = yield from engines.prefill(p)
     listening = listening_ports(p.handle.process.pid)
@@ -242,7 +246,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
             sent += sum(client.send(frames) for frames in chunk)
             client.send_raw(b"".join(chunk[0]))
             yield
-        yield from pause(engines.bench.patience(DELIVERY_S))
+        yield from pause(engines.bench.scaled_seconds(DELIVERY_S))
         client.close()
     prefill = yield from engines.prefill(p)  # a new one: the lease of the prompt computed before may be over
     decode = yield from engines.decode(d, prefill)

@@ -1,5 +1,6 @@
-"""Several engines at once, and scenarios that run on them side by side: a deadline of the connector costs its
-time only once.
+"""Several engines at once, and scenarios that run on them side by side.
+
+A deadline of the connector costs its time only once.
 
 A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on.
 No call blocks: an engine that stands in a hook for seconds keeps no other engine from stepping.
@@ -26,7 +27,7 @@ Steps = Generator[None, None, Any]
 
 
 class DeadlinePassed(Exception):
-    """What a scenario waits for did not happen by its deadline. The message says what."""
+    """What a scenario waits for did not happen by its deadline. The message names it."""
 
 
 class ScenarioEngineFailed(Exception):
@@ -53,9 +54,8 @@ class SteppedEngine:
 
     name: str
     handle: PeerEngineHandle
-    outputs: dict[str, tuple[Output, float]] = field(
-        default_factory=dict
-    )  # request -> its last output, and when
+    # request -> its last output, and when
+    outputs: dict[str, tuple[Output, float]] = field(default_factory=dict)
     paused: bool = False
     failed: EngineFailed | None = None
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
@@ -178,8 +178,9 @@ class RunningScenario:
     done: bool = False
 
     def advance(self) -> None:
-        """Take the next step; the first one when the engines are up. A failure of one of its engines ends the
-        scenario.
+        """Take the next step; the first one when the engines are up.
+
+        A failure of one of its engines ends the scenario.
         """
         failed = next((engine for engine in self.engines if engine.failed), None)
         if not failed and not self.started:

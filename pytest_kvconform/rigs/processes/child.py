@@ -59,7 +59,8 @@ class ChildProcess:
         except (OSError, EOFError):
             return None  # the zygote is gone, and its children ended with it
         finally:
-            # Last: without a connection the process would end by itself, and nobody would see what it leaves.
+            # Last: without a connection the process would end by itself, and the zygote would not see what
+            # the process leaves.
             self.connection.close()
 
     def mark(self) -> None:

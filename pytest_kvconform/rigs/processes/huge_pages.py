@@ -1,6 +1,4 @@
-"""Huge pages for memory that a process has allocated, so that a fork of it has fewer page table entries to
-copy.
-"""
+"""Huge pages for memory that a process has allocated: a fork copies fewer page table entries."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def collapse() -> int:
-    """Turn private anonymous memory into huge pages where it fills them. Returns how many were made, 0 where
-    the kernel cannot make any.
+    """Turn private anonymous memory into huge pages where it fills them.
+
+    Returns how many were made, 0 where the kernel cannot make any.
 
     A forked child that writes to a huge page copies 4 KiB of it, as before: the kernel splits the child's
     page table entry, not the page.

@@ -1,5 +1,4 @@
-"""Facts about processes from Linux itself (/proc, prctl): children, sessions, shared memory, threads,
-sockets.
+"""Facts about processes from Linux (/proc, prctl): children, sessions, shared memory, threads, sockets.
 
 With them the zygote leaves nothing behind, whatever a connector starts.
 """

@@ -11,20 +11,20 @@ from pathlib import Path
 
 FIRST = 10240
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
-# Names of abstract Unix sockets that keep other runs off the ports of the youngest engines. They end with
-# this process.
+# Names of abstract Unix sockets that keep other runs off the ports of the youngest
+# engines. They end with this process.
 _taken: deque[socket.socket] = deque(maxlen=64)
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 
 
 def free_port() -> int:
-    """A TCP port on which nobody listens.
+    """A TCP port on which no process listens.
 
     No other call of this function, in any process, returns the port, and the system does not choose it
     either.
 
     An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to
-    port 0) can by then be one end of somebody's connection. Raises OSError if every port is taken.
+    port 0) can by then be one end of a connection. Raises OSError if every port is taken.
     """
     end = _first_ephemeral()
     for _ in range(FIRST, end, APART):

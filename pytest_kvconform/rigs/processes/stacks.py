@@ -11,8 +11,9 @@ _START = re.compile(r"\(most recent call (first|last)\)")  # "first": faulthandl
 
 
 def most_telling_stack(text: str, functions: Collection[str]) -> tuple[Frame, ...]:
-    """The last stack in a log that passes through one of `functions`; without one, the last stack. Innermost
-    frame first.
+    """The last stack in a log that passes through one of `functions`; without one, the last stack.
+
+    Innermost frame first.
 
     faulthandler writes a stack on a deadly signal and on SIGUSR1. Python prints an exception that nobody
     catches with its stack.

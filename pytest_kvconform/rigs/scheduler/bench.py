@@ -20,7 +20,7 @@ CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 GRACE_S = 10.0  # beyond a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
-HANGS = 3  # after so many cases that did not come back the rest is not tried
+HANGS = 3  # after so many cases that did not end in time, no other case is started
 
 
 class SchedulerBench:
@@ -40,7 +40,7 @@ class SchedulerBench:
         """
         if len(self._hung) >= HANGS:
             raise Blocked(
-                f"{HANGS} cases did not come back in time, {self._hung[0]} first: others are not tried"
+                f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
             )
         deadline_s = CASE_PART * self.context.deadlines.call
         end, in_time = self._ask(cell, (module, function, rule, variant, deadline_s), deadline_s + GRACE_S)
@@ -90,7 +90,7 @@ class SchedulerBench:
             ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),
             folder=folder,
             supports_hma=context.facts.supports_hma,
-            timeout_scale=context.patience(1.0),
+            timeout_scale=context.scaled_seconds(1.0),
         )
         target = "pytest_kvconform.rigs.scheduler.host:serve"
         try:

@@ -1,10 +1,12 @@
 """A second connector for vLLM's MultiConnector. A case sets its answers. It moves nothing.
 
-# MultiConnector([FakeConnector, the subject]).
-side = rig.side("D", transfer=with_fake_connector("first"))
-subject, fake = multi_connector_children(side)
-fake.connector.loads = True  # it announces the missing tokens of the next request, so it is chosen
-subject.calls_of(...)  # calls of the subject's hooks, with the checks of recorder.py
+    # MultiConnector([FakeConnector, the subject])
+    side = rig.side("D", transfer=with_fake_connector("first"))
+    subject, fake = multi_connector_children(side)
+    fake.connector.loads = True  # announces the missing tokens of the next request
+    subject.calls_of(...)  # calls of the subject's hooks
+
+recorder.py checks the calls of the subject.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 
 
 class FakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Attributes to set: `loads`: it announces all but the last token of the next request, to load between
-    steps; `none_answers`: as often it answers None first; `keeps`: it keeps the blocks of every request that
-    ends; `params`: what it returns then.
+    """The fake connector. A case sets its attributes.
+
+    `loads`: whether it announces all but the last token of the next request, to load between steps.
+    `none_answers`: how often it answers None before. `keeps`: whether it keeps the blocks of every request
+    that ends. `params`: the kv_transfer_params that it returns then.
     """
 
     loads, none_answers, keeps = False, 0, False
@@ -44,7 +48,7 @@ class FakeConnector(KVConnectorBase_V1, SupportsHMA):
         return (missing, True) if missing > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """What was announced is on its way, and is announced once."""
+        """Announce no further load: each load is announced once."""
         self.loads = self.loads and not num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -77,22 +81,23 @@ class Child:
     recorder: Recorder
 
     def calls_of(self, hook: str, id: str) -> tuple[Call, ...]:
-        """Calls of one hook about one request. "request_finished" stands for request_finished_all_groups,
-        too.
+        """Calls of one hook about one request.
+
+        "request_finished" stands for request_finished_all_groups, too.
         """
         names = FINISHED if hook == "request_finished" else (hook,)
         return tuple(call for call in self.recorder.calls if call.hook in names and call.request == id)
 
 
 def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferConfig]:
-    """What makes MultiConnector's configuration of the subject's. `where`: "first" or "last", the place of
-    the fake connector.
+    """Return a function that turns the subject's configuration into MultiConnector's.
+
+    `where`: "first" or "last", the place of the fake connector.
     """
 
     def both(subject: KVTransferConfig) -> KVTransferConfig:
-        given = {
-            name: value for name, value in asdict(subject).items() if name != "engine_id"
-        }  # MultiConnector passes its own
+        # MultiConnector passes its own
+        given = {name: value for name, value in asdict(subject).items() if name != "engine_id"}
         fake = {
             "kv_connector": "FakeConnector",
             "kv_connector_module_path": __name__,
@@ -109,8 +114,9 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:
-    """The subject and the fake connector of a side made with `with_fake_connector`. From now on their calls
-    are recorded.
+    """The subject and the fake connector of a side made with `with_fake_connector`.
+
+    From now on their calls are recorded.
     """
     found = []
     for index, connector in enumerate(side.connector._connectors):

@@ -50,8 +50,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as the connector has no worker
-    # half.
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as
+    # the connector has no worker half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
     supports_hma: bool
@@ -146,8 +146,9 @@ class Host:
         return config
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
-        """The KVCacheConfig of a scheduler with so many blocks, the null block included
-        (v1/core/kv_cache_utils.py).
+        """The KVCacheConfig of a scheduler with so many blocks, the null block included.
+
+        Source: v1/core/kv_cache_utils.py.
         """
         prefix_caching, tp = config.cache_config.enable_prefix_caching, self.spec.tensor_parallel[role]
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks
@@ -220,7 +221,7 @@ class Host:
         if end is not None:
             return end, in_time
         self._killed, status = [], os.waitpid(pid, 0)[1]
-        how = _death(status) if in_time else f"did not come back within {deadline_s:g} s"
+        how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 
     def _fork(self) -> tuple[int, Connection]:

@@ -1,5 +1,7 @@
-"""What is left in a scheduler, in its block pool and in the connector's scheduler half when every request has
-ended; and the walk through objects of which nothing is known that this takes.
+"""Leaks of the scheduler rig: what is left when every request has ended.
+
+`leaks` looks at the scheduler, its block pool and the connector's scheduler half. The classes of a
+connector's objects are unknown, so `walk` visits every object that it can reach.
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ Path = tuple[str, ...]
 
 
 def walk(root: Any) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of every string, number and None that can be reached from an object through containers
-    and attributes.
-    """
+    """(path, value) of every string, number and None within an object, through containers and attributes."""
     seen: set[int] = set()
     todo: list[tuple[Path, Any]] = [((), root)]
     for _ in range(MANY):
@@ -81,8 +81,9 @@ def mentions(root: Any, word: str) -> tuple[str, ...]:
 
 
 def integers(root: Any) -> frozenset[int]:
-    """Every int that stands in a list, tuple, set or array within an object: block ids do, sizes and ports do
-    not.
+    """Every int that stands in a list, tuple, set or array within an object.
+
+    Block ids stand in such containers; sizes and ports do not.
     """
     return frozenset(
         value

@@ -33,8 +33,10 @@ class Call:
 
 
 class Recorder:
-    """Records the calls of one connector. It calls `note(hook)` before each call and `note("")` after it, so
-    that the finding about a process that died names the hook.
+    """Records the calls of one connector.
+
+    It calls `note(hook)` before each call and `note("")` after it, so that the finding about a process that
+    died names the hook.
     """
 
     def __init__(self, note: Callable[[str], None]):
@@ -98,8 +100,8 @@ def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         return {
             "num_external_tokens": values[2],
             "blocks": tuple(tuple(block.block_id for block in group) for group in groups),
-            # Blocks that a load may write: those that are neither shared through the prefix cache nor the
-            # null block.
+            # Blocks that a load may write: those that are neither shared through the
+            # prefix cache nor the null block.
             "writable": tuple(
                 tuple(b.block_id for b in group if b.block_hash is None and not b.is_null) for group in groups
             ),
@@ -125,19 +127,15 @@ def _kept(result: Any) -> Any:
         return result
 
 
-_PLAIN = {
-    int,
-    str,
-    bytes,
-    float,
-    bool,
-    type(None),
-}  # what repr says all of; lists of block ids and tokens are long
+# types whose whole value repr shows; lists of block ids and tokens are long
+_PLAIN = {int, str, bytes, float, bool, type(None)}
 
 
 def _content(scheduler_output: Any) -> dict[str, str]:
-    """What a SchedulerOutput says, field by field, as text. Two fields are left out: one that the connector
-    may change (new_block_ids_to_zero, see build_connector_meta in base.py), and one that is a function.
+    """The fields of a SchedulerOutput, as text.
+
+    Two fields are left out: one that the connector may change (new_block_ids_to_zero, see
+    build_connector_meta in base.py), and one that is a function.
     """
     left_out = ("new_block_ids_to_zero", "kv_connector_block_state", "kv_connector_metadata")
     return {name: _text(value) for name, value in vars(scheduler_output).items() if name not in left_out}
@@ -187,7 +185,7 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
         )
     if not tokens and asynchronous:
         raise _broken(
-            "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end nobody would report"
+            "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end no worker would report"
         )
 
 
@@ -219,21 +217,23 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
 
 def check_finished(hook: str, request: Any, answer: Any) -> None:
     """Raise Violation unless vLLM can use the answer of request_finished, and its params survive JSON."""
-    said = f"{hook}({request.status.name}) returned {_short(answer)}"
+    returned = f"{hook}({request.status.name}) returned {_short(answer)}"
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
-        raise _broken("KV-FINISH-001", f"{said}, and vLLM unpacks (keep the blocks: bool, params or None)")
+        raise _broken(
+            "KV-FINISH-001", f"{returned}, and vLLM unpacks (keep the blocks: bool, params or None)"
+        )
     params = answer[1]
     if params is None:
         return
     if not isinstance(params, dict):
         raise _broken(
-            "KV-FINISH-002", f"{said}: params are a {type(params).__name__}, and vLLM writes into a dict"
+            "KV-FINISH-002", f"{returned}: params are a {type(params).__name__}, and vLLM writes into a dict"
         )
     try:
         again = json.loads(json.dumps(params))
     except (TypeError, ValueError) as error:
         raise _broken(
-            "KV-FINISH-002", f"{said}: as JSON, which is how they reach D, they are refused: {error}"
+            "KV-FINISH-002", f"{returned}: as JSON, which is how they reach D, they are refused: {error}"
         ) from None
     if lost := [key for key, value in _listed(params).items() if key not in again or again[key] != value]:
         raise _broken(

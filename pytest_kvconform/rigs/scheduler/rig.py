@@ -86,8 +86,9 @@ class Rig:
         config: Mapping[str, Any] | None = None,
         transfer: Callable[[Any], Any] | None = None,
     ) -> Side:
-        """A new engine of a role, "P" or "D"; several of one role are engines of their own, as after a
-        restart.
+        """A new engine of a role, "P" or "D".
+
+        Several engines of one role are independent, as after a restart.
 
         `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
@@ -127,8 +128,9 @@ class Rig:
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """Let P compute a prompt and add it to D with what P hands over. Returns both ids; D has made no step
-        yet. `more`: of D's `add`.
+        """Let P compute a prompt and add it to D with what P hands over.
+
+        Returns both ids; D has made no step yet. `more`: of D's `add`.
 
         Raises NotApplicable if P hands nothing over: a store has nothing where no worker has saved.
         """
@@ -140,16 +142,18 @@ class Rig:
     def hand_over_and_load(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
     ) -> tuple[str, str]:
-        """`hand_over`, and the step of D in which the load begins. Raises NotApplicable if D announces no
-        asynchronous load.
+        """`hand_over`, and the step of D in which the load begins.
+
+        Raises NotApplicable if D announces no asynchronous load.
         """
         first, second = self.hand_over(p, d, prompt, max_tokens, **more)
         self.start_loads(d, second)
         return first, second
 
     def step_until_matched(self, d: Side, *ids: str) -> Step:
-        """The steps of D until the connector knows how much there is to load for these requests: one, or
-        more. Returns the last.
+        """Step D until the connector knows how much there is to load for these requests.
+
+        Takes one step or more, and returns the last.
         """
         for _ in range(UNSURE):
             step = d.step()
@@ -158,7 +162,7 @@ class Rig:
         return step
 
     def start_loads(self, d: Side, *ids: str) -> Step:
-        """The steps of D in which loads of these requests begin: see `answered`. Returns the last.
+        """The steps of D in which loads of these requests begin: see `step_until_matched`. Returns the last.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """
@@ -171,7 +175,7 @@ class Rig:
             raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
         return d.steps[-1]
 
-    def patience(self, seconds: float) -> float:
+    def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
 

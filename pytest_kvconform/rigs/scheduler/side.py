@@ -1,5 +1,6 @@
-"""One engine without workers, as a case drives it: requests, steps with the reports of a scripted worker,
-ends. See rig.py.
+"""One engine without workers, as a case drives it: requests, steps with scripted reports, ends.
+
+See rig.py.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Side(SideState):
         given = output.kv_connector_metadata
         metadata = pickle.loads(pickle.dumps(given))
         ended, preempted = frozenset(output.finished_req_ids), frozenset(output.preempted_req_ids or ())
-        said: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
         scheduled = {
             id: (
                 self.scheduler.requests[id].num_computed_tokens - number,
@@ -129,19 +130,24 @@ class Side(SideState):
         for batch in self._guarded(self.scheduler.update_from_output, output, whole).values():
             for one in batch.outputs:
                 finish = None if one.finish_reason is None else str(one.finish_reason)
-                said[one.request_id] = RequestOutput(tuple(one.new_token_ids), finish, one.kv_transfer_params)
-        self.results |= {id: one for id, one in said.items() if one.finish}
+                outputs[one.request_id] = RequestOutput(
+                    tuple(one.new_token_ids), finish, one.kv_transfer_params
+                )
+        self.results |= {id: one for id, one in outputs.items() if one.finish}
         self._note_ends()
         has_sync_kv_loads = output.has_sync_kv_loads
         self.steps.append(
-            Step(len(self.steps) + 1, scheduled, said, metadata, has_sync_kv_loads, ended, preempted, given)
+            Step(
+                len(self.steps) + 1, scheduled, outputs, metadata, has_sync_kv_loads, ended, preempted, given
+            )
         )
         return self.steps[-1]
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = STEPS, sent: bool = False) -> int:
-        """Step until `until()`, or until every request has ended. The workers report every load as received
-        in the step after it began, and with `sent` every delayed free as sent. Returns the number of steps.
-        Raises Violation after `limit` steps.
+        """Step until `until()`, or until every request has ended.
+
+        The workers report every load as received in the step after it began, and with `sent` every delayed
+        free as sent. Returns the number of steps. Raises Violation after `limit` steps.
         """
         for number in range(limit + 1):
             if (
@@ -155,7 +161,7 @@ class Side(SideState):
                 sent=self.delayed_free_requests() if sent else (),
             )
         waiting = (
-            ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "nobody waits"
+            ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "no request waits"
         )
         if again := [
             (id, loads) for id in self.unfinished_requests() if (loads := self.loads_started(id)) > MAX_LOADS
@@ -186,8 +192,9 @@ class Side(SideState):
         self._preempting = id
 
     def take_all_free_blocks(self) -> None:
-        """Take every free block from the pool, so that vLLM can allocate none. What the blocks cached is
-        lost.
+        """Take every free block from the pool, so that vLLM can allocate none.
+
+        What the blocks cached is lost.
         """
         pool = self.manager.block_pool
         self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
@@ -198,9 +205,10 @@ class Side(SideState):
         self._taken = []
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
-        """Compute the first `tokens` tokens of a prompt with a request without kv_transfer_params, so that
-        the prefix cache of this side has them. A later request hits whole blocks that every KV cache group
-        has.
+        """Compute the first `tokens` tokens of a prompt, so that the prefix cache of this side has them.
+
+        A request without kv_transfer_params does it. A later request hits whole blocks that every KV cache
+        group has.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
@@ -219,15 +227,17 @@ class Side(SideState):
     # ---- hooks of the connector ----------------------------------------------------------------------------
 
     def leaks(self) -> tuple[str, ...]:
-        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`. Takes one
-        empty step first, in which the connector notifies its workers of the ends.
+        """What is left when every request has ended and its blocks were sent: see `leaks.leaks`.
+
+        Takes one empty step first, in which the connector notifies its workers of the ends.
         """
         self.step()
         return leaks(self)
 
     def require_standard_reports(self) -> None:
-        """Raise Blocked for a store whose workers report what they saved in a format of their own
-        (build_connector_worker_meta): the scripted worker cannot send such a report.
+        """Raise Blocked for a store whose workers report saved blocks in a format of their own.
+
+        The hook is build_connector_worker_meta: the scripted worker cannot send such a report.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
@@ -243,22 +253,25 @@ class Side(SideState):
         return getattr(self.connector, hook)(*args)
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Call update_connector_output with one report, as vLLM does before it acts on the report. Raises
-        HookRaised.
+        """Call update_connector_output with one report, as vLLM does before it acts on the report.
+
+        Raises HookRaised.
         """
         self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
-        """Call vLLM's reset_prefix_cache, which an operator can call at any time, for the connector's cache,
-        too.
+        """Call vLLM's reset_prefix_cache for the connector's cache, too.
+
+        An operator can call it at any time.
         """
         return bool(self._guarded(self.scheduler.reset_prefix_cache, False, True))
 
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call vLLM's scheduler. Raises SchedulerStopped for what vLLM itself raises: the connector's answers
-        are the cause.
+        """Call vLLM's scheduler.
+
+        Raises SchedulerStopped for what vLLM itself raises: the connector's answers are the cause.
         """
         try:
             return function(*args)
@@ -280,15 +293,15 @@ class Side(SideState):
     def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        said = []
+        sampled = []
         for id in ids:
             request = self.scheduler.requests[id]
             token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
-            said.append([token] if request.num_computed_tokens >= request.num_tokens else [])
+            sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={id: index for index, id in enumerate(ids)},
-            sampled_token_ids=said,
+            sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
                 finished_sending=set(report.sent) or None,
                 finished_recving=set(report.received) or None,

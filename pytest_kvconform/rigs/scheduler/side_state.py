@@ -1,6 +1,4 @@
-"""One engine without workers, as a case looks at it: vLLM's real scheduler with the connector's scheduler
-half.
-"""
+"""One engine without workers, as a case looks at it: vLLM's scheduler with the connector's scheduler half."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ class SideState:
         return tuple(id for id, request in self.scheduler.requests.items() if not request.is_finished())
 
     def delayed_free_requests(self) -> tuple[str, ...]:
-        """Requests that have ended and whose blocks are not freed yet: request_finished returned True, or
-        they were loading.
+        """Requests that have ended and whose blocks are not freed yet.
+
+        request_finished returned True, or the requests were loading.
         """
         return tuple(id for id, request in self.scheduler.requests.items() if request.is_finished())
 
@@ -101,8 +100,9 @@ class SideState:
         return int(self.scheduler.requests[id].num_computed_tokens)
 
     def finished_while_loading(self, id: str) -> bool:
-        """Whether a request ended while it was loading and no worker has reported the load yet. The scheduler
-        keeps its blocks although request_finished did not ask for it.
+        """Whether a request ended while it was loading and no worker has reported the load yet.
+
+        The scheduler keeps its blocks although request_finished did not ask for it.
         """
         return id in self.delayed_free_requests() and not any(
             call.result[0] for call in self.calls_of("request_finished", id)
@@ -126,8 +126,9 @@ class SideState:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def kv_transfer_params(self, id: str) -> dict[str, Any]:
-        """kv_transfer_params that P returned for a request that has ended, after the way through JSON. Raises
-        NotApplicable if P returned none.
+        """kv_transfer_params that P returned for a request that has ended, after the way through JSON.
+
+        Raises NotApplicable if P returned none.
         """
         output = self.results.get(id)
         if output is None or output.params is None:
@@ -143,8 +144,9 @@ class SideState:
         return tuple(self.recorder.calls)
 
     def calls_of(self, hook: str, id: str | None = None) -> tuple[Call, ...]:
-        """Calls of one hook, about one request. "request_finished" stands for request_finished_all_groups,
-        too.
+        """Calls of one hook, about one request.
+
+        "request_finished" stands for request_finished_all_groups, too.
         """
         names = FINISHED if hook == "request_finished" else (hook,)
         return tuple(
@@ -162,9 +164,7 @@ class SideState:
         return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
 
     def declined_to_load(self, id: str) -> bool:
-        """Whether get_num_new_matched_tokens answered 0 for a request that lacks a whole block or more on
-        this side.
-        """
+        """Whether get_num_new_matched_tokens answered 0 although this side lacks a whole block or more."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
         return lacks > self.block_size and calls[-1].result[0] == 0

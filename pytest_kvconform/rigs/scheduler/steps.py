@@ -11,8 +11,9 @@ from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one rank reports at the end of a step: request ids, and in `invalid` block ids (one KV cache group
-    only).
+    """What one rank reports at the end of a step: request ids, and in `invalid` block ids.
+
+    `invalid` is for models of one KV cache group.
     """
 
     sent: Iterable[str] = ()
@@ -48,7 +49,8 @@ class Step:
         return bool(mentions(self.metadata, request))
 
     def block_ids_for(self, request: str) -> frozenset[int]:
-        """Block ids, and other numbers in lists, of metadata that mentions a request: what is ordered for its
-        load or save.
+        """Block ids, and other numbers in lists, of metadata that mentions a request.
+
+        They are what the metadata orders for the request's load or save.
         """
         return integers(self.metadata) if self.mentions(request) else frozenset()

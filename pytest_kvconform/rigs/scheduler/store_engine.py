@@ -1,5 +1,6 @@
-"""An engine of the scheduler rig with a real worker half, for stores: what they announce depends on what
-their workers have saved.
+"""An engine of the scheduler rig with a real worker half, for stores.
+
+What a store announces depends on what its workers have saved.
 
     side = start_store_engine(rig)  # a step calls every hook of a worker, in vLLM's order
     side.add(rig.prompt(40))
@@ -39,8 +40,9 @@ def start_store_engine(rig: Rig) -> Side:
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
-    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. Returns vLLM's
-    KVConnectorOutput.
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model.
+
+    Returns vLLM's KVConnectorOutput.
     """
     guard = half.recorder.call
     if not output.total_num_scheduled_tokens:

@@ -6,13 +6,13 @@ import traceback
 
 from pytest_kvconform.result import Finding, Violation
 
-# Rules that are broken whatever the case is about: a hook raises, its process dies or hangs, vLLM's scheduler
-# stops.
+# Rules that are broken whatever the case is about: a hook raises, its process dies
+# or hangs, vLLM's scheduler stops.
 RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
 # Hooks with a rule of their own.
 RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-006"}
-# Hooks of an engine's start. One that raises with a message keeps the engine from starting: so a connector
-# declines.
+# Hooks of an engine's start. One that raises with a message keeps the engine from
+# starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
@@ -38,8 +38,9 @@ class HookRaised(Violation):
 
 
 class SchedulerStopped(Violation):
-    """vLLM's scheduler raised `error` by itself. `side`: name of the side; `last`: the connector's last
-    answer, as text.
+    """vLLM's scheduler raised `error` by itself.
+
+    `side`: name of the side; `last`: the connector's last answer, as text.
     """
 
     def __init__(self, side: str, error: BaseException, last: str):
@@ -62,8 +63,9 @@ def location_of(error: BaseException) -> str:
 
 
 def _declined(hook: str, error: BaseException) -> str:
-    """The message with which a connector declines to start; "" if it raised elsewhere, without a message, or
-    failed an assertion.
+    """The message with which a connector declines to start, or "".
+
+    It does not decline if it raised elsewhere, raised without a message, or failed an assertion.
     """
     message = " ".join(str(error).split())
     in_constructor = hook.startswith("__init__") and not isinstance(error, AssertionError)

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class WorkerHalf:
-    """Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
+    """One rank with the worker half of a connector.
+
+    Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
     stand-in; `connector`: the worker half, None until it is built.
     """
 
@@ -62,9 +64,8 @@ class WorkerHalf:
         if layout:
             self.config.cache_config.kv_cache_layout = layout
         memory, cache = rig.host.spec.memory[role], self.config.cache_config
-        length = (
-            longest * cache.block_size
-        )  # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        length = longest * cache.block_size
         self.config.model_config.max_model_len = length
         blocks = blocks_for(rig.geometry, cache.block_size, length) + 2
         byte_worker.spec_of_process = ByteEngineSpec(
@@ -160,14 +161,17 @@ class WorkerHalf:
     # ---- after it ------------------------------------------------------------------------------------------
 
     def step_without_tokens(self, side: Side) -> Any:
-        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order. Returns vLLM's
-        KVConnectorOutput, None if the connector said nothing.
+        """A step in which nothing is computed: every hook of a worker's step, in vLLM's order.
+
+        Returns vLLM's KVConnectorOutput, None if the connector reported nothing.
         """
         output = side.scheduler.schedule()
-        said = self.recorder.call("a step without tokens", self.active.no_forward, output).kv_connector_output
-        if said is not None:
-            side.call_hook("update_connector_output", said)
-        return said
+        reported = self.recorder.call(
+            "a step without tokens", self.active.no_forward, output
+        ).kv_connector_output
+        if reported is not None:
+            side.call_hook("update_connector_output", reported)
+        return reported
 
     def listening_ports(self) -> list[int]:
         """Those of the ports that the engine was given on which this process listens."""

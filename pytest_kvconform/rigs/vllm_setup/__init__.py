@@ -12,13 +12,13 @@
 | `forked_executor` | vLLM's executor for tensor parallel workers that are forked |
 | `hooks` | the one list of the connector interface's hooks, and how vLLM calls each |
 | `classes` | classes of vLLM that cases compare with |
-| `probe` | the look at the connector's class, in a child process |
+| `probe` | what is checked of the connector's class, in a child process |
 
 The way of one hand-over through this room:
 
 1. The zygote calls `preload.preload`: packages are mended, vLLM and the rigs' modules are imported,
    overrides are made, model classes are registered.
-2. `probe.probe` looks at the connector's class in a fork.
+2. `probe.probe` imports and checks the connector's class in a fork.
 3. P and D are forked. `engine_config` builds the VllmConfig of each: for a checkpoint, or for a geometry,
    whose KV cache layers `kv_cache_specs` describes. With several ranks `forked_executor` forks the workers.
 4. After an engine has built its connector, `overrides.release_cores` undoes the pinning of its threads.

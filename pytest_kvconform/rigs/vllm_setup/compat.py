@@ -23,8 +23,9 @@ def reason_not_supported(version: str) -> str:
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
-    """The KVCacheConfig of each rank. `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each
-    rank.
+    """The KVCacheConfig of each rank.
+
+    `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -48,8 +49,9 @@ def resolve_kv_cache_block_sizes(kv_config: Any, config: Any) -> tuple[int, int]
 
 
 def select_common_block_size(block_size: int, backends: list[Any], specs: list[Any]) -> int:
-    """Tokens of a kernel block that all these attention backends can use, within a block of `block_size`
-    tokens.
+    """Tokens of a kernel block that all these attention backends can use.
+
+    A kernel block lies within a block of `block_size` tokens.
     """
     from vllm.v1.worker import utils
 

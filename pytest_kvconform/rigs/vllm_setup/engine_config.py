@@ -110,8 +110,9 @@ def _folder_of(geometry: Geometry) -> Path:
 
 
 def kv_cache_config_of_rank(config: Any, specs: dict[str, Any]) -> Any:
-    """The KVCacheConfig of an engine of one rank. `specs`: layer -> KVCacheSpec. The configuration gives the
-    blocks.
+    """The KVCacheConfig of an engine of one rank.
+
+    `specs`: layer -> KVCacheSpec. The configuration gives the blocks.
     """
     return get_kv_cache_configs(config, [specs], [PLENTY])[0]
 

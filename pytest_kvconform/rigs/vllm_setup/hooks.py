@@ -75,10 +75,11 @@ HOOKS = (
     Hook("reset_capture_state", WORKER, in_stacks=False),
     Hook("shutdown", BOTH, recorded=True),
 )
+# vLLM calls one of them at the end of a request
 FINISHED = (
     "request_finished",
     "request_finished_all_groups",
-)  # vLLM calls one of them at the end of a request
+)
 IN_STACKS = frozenset(hook.name for hook in HOOKS if hook.in_stacks)
 RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
 

@@ -17,9 +17,8 @@ from typing import Any, Literal
 from model_matrix.geometries import Attention, Geometry, Kind, Mla, SlidingWindow, State, expand_layers
 
 KERNEL_BLOCK = 32  # tokens: blocks of vLLM's attention kernels on CPU are multiples of it (CPU_ATTN, AMX_MLA)
-MLA_HYBRID_BLOCK = (
-    128  # tokens: blocks of a model with latent attention and states are multiples of it, on every platform
-)
+# tokens: blocks of a model with latent attention and states are multiples of it, on every platform
+MLA_HYBRID_BLOCK = 128
 SEGMENTS = ("conv Q", "conv K", "conv V", "ssm")
 
 

@@ -43,8 +43,9 @@ def preload() -> bool:
 
 
 def without_progress_threads() -> None:
-    """Turn the progress thread of agents off that are made from now on, and let their callers wait for each
-    other.
+    """Turn off the progress thread of agents that are made from now on.
+
+    Their callers wait for each other.
     """
     from nixl._api import nixl_agent_config, nixl_thread_sync_t
 

@@ -22,8 +22,9 @@ SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def mend_imports() -> list[str]:
-    """Import each optional package once and replace what does not load. Returns one sentence per replaced
-    package.
+    """Import each optional package once and replace what does not load.
+
+    Returns one sentence per replaced package.
     """
     replaced = []
     for name in OPTIONAL:
@@ -54,9 +55,8 @@ def _import_error(name: str) -> str:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         return "" if error.name == name else _first_line(error)
-    except (
-        Exception
-    ) as error:  # a native library that does not load raises OSError or RuntimeError, by version
+    # A native library that does not load raises OSError or RuntimeError, depending on its version.
+    except Exception as error:
         return _first_line(error)
     return ""
 

@@ -1,5 +1,4 @@
-"""Every override of vLLM and of torch: each function changes one thing, for the whole process and for what it
-forks.
+"""Every override of vLLM and of torch: each function changes one thing, for the process and its forks.
 
 `preload.py` calls those that hold for every process of a run. `keep_configured_limits` and `release_cores`
 are for the processes that need them. Overrides of NIXL are in `nixl_agents.py`.
@@ -16,8 +15,9 @@ _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow i
 
 
 def configure_loggers() -> None:
-    """Configure vLLM's loggers now, which touches every logger there is: 0.4 s, once instead of in each
-    engine.
+    """Configure vLLM's loggers now, once instead of in each engine.
+
+    That touches every logger there is: 0.4 s.
     """
     from vllm.config import LoggingConfig
     from vllm.logger import configure_logging_if_needed
@@ -48,8 +48,9 @@ def broadcast_without_shared_memory() -> None:
 
 
 def communicate_without_shared_memory() -> None:
-    """Let ranks on CPU communicate through torch.distributed, vLLM's own fallback for ranks that share no
-    memory.
+    """Let ranks on CPU communicate through torch.distributed.
+
+    It is vLLM's own fallback for ranks that share no memory.
 
     vLLM's shared memory spins, which is slow when there are more ranks than cores, and stays in /dev/shm when
     a worker is killed.
@@ -60,8 +61,7 @@ def communicate_without_shared_memory() -> None:
 
 
 def accept_prefill_of_one_token() -> None:
-    """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token, whatever its
-    strides.
+    """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token of any strides.
 
     On CPUs with AVX512-BF16 the kernel asks for rows whose stride is their width. One row that was cut out of
     a wider projection keeps the wider stride, because `Tensor.contiguous` takes every single row for

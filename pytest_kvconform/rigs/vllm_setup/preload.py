@@ -1,5 +1,6 @@
-"""What the zygote does before it forks: import torch, vLLM and the rigs, and do once what each engine would
-do again.
+"""What the zygote does once before it forks: import torch, vLLM and the rigs, and prepare vLLM.
+
+Otherwise each engine would do it again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
-    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list. Returns facts
-    about vLLM.
+    """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list.
+
+    Returns facts about vLLM.
 
     `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
     engines without a model; "modules": modules of the rigs to import. The order of the steps matters where a
@@ -24,7 +26,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     mended = mend_imports()  # before vLLM is imported
     import torch
 
-    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment says
+    torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment sets
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
@@ -96,8 +98,9 @@ def _import_scheduler() -> None:
 
 
 def _register(architecture: str) -> None:
-    """Register a model class: vLLM inspects one that is not registered in a subprocess, which imports vLLM (7
-    s).
+    """Register a model class.
+
+    vLLM inspects a class that is not registered in a subprocess, which imports vLLM (7 s).
     """
     from vllm.model_executor.models import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""Look at the connector's class, in a child of the zygote. rigs/probe.py starts it.
+"""The probe of the connector's class: what runs in the child process that rigs/probe_subject.py starts.
 
 The connector's modules are imported here and in engines, and nowhere else.
 """
@@ -47,9 +47,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
         raise _Bad(f"--kv-config: {' '.join(str(error).split())[:300]}") from None
     name, module = config["kv_connector"], config["kv_connector_module_path"]
     if module is not None:
-        _check(
-            _import(module, name), f"{module}:{name}"
-        )  # before vLLM looks, whose complaints are about something else
+        # before vLLM looks, whose complaints are about something else
+        _check(_import(module, name), f"{module}:{name}")
     found = KVConnectorFactory.get_connector_class(transfer)
     return {
         "name": found.__name__,
@@ -76,8 +75,9 @@ def _check(found: Any, spec: str) -> None:
 
 
 def _import(module: str, name: str) -> Any:
-    """Import the module and return the class, and raise _Bad with a sentence for each way in which that
-    fails.
+    """Import the module and return the class.
+
+    Raises _Bad with a sentence for each way in which that fails.
     """
     import importlib
 

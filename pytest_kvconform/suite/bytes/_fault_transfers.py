@@ -18,10 +18,8 @@ from pytest_kvconform.rigs.scenario import (
     tokens,
 )
 
-PROMPTS = (
-    Prompt(tokens(20)),
-    Prompt(tokens(36, seed=1)),
-)  # faults on one transfer hit the first prompt
+# faults on one transfer hit the first prompt
+PROMPTS = (Prompt(tokens(20)), Prompt(tokens(36, seed=1)))
 # rounds, in each of which both engines step once: everything else that can happen has happened by then
 SLOW = 20
 
@@ -43,9 +41,8 @@ FIRST = (0,)
 # its lease ends come first: the lease runs while the others are made.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
-        _failed(
-            "failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)
-        ),  # the other request is still loading
+        # the other request is still loading
+        _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)),
         _failed("not_begun", Faults(transfers=FIRST, fail=POST)),
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
         _slow("not_notified", Faults(notifications=NEVER)),
@@ -79,8 +76,8 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
 }
 
 
-# NIXL is not known to repeat a notification by itself, so a transfer that needs only this fault is not in
-# every run.
+# NIXL is not known to repeat a notification by itself, so a transfer that needs only
+# this fault is not in every run.
 NOT_QUICK = ("twice_slow_rank",)
 
 
@@ -106,8 +103,9 @@ def not_reusing(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def waited_for(cell: Cell, matrix: str) -> list[Transfer]:
-    """Variants: all transfers but those in which several handles fail. There P keeps the same blocks until
-    its lease ends, and the wait takes two seconds.
+    """Variants: all transfers but those in which several handles fail.
+
+    There P keeps the same blocks until its lease ends, and the wait takes two seconds.
     """
     return [
         transfer for transfer in all_transfers(cell, matrix) if not transfer.fails or cell.topology != "P2D1"

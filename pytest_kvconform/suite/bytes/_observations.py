@@ -1,6 +1,4 @@
-"""Observations with which most byte cases begin: a transfer that reached its end, and in which D loaded
-KV.
-"""
+"""Observations with which most byte cases begin: completed transfers, in which D loaded KV."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
     observed = observe(bench, transfer)
     if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
-            f"stands on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
+            f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
         )
     return observed
 
@@ -120,17 +118,18 @@ def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Recei
     """Return the requests without those for which D loaded nothing because no load could have been right.
     Raises NotApplicable if none is left.
     """
-    gone = {r.name: _gone(bench, r) for r in observed.requests if not r.decode.external_tokens}
-    left = tuple(r for r in observed.requests if not gone.get(r.name))
+    freed = {r.name: _tokens_freed_by_p(bench, r) for r in observed.requests if not r.decode.external_tokens}
+    left = tuple(r for r in observed.requests if not freed.get(r.name))
     if not left:
-        raise NotApplicable(f"{next(iter(gone.values()))}, so it is right that D computes the prompt")
+        raise NotApplicable(f"{next(iter(freed.values()))}, so it is right that D computes the prompt")
     return left
 
 
 @dataclass(frozen=True)
-class _Gone:
-    """Tokens [first, end) of layers with a window: D's prefix cache holds them after a load, although P does
-    not have them any more.
+class _FreedTokens:
+    """Tokens [first, end) of layers with a window that only D's prefix cache has after a load.
+
+    P does not have them any more.
     """
 
     window: int
@@ -145,9 +144,10 @@ class _Gone:
         )
 
 
-def _gone(bench: Bench, r: Received) -> _Gone | None:
-    """Return the tokens of the block in which D's window begins that P has freed, if D's blocks are larger
-    than P's.
+def _tokens_freed_by_p(bench: Bench, r: Received) -> _FreedTokens | None:
+    """Return the tokens that P has freed of the block in which D's window begins.
+
+    There are such tokens if D's blocks are larger than P's.
 
     vLLM takes the blocks before a window from a request that has ended, and then calls P's connector
     (v1/core/sched/scheduler.py, _connector_finished). It caches D's block as soon as the block is full, at
@@ -160,11 +160,11 @@ def _gone(bench: Bench, r: Received) -> _Gone | None:
         begins = max(0, r.length - window)  # the first token that D reads when it computes the last one
         end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
         if end > first:
-            return _Gone(window, first, end)
+            return _FreedTokens(window, first, end)
     return None
 
 
-def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
+def _explains(bench: Bench, freed: _FreedTokens, pool: PoolComparison) -> bool:
     """Whether these tokens are all that is wrong: never written, in layers with a window."""
     layers = {
         layer.name
@@ -172,7 +172,7 @@ def _explains(bench: Bench, gone: _Gone, pool: PoolComparison) -> bool:
         if isinstance(layer.kind, SlidingWindow)
     }
     runs = pool.runs[pool.runs["kind"] != SAME]
-    inside = (runs["expected"]["token"] >= gone.first) & (runs["expected"]["token"] < gone.end)
+    inside = (runs["expected"]["token"] >= freed.first) & (runs["expected"]["token"] < freed.end)
     of_them = np.array([region.layer in layers for region in pool.regions])[runs["region"]]
     return pool.words.keys() == {UNWRITTEN} and bool((inside & of_them).all())
 
@@ -188,9 +188,8 @@ def wrong_words(check: Check, kind: str) -> int:
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
     words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
-    if (
-        not words and check.pool.truncated
-    ):  # if there are very many runs, only some are kept; the cells of the picture count all
+    # if there are very many runs, only some are kept; the cells of the picture count all
+    if not words and check.pool.truncated:
         cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
         words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
     return words
@@ -201,9 +200,9 @@ def finding(bench: Bench, observed: TransferObservation, r: Received, check: Che
     drafts = [layer.name for layer in expand_layers(load_geometries()[bench.cell.family]) if layer.draft]
     audits = observed.audits[1]
     later_right = any(check.request in audit.late for audit in audits if audit.rank == check.rank)
-    gone = _gone(bench, r)
-    if gone is not None and not later_right and _explains(bench, gone, check.pool):
-        diagnosis = str(gone)
+    freed = _tokens_freed_by_p(bench, r)
+    if freed is not None and not later_right and _explains(bench, freed, check.pool):
+        diagnosis = str(freed)
     else:
         diagnosis = diagnose_pool(check.pool, source=observed.source, later_right=later_right, drafts=drafts)
     late = f"; blocks {', '.join(map(str, check.failed))} were reported as failed" if check.failed else ""

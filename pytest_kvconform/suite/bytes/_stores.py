@@ -1,5 +1,6 @@
-"""What a store must load: every whole block that was saved, for an engine of the same shape, and nothing of a
-prompt that nobody saved.
+"""What a store must load: every whole block that was saved, for an engine of the same shape.
+
+Of a prompt that no engine saved it must load nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def requests_of_store(bench: Bench, observed: TransferObservation) -> tuple[Rece
 
 
 def check_nothing_invented(observed: TransferObservation) -> None:
-    """Raise Violation (KV-BYTES-001) if P loaded KV of a prompt that nobody had computed before.
+    """Raise Violation (KV-BYTES-001) if P loaded KV of a prompt that no engine had computed before.
 
     P's prompts are new to every store. The first of them shares nothing with any other. After a preemption P
     may load what it saved.
@@ -63,7 +64,7 @@ def check_nothing_invented(observed: TransferObservation) -> None:
             Finding(
                 rule="KV-BYTES-001",
                 happened=f"P loaded {first.prefill.external_tokens} of {first.length} tokens of "
-                f"{first.name}, a prompt that nobody had computed or saved",
+                f"{first.name}, a prompt that no engine had computed or saved",
                 diagnosis="the store takes one prompt for another: the key of the lookup does not depend on "
                 "every token",
                 check=("is every token of the prefix part of the key, and not only some or their number?",),

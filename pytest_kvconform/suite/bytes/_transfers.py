@@ -1,5 +1,6 @@
-"""Transfers of the byte rig. One transfer is one variant of the cases, and its name is the last word of their
-ids.
+"""Transfers of the byte rig.
+
+One transfer is one variant of the cases, and its name is the last word of their ids.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3}  # block boundaries with prompts on both sides
+# times that a window begins exactly at a block, with prompts on both sides
 LAYOUTS = {
     "quick": 1,
     "full": 2,
-}  # times that a window begins exactly at a block, with prompts on both sides
+}
 
 
 def lengths(cell: Cell, matrix: str) -> list[Transfer]:
     """One prompt of each length that matters: around block boundaries of P and of D, and around windows."""
     found = {2}
-    short = (
-        has_state(cell) and matrix == "quick"
-    )  # states are megabytes a layer: two of twenty cells would take half of the time
+    # states are megabytes a layer: two of twenty cells would take half of the time
+    short = has_state(cell) and matrix == "quick"
     for size in _blocks(cell):
         for count in range(1, (1 if has_state(cell) else BOUNDARIES[matrix]) + 1):
             found |= {count * size - 1, count * size, count * size + 1} if not short else {count * size}
@@ -40,8 +41,9 @@ def lengths(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def situations(cell: Cell, matrix: str) -> list[Transfer]:
-    """Transfers that are about anything but the length of a prompt. b is the larger one of the block
-    sizes.
+    """Transfers that are about anything but the length of a prompt.
+
+    b is the larger one of the block sizes.
     """
     b, n = max(_blocks(cell)), _long(cell)
     step = max(n // 3, 16)  # tokens that P computes at a time
@@ -61,8 +63,9 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def hits(cell: Cell, matrix: str) -> list[Transfer]:
-    """Transfers with hits in D's own prefix cache: one block, all but the last block, and in the full matrix
-    every depth in between.
+    """Transfers with hits in D's own prefix cache.
+
+    One block is hit, or all but the last block; in the full matrix every depth in between, too.
     """
     b, n = block_size(cell, "D"), _long(cell)
     most = (n - 1) // b
@@ -80,8 +83,9 @@ def transfers(cell: Cell, matrix: str) -> list[Transfer]:
 
 
 def longest(cell: Cell, matrix: str) -> int:
-    """Return the largest number of tokens that the requests of one transfer have, with the tokens that D
-    generates.
+    """Return the largest number of tokens of a request, with the tokens that D generates.
+
+    All requests of one transfer count.
     """
     return (
         max(sum(len(prompt.tokens) for prompt in transfer.prompts) for transfer in transfers(cell, matrix))

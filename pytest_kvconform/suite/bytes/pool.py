@@ -43,9 +43,7 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-STATE-001", applies=has_state, variants=transfers)
 def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
-    """The state with which D continues is P's after exactly the tokens that D does not compute, on every
-    rank.
-    """
+    """On every rank, D continues with P's state after exactly the tokens that D does not compute."""
     observed = with_loaded_kv(bench, transfer)
     for r in observed.requests:
         for check in r.checks:

@@ -1,5 +1,6 @@
-"""Connectors on a transport that is slow, fails, or repeats notifications. Faults can be set only for
-connectors that move bytes with NIXL.
+"""Connectors on a transport that is slow, fails, or repeats notifications.
+
+Faults can be set only for connectors that move bytes with NIXL.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NEEDS_NIXL = "needs a connector that moves bytes with NIXL: no agent was made"
 
 @case("KV-FAIL-001", variants=all_transfers)
 def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
-    """Every request ends as kv_load_failure_policy says, and no engine dies, hangs or raises."""
+    """Every request ends as kv_load_failure_policy demands, and no engine dies, hangs or raises."""
     found = _with_faults(bench, transfer)
     observed, failed = found.transfer, _failed_requests(found.transfer)
     if observed.failed or observed.stuck:
@@ -99,17 +100,13 @@ def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 
 @case("KV-FAIL-002", variants=reusing)
 def p_keeps_blocks_until_the_last_read(bench: Bench, transfer: Transfer) -> Evidence:
-    """P's blocks are not free before the last transfer has read them: a slow transfer reads what P
-    computed.
-    """
+    """P keeps its blocks until the last transfer has read them: a slow transfer reads what P computed."""
     return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-002")
 
 
 @case("KV-FAIL-003", variants=repeating)
 def repeated_notification_counts_once(bench: Bench, transfer: Transfer) -> Evidence:
-    """P's blocks are not free before the last transfer has read them, also if every notification comes
-    twice.
-    """
+    """P keeps its blocks until the last transfer has read them, also if each notification comes twice."""
     return _bytes_right(bench, _completed(bench, transfer).transfer, "KV-FAIL-003")
 
 
@@ -201,8 +198,9 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
 
 
 def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
-    """Observe a transfer with faults. Raises NotApplicable if no fault can be set, Blocked if a fault
-    affected nothing.
+    """Observe a transfer with faults.
+
+    Raises NotApplicable if no fault can be set, Blocked if a fault affected nothing.
     """
     if is_store(bench):
         raise NotApplicable(NEEDS_NIXL)
@@ -250,7 +248,7 @@ def _completed(bench: Bench, transfer: Transfer) -> FaultObservation:
     """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     found = _with_faults(bench, transfer)
     if found.transfer.failed or found.transfer.stuck:
-        raise Blocked(f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
+        raise Blocked(f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 
 
@@ -273,7 +271,7 @@ def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evid
     due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
         raise Blocked(
-            f"stands on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
+            f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
             "loaded nothing"
         )
     return Evidence(
@@ -282,15 +280,17 @@ def _bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evid
 
 
 def _all_checks(observed: TransferObservation) -> list[Check]:
-    """Return all comparisons of D's pools. A difference is reported once, so a late write may be in the check
-    of another request.
+    """Return all comparisons of D's pools.
+
+    A difference is reported once, so a late write may be in the check of another request.
     """
     return [check for r in observed.requests for check in r.checks] + list(observed.audits[1])
 
 
 def _unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -> Finding | None:
-    """Return a finding if a transfer failed and D went on as if it had not. None: the bytes are there, since
-    the connector has tried again.
+    """Return a finding if a transfer failed and D went on as if it had not.
+
+    None: the bytes are there, since the connector has tried again.
     """
     cause = "a transfer that failed is reported as if it had been made"
     for r in observed.requests:

@@ -61,7 +61,6 @@ def completed(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario in which every request came to its end. Otherwise raises Blocked."""
     observed = observe(bench, scenario)
     if observed.failed or observed.stuck:
-        raise Blocked(
-            f"stands on kv::engine/handover::completes[{bench.cell}-{scenario}]"
-        )  # an engine died or hung, which is no clean refusal
+        # an engine died or hung, which is no clean refusal
+        raise Blocked(f"depends on kv::engine/handover::completes[{bench.cell}-{scenario}]")
     return observed

@@ -1,5 +1,6 @@
-"""Scenarios of the engine rig. One scenario is one variant of the cases, and its name is the last word of
-their ids.
+"""Scenarios of the engine rig.
+
+One scenario is one variant of the cases, and its name is the last word of their ids.
 """
 
 from __future__ import annotations

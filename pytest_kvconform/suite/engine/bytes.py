@@ -1,5 +1,6 @@
-"""Every byte of KV that D's next forward reads is P's. The rig reads D's cache before that forward, in
-logical coordinates.
+"""Every byte of KV that D's next forward reads is P's.
+
+The rig reads D's cache before that forward, in logical coordinates.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
     for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
             on = (
-                f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
+                f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
                 f"loaded nothing for {r.name}"
             )
             raise Blocked(on, refused=True)
@@ -73,8 +74,9 @@ def attention_kv_arrives(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
-    """Every token of every window that D's next forward reads has a block on D: none of them lies on the null
-    block.
+    """Every token of every window that D's next forward reads has a block on D.
+
+    None of them lies on the null block.
     """
     observed = _with_loaded_kv(bench, scenario)
     looked_at = 0

@@ -13,8 +13,9 @@ from pytest_kvconform.suite.engine._scenarios import handovers
 
 @case("KV-OUTPUT-001", variants=handovers)
 def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
-    """Tokens and log-probabilities agree with those of the same two engines when the harness itself copies
-    the KV.
+    """Tokens and log-probabilities are those of the oracle's run: the harness copies the KV there.
+
+    Both runs use the same two engines.
     """
     observed = completed(bench, scenario)
     worst = 0.0

@@ -13,15 +13,13 @@ from pytest_kvconform.suite.engine._scenarios import situations
 
 @case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
 def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evidence:
-    """After a hand-over and a shutdown there is no thread, listening port or process that was not there
-    before the connector.
-    """
+    """After a hand-over and a shutdown, no thread, listening port or process of the connector is left."""
     observed = completed(bench, scenario)
     try:
         ends = bench.engine.leftovers(bench.cell)
     except EngineFailed as failed:
         if failed.how == "refused":
-            on = f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
+            on = f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
             raise Blocked(on, refused=failed.declined) from None
         raise Violation(
             Finding(

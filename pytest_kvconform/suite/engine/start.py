@@ -39,8 +39,9 @@ def engines_start(bench: Bench, _: None) -> Evidence:
 
 @case("KV-START-002", applies=lambda cell: has_window(cell) or has_state(cell))
 def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
-    """The hybrid memory allocator stays on: vLLM turns it off without a message for a class that does not
-    inherit SupportsHMA.
+    """The hybrid memory allocator stays on.
+
+    vLLM turns it off without a message for a class that does not inherit SupportsHMA.
     """
     try:
         facts = bench.engine.facts_of_engines(bench.cell)
@@ -65,5 +66,6 @@ def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     from pytest_kvconform.result import Blocked
 
     return Blocked(
-        f"stands on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}", refused=failed.declined
+        f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}",
+        refused=failed.declined,
     )

@@ -1,5 +1,6 @@
-"""Cells in which cases of the interface tier have a meaning: the class does not depend on the model,
-registered memory does.
+"""Cells in which cases of the interface tier have a meaning.
+
+The class does not depend on the model; registered memory does.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from pytest_kvconform.result import Cell
 
 
 def each_memory(cell: Cell) -> bool:
-    """Whether this is the one cell of its geometry and setup: a worker half here is one rank, whatever the
-    topology.
+    """Whether this is the one cell of its geometry and setup.
+
+    A worker half here is one rank, whatever the topology.
     """
     p, d = parse_topology(cell.topology)
     return p == d
 
 
 def once(cell: Cell) -> bool:
-    """Whether this is the cell for cases that run once: the control family, one kind of attention, equal
-    ranks.
+    """Whether this is the cell for cases that run once.
+
+    It has the control family, one kind of attention, and equal ranks.
     """
     return load_geometries()[cell.family].family == "llama" and each_memory(cell) and cell.setup == "b16"
 

@@ -17,8 +17,9 @@ ALIASES = ("NHD", "HND")  # vLLM's older names for two layouts
 
 @case("KV-LAYOUT-001", rig="scheduler")
 def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
-    """get_required_kvcache_layout returns the name of a layout that vLLM has, or None, the same each time,
-    before a model is loaded.
+    """get_required_kvcache_layout returns the name of a layout that vLLM has, or None.
+
+    It returns the same each time, also before a model is loaded.
     """
     names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
     answers = [
@@ -42,9 +43,7 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
 
 @case("KV-CAPS-001", applies=once, rig="scheduler")
 def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
-    """requires_piecewise_for_cudagraph returns a bool, for an empty extra configuration and for the engine's
-    own.
-    """
+    """requires_piecewise_for_cudagraph returns a bool, also for an empty extra configuration."""
     config = rig.host.vllm_config("P")
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
@@ -59,8 +58,9 @@ def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence
 
 @case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
-    """supports_divergent_local_hybrid_hits and requires_kv_delivery are bools: vLLM reads them as attributes,
-    and a method would always be true.
+    """supports_divergent_local_hybrid_hits and requires_kv_delivery are bools.
+
+    vLLM reads them as attributes, and a method would always be true.
     """
     connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
     names = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery")
@@ -84,8 +84,9 @@ def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
 
 @case("KV-CAPS-003", rig="scheduler")
 def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evidence:
-    """get_loaded_kv_cache_group_ids returns only groups that are transferred, and for a hand-over of a
-    request's own blocks all of them.
+    """get_loaded_kv_cache_group_ids returns only groups that are transferred.
+
+    For a hand-over of a request's own blocks it returns all of them.
     """
     d = rig.side("D")
     hand_over = rig.subject.profile == "p2p"
@@ -122,8 +123,9 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
 
 @case("KV-CAPS-004", applies=once, variants=lambda cell, matrix: ("P", "D"), rig="scheduler")
 def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
-    """Optional hooks (events, pending work, hit sources, reset_cache) return their types before, during and
-    after a request.
+    """Optional hooks return their types before, during and after a request.
+
+    They are the hooks for events, pending work, hit sources, and reset_cache.
     """
     side = rig.side(role)
     asked = _answers(rig, side)

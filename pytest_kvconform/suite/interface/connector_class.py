@@ -17,8 +17,9 @@ from pytest_kvconform.suite.interface._cells import has_groups, once
 
 @case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
-    """After construction the base class holds the configuration, the role and the KV cache configuration that
-    vLLM passed.
+    """After construction the base class holds the three arguments that vLLM passed.
+
+    They are the configuration, the role and the KV cache configuration.
     """
     if which == "worker":
         half = WorkerHalf(rig, "P")
@@ -93,8 +94,9 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
 
 @case("KV-CLASS-003", applies=has_groups, rig="scheduler")
 def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
-    """The hybrid memory allocator is on if the class has request_finished_all_groups: vLLM did not turn it
-    off without a message.
+    """The hybrid memory allocator is on if the class has request_finished_all_groups.
+
+    vLLM did not turn it off without a message.
     """
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))

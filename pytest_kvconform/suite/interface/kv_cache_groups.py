@@ -11,9 +11,7 @@ from pytest_kvconform.suite.interface._cells import has_groups
 
 @case("KV-GROUPS-001", applies=has_groups, rig="scheduler")
 def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
-    """If the last group is marked as not transferred, none of its blocks is in P's params or in the load that
-    D orders.
-    """
+    """A last group that is marked as not transferred is left out of P's params and of D's load."""
     p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))
     prompt = rig.prompt(3 * d.block_size + 5)
     p_id, d_id = rig.hand_over(p, d, prompt)

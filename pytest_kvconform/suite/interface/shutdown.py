@@ -27,9 +27,7 @@ MOMENT_S = 4.0  # that threads and processes may take to end after shutdown(); t
 
 @case("KV-SHUTDOWN-001", applies=once, rig="scheduler")
 def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
-    """After start and shutdown of both halves there is no thread, listening port or process that was not
-    there before.
-    """
+    """After start and shutdown of both halves, no thread, listening port or process of theirs is left."""
     half = WorkerHalf(rig, "P")
     before = set(threads()), set(listening_sockets(os.getpid()))
     _end(half, half.start())
@@ -47,7 +45,7 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
 
 def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
-    deadline = time.monotonic() + rig.patience(MOMENT_S)
+    deadline = time.monotonic() + rig.scaled_seconds(MOMENT_S)
     while (found := look()) and time.monotonic() < deadline:
         gc.collect()  # some things end when the halves are garbage-collected
         time.sleep(0.02)
@@ -86,8 +84,9 @@ def shutdown_twice_is_harmless(rig: Rig, which: str) -> Evidence:
 
 @case("KV-SHUTDOWN-003", applies=once, rig="scheduler")
 def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
-    """The same process starts a second engine on the same port, and holds no more files and memory after it
-    than after the first one.
+    """The same process starts a second engine on the same port.
+
+    After the second engine it holds no more files and memory than after the first one.
     """
     held, ports = Counter[str](), []
     for _engine in range(2):

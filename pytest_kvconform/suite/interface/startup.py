@@ -35,9 +35,7 @@ def roles(cell: Cell, matrix: str) -> tuple[str, ...]:
     rig="scheduler",
 )
 def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
-    """The worker half is built and registered, and returns its handshake metadata, before there is a
-    scheduler half.
-    """
+    """Without a scheduler half the worker half is built, registered, and returns its handshake metadata."""
     half = WorkerHalf(rig, role)
     half.construct()
     half.register_kv_caches(half.allocate_kv_caches())
@@ -48,8 +46,9 @@ def worker_half_starts_without_scheduler_half(rig: Rig, role: str) -> Evidence:
 
 @case("KV-ROLE-002", variants=roles, rig="scheduler")
 def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
-    """The scheduler half runs a request to its end in a process without process groups, KV memory or a worker
-    half.
+    """The scheduler half runs a request to its end in a process without a worker half.
+
+    The process has no process groups and no KV memory.
     """
     if has_process_groups() or has_worker_half():
         raise HarnessError(
@@ -76,8 +75,10 @@ def scheduler_half_runs_without_worker_half(rig: Rig, role: str) -> Evidence:
 
 @case("KV-LIFE-001", applies=each_memory, variants=roles, rig="scheduler")
 def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
-    """vLLM's start works in its order: worker half, memory, scheduler half, get_finished_count, handshake
-    metadata. Two steps without requests follow.
+    """vLLM's start works in its order.
+
+    The order is worker half, memory, scheduler half, get_finished_count, handshake metadata. Two steps
+    without requests follow.
     """
     half = WorkerHalf(rig, role)
     side = half.start()
@@ -100,9 +101,7 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
 
 @case("KV-LIFE-002", applies=once, variants=roles, rig="scheduler")
 def both_halves_keep_engine_id(rig: Rig, role: str) -> Evidence:
-    """The connector does not change vLLM's engine_id, and every engine_id that a half or a part of it keeps
-    is this one.
-    """
+    """The connector does not change vLLM's engine_id, and keeps no other one in any of its parts."""
     half = WorkerHalf(rig, role)
     given = half.config.kv_transfer_config.engine_id
     side = half.start()
@@ -137,8 +136,9 @@ def _engine_ids(connector: Any) -> dict[str, str]:
     rig="scheduler",
 )
 def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidence:
-    """set_xfer_handshake_metadata_pp_aware takes the metadata of no rank, of one, and of two pipeline stages,
-    which it may refuse with an exception.
+    """set_xfer_handshake_metadata_pp_aware takes the metadata of no rank, of one, and of two pipeline stages.
+
+    It may refuse two stages with an exception.
     """
     half = WorkerHalf(rig, "P")
     half.construct()
@@ -170,8 +170,9 @@ def set_xfer_handshake_metadata_takes_any_ranks(rig: Rig, which: str) -> Evidenc
 
 @case("KV-LIFE-004", applies=once, rig="scheduler")
 def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
-    """A second engine is given the port of the first one: its start raises or uses another port, and does not
-    wait for ever.
+    """A second engine is given the port of the first one: its start raises or uses another port.
+
+    It does not wait for ever.
     """
     half = WorkerHalf(rig, "P")
     half.start()
@@ -187,13 +188,13 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
-    thread.join(patience := rig.patience(FOREVER_S))
+    thread.join(waited := rig.scaled_seconds(FOREVER_S))
     if thread.is_alive():
         raise rig.violation(
             "",
             f"an engine listens on port {', '.join(map(str, taken))}, and another one with the same port "
             "still waits in "
-            f"set_xfer_handshake_metadata after {patience:g} s",
+            f"set_xfer_handshake_metadata after {waited:g} s",
             diagnosis="the start waits for a listener that could not bind its port, and raises no error",
         )
     return Evidence(
@@ -207,8 +208,9 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
 @case("KV-WIRE-001", applies=once, variants=roles, rig="scheduler")
 def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
-    """Handshake metadata, worker metadata and statistics of the worker half are of vLLM's classes and survive
-    pickling.
+    """Records that the worker half sends are of vLLM's classes and survive pickling.
+
+    They are handshake metadata, worker metadata and statistics.
     """
     half = WorkerHalf(rig, role)
     side = half.start()
@@ -250,8 +252,9 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
     "KV-REGISTER-001", applies=each_memory, variants=lambda cell, matrix: ("shared_layer",), rig="scheduler"
 )
 def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
-    """register_kv_caches accepts every layer of the model, and a name in no group whose tensor is another
-    layer's.
+    """register_kv_caches accepts every layer of the model.
+
+    It also accepts a name in no group whose tensor is another layer's.
     """
     half = WorkerHalf(rig, "P")
     half.construct()
@@ -274,8 +277,9 @@ def register_kv_caches_takes_every_layer(rig: Rig, which: str) -> Evidence:
     rig="scheduler",
 )
 def register_kv_caches_takes_resolved_layout(rig: Rig, layout: str) -> Evidence:
-    """register_kv_caches accepts memory in the layout that vLLM resolved, whatever the connector asked for,
-    and a step works.
+    """register_kv_caches accepts memory in the layout that vLLM resolved, and a step works.
+
+    The connector may have asked for another layout.
     """
     half = WorkerHalf(rig, "P", layout=layout)
     side = half.start()

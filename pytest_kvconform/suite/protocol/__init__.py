@@ -1,3 +1,1 @@
-"""Cases that run a connector's scheduler half with vLLM's real scheduler and no worker, or its worker half on
-the peers rig.
-"""
+"""Cases about the scheduler half of a connector without a worker, and about its worker half among peers."""

@@ -1,5 +1,6 @@
-"""Scenarios with which cases on the scheduler rig begin: prompts, ends of requests, mixed requests and
-notifications of P.
+"""Scenarios with which cases on the scheduler rig begin.
+
+They are about prompts, ends of requests, mixed requests, and notifications of P.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
 
 
 def lengths(cell: Cell, matrix: str) -> list[str]:
-    """Lengths of one token, and on both sides of block boundaries. They are in blocks, since the scheduler
-    sets the block size.
+    """Lengths of one token, and on both sides of block boundaries.
+
+    They are in blocks, since the scheduler sets the block size.
     """
     short = ["1", "2", "b-1", "b", "b+1", "2b"]
     return short if matrix == "quick" else [*short, "2b-1", "2b+1", "3b-1", "3b", "3b+1"]
@@ -62,8 +64,9 @@ def needs_hand_over(rig: Rig) -> None:
 
 
 def needs_metadata_of_loads_only(rig: Rig) -> None:
-    """Raise NotApplicable if the metadata also names blocks of requests that load nothing, for example to
-    save them. A load cannot be recognized then.
+    """Raise NotApplicable if the metadata also names blocks of requests that load nothing.
+
+    A connector may save such blocks. A load cannot be recognized then.
     """
     d = rig.side("D")
     d.add(rig.prompt(token_count(PROMPT, d.block_size)), max_tokens=3)
@@ -77,8 +80,9 @@ def needs_metadata_of_loads_only(rig: Rig) -> None:
 
 
 def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
-    """Variants for every cell; in the quick matrix, models of several KV cache groups have the first variant
-    alone.
+    """Variants for every cell.
+
+    In the quick matrix, models of several KV cache groups have the first variant alone.
     """
     return lambda cell, matrix: variants if matrix != "quick" or one_group(cell) else variants[:1]
 
@@ -96,8 +100,9 @@ def one_group(cell: Cell) -> bool:
 
 
 def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
-    """Bring one request to its end. Returns its side, its id, and all sides. Blocks that are kept stay kept,
-    and loads stay under way.
+    """Bring one request to its end.
+
+    Returns its side, its id, and all sides. Blocks that are kept stay kept, and loads stay under way.
     """
     who, how, state = [*ending.split("-"), ""][:3]
     p = rig.side("P")
@@ -137,9 +142,10 @@ def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
 
 
 def run_mixed_requests(rig: Rig, role: str) -> Side:
-    """Run requests of every kind at once on a side of this role. One has a prefix in the prefix cache, one is
-    preempted, one is aborted, and prompts are computed in chunks; on D two are handed over. Returns the side,
-    on which all requests have ended.
+    """Run requests of every kind at once on a side of this role.
+
+    One has a prefix in the prefix cache, one is preempted, one is aborted, and prompts are computed in
+    chunks; on D two are handed over. Returns the side, on which all requests have ended.
     """
     p = side = rig.side("P")
     if role == "D":
@@ -164,8 +170,9 @@ def run_mixed_requests(rig: Rig, role: str) -> Side:
 
 
 def report_all(*sides: Side) -> None:
-    """Let the workers report everything that is still kept: loads of aborted requests as received, the others
-    as sent.
+    """Let the workers report everything that is still kept.
+
+    Loads of aborted requests are reported as received, the others as sent.
     """
     for side in sides:
         loading = [id for id in side.delayed_free_requests() if side.finished_while_loading(id)]
@@ -177,9 +184,7 @@ SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
 
 
 def identifiers(params: dict[str, Any]) -> frozenset[str]:
-    """Return the words of P's params that can be recognized in metadata: the ids of its engine and its
-    request.
-    """
+    """Return the words of P's params that can be recognized in metadata: ids of P's engine and request."""
     return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
 
 
@@ -189,8 +194,9 @@ def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
 
 
 def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
-    """Return where P's identifiers are as long as D has no block for the request, for example in renewals of
-    a lease. The side cannot be used afterwards.
+    """Return where P's identifiers are as long as D has no block for the request.
+
+    They may be in renewals of a lease. The side cannot be used afterwards.
     """
     d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)
@@ -198,7 +204,9 @@ def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any
 
 
 def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
-    """Whether some step of D has P's identifiers in a place where they are not while the request waits. How a
-    connector notifies P is its own choice, but then P's request is in the metadata in a new place.
+    """Whether the metadata of a step of D orders a notification to P.
+
+    A connector is free to choose the form. But the metadata then names P's request in a place where the
+    request is not as long as it waits (`waiting`).
     """
     return not places(d.steps, identifiers(params)) <= waiting

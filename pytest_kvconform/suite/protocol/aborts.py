@@ -21,8 +21,10 @@ STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running",
 
 @case("KV-ABORT-001", variants=first_in_quick(*STATES), rig="scheduler")
 def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
-    """D aborts one of two requests. The other one loads and ends as without the abort, the report of the
-    first load may come late, and nothing is left.
+    """D aborts one of two requests.
+
+    The other one loads and ends as without the abort, the report of the first load may come late, and nothing
+    is left.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")

@@ -27,8 +27,9 @@ def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
 
 @case("KV-META-001", variants=_situations, rig="scheduler")
 def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
-    """In every step build_connector_meta returns a KVConnectorMetadata that survives pickle, also in empty
-    steps. The recorder checks each.
+    """In every step build_connector_meta returns a KVConnectorMetadata that survives pickle.
+
+    This holds for empty steps, too. The recorder checks each step.
     """
     if situation == "empty":
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
@@ -81,8 +82,9 @@ def load_is_in_one_step_only(rig: Rig, situation: str) -> Evidence:
 
 @case("KV-META-003", variants=endings, rig="scheduler")
 def finished_request_is_in_one_step_only(rig: Rig, ending: str) -> Evidence:
-    """After its end a request is in the metadata of one step at most: to be sent, to be given up, or to
-    notify P.
+    """After its end a request is in the metadata of one step at most.
+
+    There it is to be sent, to be given up, or to notify P.
     """
     side, id, sides = run_to_end(rig, ending)
     last = len(side.steps)
@@ -116,8 +118,9 @@ def idle_step_mentions_no_request(rig: Rig, variant: None) -> Evidence:
 
 @case("KV-META-004", variants=first_in_quick("prefill", "decode"), rig="scheduler")
 def metadata_does_not_change_after_its_step(rig: Rig, role: str) -> Evidence:
-    """The metadata of a step does not change afterwards: workers may still read it when the next step is
-    made.
+    """The metadata of a step does not change afterwards.
+
+    Workers may still read it when the next step is made.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")

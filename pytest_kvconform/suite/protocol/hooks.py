@@ -38,8 +38,9 @@ def no_hook_raises(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-HOOK-002", variants=first_in_quick("loading", "kept"), rig="scheduler")
 def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
-    """While a load, or kept blocks, wait for workers that report nothing, every hook returns soon and other
-    requests go on.
+    """While workers report nothing, every hook returns soon and other requests go on.
+
+    A load, or kept blocks, wait for these workers.
     """
     p = side = rig.side("P")
     if what == "loading":
@@ -58,10 +59,10 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
     if other not in side.results:
         raise rig.violation(
             "",
-            f"nobody reports what is {what}, and {SILENT} steps later another request is "
+            f"no worker reports what is {what}, and {SILENT} steps later another request is "
             f"{side.status(other)}",
         )
-    late = [call for call in side.calls if call.seconds > rig.patience(SOON_S)]
+    late = [call for call in side.calls if call.seconds > rig.scaled_seconds(SOON_S)]
     for first, again in itertools.combinations(late, 2):
         if first.hook == again.hook:  # a machine may stop for a second, but hardly twice in one hook
             took, where = (
@@ -75,8 +76,9 @@ def every_hook_returns_soon(rig: Rig, what: str) -> Evidence:
 
 @case("KV-HOOK-003", variants=first_in_quick("P", "D"), rig="scheduler")
 def scheduler_assertions_hold(rig: Rig, role: str) -> Evidence:
-    """With requests of every kind at once, no answer and no act of the connector makes vLLM's own assertions
-    fail.
+    """No answer and no act of the connector makes vLLM's own assertions fail.
+
+    Requests of every kind run at once.
     """
     side = run_mixed_requests(rig, role)
     return Evidence(looked_at=len(side.steps), unit="steps", notes={"calls": len(side.calls)})

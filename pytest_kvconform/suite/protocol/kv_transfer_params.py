@@ -1,6 +1,4 @@
-"""kv_transfer_params: whose requests they concern, what they must hold, and what happens to a request with
-unusable params.
-"""
+"""kv_transfer_params: which requests they concern, what they must hold, and requests with unusable params."""
 
 from __future__ import annotations
 
@@ -70,8 +68,9 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
 
 @case("KV-PARAMS-003", applies=_one_rank, rig="scheduler")
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
-    """The one key that asks for a hand-over is enough: P answers as if the other keys, which are null or
-    false, were there.
+    """The one key that asks for a hand-over is enough.
+
+    P answers as if the other keys, which are null or false, were there.
     """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
@@ -154,8 +153,9 @@ def _ways_of_lists(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-PARAMS-002", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def corrupted_params_fail_only_their_request(rig: Rig, how: str) -> Evidence:
-    """Each field of P's params in turn is corrupted. D's engine lives: the request is computed, fails, or
-    loads what P has.
+    """Each field of P's params in turn is corrupted.
+
+    D's engine lives: the request is computed, fails, or loads what P has.
     """
     return _each_field(rig, how, lists=False)
 
@@ -183,8 +183,9 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
 
 @case("KV-PARAMS-005", applies=_one_rank, variants=_ways_of_values, rig="scheduler")
 def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
-    """Each field of the params that ask P is corrupted: the request ends, with or without a hand-over, and
-    its blocks are freed.
+    """Each field of the params that ask P is corrupted: the request ends, and its blocks are freed.
+
+    It may end with or without a hand-over.
     """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
@@ -195,8 +196,9 @@ def p_survives_corrupted_params(rig: Rig, how: str) -> Evidence:
 
 @case("KV-PARAMS-005", applies=_one_rank, rig="scheduler")
 def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
-    """P is asked for a hand-over with params that say where the KV of an earlier turn is, as routers with
-    two-way hand-overs send them.
+    """P is asked for a hand-over with params that name the KV of an earlier turn.
+
+    Routers with two-way hand-overs send such params.
     """
     needs_hand_over(rig)
     p = rig.side("P")
@@ -244,8 +246,9 @@ def _run_each(
 
 
 def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
-    """Return what goes wrong with a request that has these params, or "". A load that is ordered is reported
-    as failed. `names`: whether the metadata of a load names blocks of P.
+    """Return what goes wrong with a request that has these params, or "".
+
+    A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P.
     """
     id = side.add(prompt, params)
     step = side.rig.step_until_matched(side, id)
@@ -272,8 +275,9 @@ def _each(value: Any, leaf: Any) -> Any:
 
 
 def _emptied(value: list[Any]) -> list[Any]:
-    """Return the outer lists of nested lists, empty: block ids by KV cache group, and no block in any
-    group.
+    """Return the outer lists of nested lists, empty.
+
+    These are block ids by KV cache group, with no block in any group.
     """
     return [_emptied(inner) for inner in value if isinstance(inner, list)]
 
@@ -305,8 +309,10 @@ CORRUPT_LISTS = _ANY | {
 
 
 def corrupted(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
-    """Return field -> the params with this field corrupted: for fields whose value is a list, or for all
-    others. A field whose value does not change is left out.
+    """Return field -> the params with this field corrupted.
+
+    There is an entry for each field whose value is a list, or for each other field. A field whose value does
+    not change is left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for field, value in params.items():

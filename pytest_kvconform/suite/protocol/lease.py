@@ -42,15 +42,13 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     """Observe a scenario in which P has freed the blocks of its request."""
     observed = _with_short_lease(bench, name, rule, owns)
     if not observed.numbers["freed"]:
-        raise Blocked("stands on kv::protocol/lease::expired_lease_frees_blocks: P has not freed the blocks")
+        raise Blocked("depends on kv::protocol/lease::expired_lease_frees_blocks: P has not freed the blocks")
     return observed
 
 
 @case("KV-LEASE-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(LEASE_ENDS))
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
-    """D refuses the request, or computes it: it does not use what P has written into the blocks since their
-    lease.
-    """
+    """D refuses the request or computes it, and uses nothing that P has written since the lease."""
     observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
     ended = observed.decodes["late"]
     if (what := outcome_of(ended)) in (STUCK, WRONG, RIGHT):
@@ -74,14 +72,14 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 
 @case("KV-LEASE-002", rig="peers", applies=one_rank)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
-    """P frees blocks that nobody reads when their lease ends: not before, soon after, and once."""
+    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once."""
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
     handed, lease = observed.prefills["late"], bench.peers.lease_s
     kept = observed.numbers["freed"] - handed.added
     if not observed.numbers["freed"]:
         raise violation(
             "KV-LEASE-002",
-            "nobody read the blocks of a request, and "
+            "no peer read the blocks of a request, and "
             f"{lease + RELEASE_S * bench.settings.timeout_scale:.0f} s later P still holds them; their lease "
             f"is {lease:.0f} s",
             observed,
@@ -108,8 +106,9 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
 
 @case("KV-LEASE-003", rig="peers", applies=one_rank)
 def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
-    """D reads, and notifies P, when P does not know the request any more: P goes on, and the next hand-over
-    is right.
+    """D reads, and notifies P, when P does not know the request any more.
+
+    P goes on, and the next hand-over is right.
     """
     looked_at = 0
     for name in LEASE_ENDS:

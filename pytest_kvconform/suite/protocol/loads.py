@@ -1,6 +1,4 @@
-"""Loads as the scheduler half sees them: reported late, failed, aborted, and reported by one rank after the
-other.
-"""
+"""Loads in the scheduler half: reported late, failed, aborted, or reported by one rank after the other."""
 
 from __future__ import annotations
 
@@ -66,8 +64,9 @@ def _done(rig: Rig, p: Side, d: Side, requests: list[str]) -> Evidence:
     rig="scheduler",
 )
 def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
-    """A request that waits for remote KV goes on in the step after its report, not before, and D computes
-    only what it did not load.
+    """A request that waits for remote KV goes on in the step after its report, not before.
+
+    D computes only what it did not load.
     """
     count = 2 if when in ("in_turn", "backwards") else 1
     p, d, requests = _pair(rig, count)
@@ -95,8 +94,9 @@ def request_resumes_when_load_is_reported(rig: Rig, when: str) -> Evidence:
     rig="scheduler",
 )
 def load_ends_with_the_last_rank(rig: Rig, order: str) -> Evidence:
-    """A load has ended when the last rank has reported it: get_finished_count agrees with the number of
-    reports.
+    """A load has ended when the last rank has reported it.
+
+    get_finished_count agrees with the number of reports.
     """
     p, d, [id] = _pair(rig)
     ranks = list(range(d.ranks))
@@ -176,9 +176,7 @@ def load_fails_if_one_rank_fails(rig: Rig, which: str) -> Evidence:
     "KV-LOAD-003", variants=first_in_quick("nothing", "empty", "unknown", "twice", "ended"), rig="scheduler"
 )
 def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
-    """update_connector_output accepts sets that are None or empty, requests that have ended, and one report
-    twice.
-    """
+    """update_connector_output accepts None, empty sets, requests that have ended, and one report twice."""
     p, d, [id] = _pair(rig)
     if what == "ended":
         d.abort(id)
@@ -201,8 +199,9 @@ def update_connector_output_takes_any_report(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two"), rig="scheduler")
 def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
-    """With kv_load_failure_policy=fail the request of a failed load ends with an error, once, and no other
-    request does.
+    """With kv_load_failure_policy=fail the request of a failed load ends with an error, once.
+
+    No other request ends with an error.
     """
     p, d, requests = _pair(rig, count=2 if what == "one_of_two" else 1, policy="fail")
     step = d.step(failed=requests[:1])
@@ -224,8 +223,9 @@ def failed_load_ends_its_request(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", variants=first_in_quick("request", "one_of_two", "preempted_later"), rig="scheduler")
 def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
-    """With kv_load_failure_policy=recompute get_num_new_matched_tokens returns (0, False) after a failed
-    load, and D computes the whole prompt.
+    """With kv_load_failure_policy=recompute D computes the whole prompt after a failed load.
+
+    get_num_new_matched_tokens returns (0, False) then.
     """
     p, d, requests = _pair(rig, count=2 if what == "one_of_two" else 1, policy="recompute")
     id, asked = requests[0], len(d.calls_of(ASKED, requests[0]))
@@ -255,8 +255,9 @@ def failed_load_is_recomputed(rig: Rig, what: str) -> Evidence:
 
 @case("KV-LOAD-004", applies=one_group, variants=first_in_quick("fail", "recompute"), rig="scheduler")
 def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
-    """With one KV cache group a worker may report single blocks as failed. With `recompute` the tokens before
-    the first of them are kept.
+    """With one KV cache group a worker may report single blocks as failed.
+
+    With `recompute` the tokens before the first of them are kept.
     """
     p, d, [id] = _pair(rig, policy=policy)
     second = d.blocks(id)[0][1]
@@ -281,8 +282,9 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     rig="scheduler",
 )
 def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
-    """Blocks of a request that is aborted while it loads are kept until the load is reported, and are freed
-    then.
+    """Blocks of a request that is aborted while it loads are kept until the load is reported.
+
+    They are freed then.
     """
     p, d, requests = _pair(rig, count=2 if when == "one_of_two" else 1)
     id = requests[0]

@@ -72,9 +72,7 @@ def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
 
 @case("KV-MATCH-003", variants=first_in_quick("b+1", "2b+1", "3b+1"), rig="scheduler")
 def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
-    """0 tokens are never asynchronous: when D has every block but the last token, and when nobody has
-    anything.
-    """
+    """0 tokens are never asynchronous: D has all blocks but the last token, or no engine has any block."""
     b = rig.side("P").block_size
     size = token_count(length, b)
     return _hand_over_once(rig, rig.prompt(size), warm=size)
@@ -82,8 +80,9 @@ def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
 
 @case("KV-MATCH-004", rig="scheduler")
 def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
-    """get_num_new_matched_tokens returns the same when it is called several times before
-    update_state_after_alloc, and the load goes on as after one call.
+    """get_num_new_matched_tokens may be called several times before update_state_after_alloc.
+
+    It returns the same, and the load goes on as after one call.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -111,8 +110,9 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
 
 @case("KV-MATCH-004", rig="scheduler")
 def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence:
-    """While D has no free block, get_num_new_matched_tokens is called in every step and no step orders a
-    load. Then there is one load, and nothing is left.
+    """While D has no free block, no step orders a load; then there is one load, and nothing is left.
+
+    get_num_new_matched_tokens is called in every step.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -148,8 +148,9 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
 
 @case("KV-MATCH-004", rig="scheduler")
 def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
-    """Two loads compete for blocks that are enough for one: the second one starts later, as it was
-    announced.
+    """Two loads compete for blocks that are enough for one.
+
+    The second one starts later, as it was announced.
     """
     needs_hand_over(rig)
     p, probe = rig.side("P"), rig.side("D")
@@ -237,9 +238,8 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     if why == "discarded":
-        _, d_id = rig.hand_over(
-            p, d, prompt, read_cache=False
-        )  # the scheduler calls the hook, and drops the answer
+        # the scheduler calls the hook, and drops the answer
+        _, d_id = rig.hand_over(p, d, prompt, read_cache=False)
     else:
         _, d_id = rig.hand_over_and_load(p, d, prompt)
         d.step(received=[d_id])
@@ -309,8 +309,9 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     rig="scheduler",
 )
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
-    """on_new_request changes no request. It may cut the last tokens off a prefill for another engine,
-    once.
+    """on_new_request changes no request.
+
+    It may cut the last tokens off a prefill for another engine, once.
     """
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))

@@ -48,8 +48,9 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
-    """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks, orders no load,
-    and notifies P.
+    """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks.
+
+    It orders no load, and notifies P.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
@@ -61,9 +62,8 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     params = p.kv_transfer_params(p_id)
     waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
     fake.connector.loads = True
-    id = d.add(
-        prompt, params if where == "first" else None, id=SAME
-    )  # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
+    # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
+    id = d.add(prompt, params if where == "first" else None, id=SAME)
     rig.step_until_matched(d, id)
     if not d.waits_for_remote_kv(id):
         raise NotApplicable(
@@ -148,8 +148,9 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
 
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, rig="scheduler")
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
-    """The connector keeps only the blocks that it hands over itself. It also gets the reports of the fake
-    connector.
+    """The connector keeps only the blocks that it hands over itself.
+
+    It also gets the reports of the fake connector.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
@@ -180,8 +181,9 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
 
 @case("KV-MULTI-003", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
-    """The params of two connectors are one dict: D finds its own keys in it, and the keys of one request are
-    not in the next dict.
+    """The params of two connectors are one dict, in which D finds its own keys.
+
+    The keys of one request are not in the next dict.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
@@ -218,8 +220,9 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 
 @case("KV-MULTI-004", applies=_dense, variants=lambda cell, matrix: PLACES, rig="scheduler")
 def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
-    """Beside a fake connector that publishes nothing, the handshake metadata of the connector's workers
-    reaches its scheduler half.
+    """The handshake metadata of the connector's workers reaches its scheduler half.
+
+    The other child of MultiConnector, a fake connector, publishes nothing.
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf

@@ -1,6 +1,4 @@
-"""Peers that cannot be reached, that are slow, that were started again, or that get garbage: only their own
-requests suffer.
-"""
+"""Peers that are unreachable, slow, restarted, or sent malformed messages: only their own requests suffer."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from pytest_kvconform.suite._peer_observations import (
 )
 
 PLACES = {
-    "unreachable_peer": "nobody listens on the port that its params name",
+    "unreachable_peer": "no process listens on the port that its params name",
     "silent_peer": "the listener on the port that its params name never answers",
 }
 OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
@@ -71,8 +69,9 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
 )
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
-    """Requests from a peer with which D has shaken hands, and requests that need no peer, do not wait until
-    the other request has failed.
+    """Requests that do not need the unreachable peer do not wait until the other request has failed.
+
+    One is from a peer with which D has shaken hands, and D computes the other one itself.
     """
     known = (
         {"good": "a request whose P has shaken hands with D before"} if variant == "unreachable_peer" else {}
@@ -95,7 +94,7 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
     observed = completed(bench, scenario, rule, "")
     bad = seconds(observed.decodes["bad"])
     for name, words in others.items():
-        if bad > bench.peers.patience(NOTICEABLE_S) and seconds(observed.decodes[name]) > DELAYED * bad:
+        if bad > bench.peers.scaled_seconds(NOTICEABLE_S) and seconds(observed.decodes[name]) > DELAYED * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "
@@ -110,8 +109,9 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
 
 @case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
-    """What the old engine has handed over is refused, or computed by D. What the new engine hands over
-    arrives.
+    """What the old engine has handed over is refused, or computed by D.
+
+    What the new engine hands over arrives.
     """
     observed = completed(bench, "restarted_peer", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
@@ -144,7 +144,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"]),
     )
     what = {"meeting": "D shook hands with it", "reading": "D read from it"}[variant]
-    stall = bench.peers.patience(STALL_S)
+    stall = bench.peers.scaled_seconds(STALL_S)
     if longest >= stall / 2:
         if noise >= stall / 4:
             raise Blocked(

@@ -19,6 +19,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
+# length of the prompt, and how much of it D has computed before
 HITS = (
     "2b+5_b",
     "2b+5_2b",
@@ -27,7 +28,7 @@ HITS = (
     "2b+1_b",
     "2b+1_2b",
     "b+1_b",
-)  # length of the prompt, and how much of it D has computed before
+)
 
 
 def has_states(cell: Cell) -> bool:
@@ -42,8 +43,9 @@ def _end_of(p: Side, p_id: str) -> int:
 
 @case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
 def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
-    """D loads nothing, because its own cache has the prompt or because vLLM drops the answer: D notifies P
-    all the same.
+    """If D has nothing to load, it notifies P all the same.
+
+    D's own cache has the prompt, or vLLM drops the answer.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
@@ -112,16 +114,16 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     rig="scheduler",
 )
 def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
-    """Whenever tokens are announced, the load has a slot for the state of every group, however few attention
-    blocks it copies.
+    """Whenever tokens are announced, the load has a slot for the state of every group.
+
+    This holds however few attention blocks the load copies.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     b = d.block_size
     prompt = rig.prompt(2 * b + (2 if situation == "one_token_left" else 5), shared=2 * b)
-    if (
-        situation == "diverged"
-    ):  # the state of the other prompt is of a later token and useless; its attention blocks are not
+    # the state of the other prompt is of a later token and useless; its attention blocks are not
+    if situation == "diverged":
         d.warm_prefix_cache(rig.prompt(3 * b + 1, seed=1, shared=2 * b), 3 * b + 1)
     elif situation != "no_hit":
         d.warm_prefix_cache(prompt, 2 * b)
@@ -154,8 +156,9 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-HIT-004", variants=_stops, rig="scheduler")
 def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
-    """D loads no more tokens than P has computed. For a model with states D loads exactly as many, and not
-    the last token of the prompt.
+    """D loads no more tokens than P has computed.
+
+    For a model with states D loads exactly as many, and not the last token of the prompt.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")

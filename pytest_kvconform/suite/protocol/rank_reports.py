@@ -54,8 +54,9 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
 
 
 def _check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
-    """Raise Violation if a rank has reported a request twice in any scenario, also if that, or something
-    else, has ended the engine.
+    """Raise Violation if a rank has reported a request twice in any scenario.
+
+    This holds, too, if the second report or something else has ended the engine.
     """
     try:
         observed = completed(bench, scenario, rule, OWNS)
@@ -76,7 +77,7 @@ def _check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
                             "second report for another rank's",
                         )
     if failed and any(_not_waiting(observed, role) for role in "PD"):
-        raise Blocked("stands on kv::protocol/rank_reports::only_waiting_requests_are_reported")
+        raise Blocked("depends on kv::protocol/rank_reports::only_waiting_requests_are_reported")
     if failed:
         raise failed
 
@@ -106,8 +107,9 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
 
 
 def _not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[int, str]]:
-    """Return (rank, request) for requests that a rank has reported in any scenario although they did not
-    wait.
+    """Return (rank, request) for requests that a rank has reported although they did not wait.
+
+    All scenarios count.
     """
     if ENGINES[role] not in observed.engines:
         return []
@@ -193,8 +195,9 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
 
 @case("KV-RANK-005", rig="peers")
 def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
-    """The load of an aborted request is reported when its last transfer has ended, and then its blocks are
-    free.
+    """The load of an aborted request is reported when its last transfer has ended.
+
+    Its blocks are free then.
     """
     observed = completed(bench, "aborted_during_load", "KV-RANK-005", OWNS)
     request = observed.request_ids["aborted"]

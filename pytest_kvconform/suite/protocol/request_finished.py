@@ -50,8 +50,9 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
-    """However and wherever a request ends: when the workers have reported everything, no block, request or
-    memory of it is left.
+    """However and wherever a request ends, no block, request or memory of it is left.
+
+    This holds when the workers have reported everything.
     """
     _, _, sides = run_to_end(rig, ending)
     report_all(*sides)
@@ -61,8 +62,9 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick("length+abort", "abort+stop", "stop+length"), rig="scheduler")
 def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
-    """Several requests that end in one step, or between two steps, leave nothing. The workers learn of it in
-    a step without a token.
+    """Several requests that end in one step, or between two steps, leave nothing.
+
+    The workers learn of it in a step without a token.
     """
     p, ids = rig.side("P"), {}
     for seed, how in enumerate(ends.split("+")):
@@ -99,7 +101,7 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
         raise rig.violation(
             "",
             f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps "
-            "blocks that nobody reads",
+            "blocks that no peer reads",
         )
     if call.result[1] and any(map(p.owns_block, integers(call.result[1]))):
         raise rig.violation(
@@ -181,7 +183,7 @@ def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
     if (lost := sorted(named & theirs)) or id not in p.delayed_free_requests():
         raise rig.violation(
             "",
-            f"the params name blocks {sorted(named)}, and P freed {lost or 'them'} before anybody has read "
+            f"the params name blocks {sorted(named)}, and P freed {lost or 'them'} before any peer has read "
             "them",
         )
     p.abort(other)

@@ -1,6 +1,4 @@
-"""What a store announces for prompts that its workers have really saved, and for prompts that grow turn by
-turn.
-"""
+"""What a store announces for prompts that its workers have saved, and for prompts that grow turn by turn."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def _store(rig: Rig) -> Side:
 
 
 def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:
-    """Let the engine compute a prompt of which `known` tokens were computed before. Returns the local and the
-    external tokens with which it was admitted.
+    """Let the engine compute a prompt of which `known` tokens were computed before.
+
+    Returns the local and the external tokens with which it was admitted.
     """
     id = side.add(prompt)
     side.run()
@@ -52,8 +51,9 @@ def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[in
 
 @case("KV-STORE-001", applies=_dense, variants=lambda cell, matrix: ("kept", "forgotten"), rig="scheduler")
 def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
-    """Each prompt of a conversation extends the one before. D's own prefix cache is kept, or dropped before
-    each prompt. All announced tokens can be loaded.
+    """Each prompt of a conversation extends the one before.
+
+    D's own prefix cache is kept, or dropped before each prompt. All announced tokens can be loaded.
     """
     side = _store(rig)
     known, turns = 0, []
@@ -79,8 +79,9 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
     rig="scheduler",
 )
 def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
-    """A store announces nothing for a prompt that shares less than a block with what was saved, however often
-    it is asked.
+    """A store announces nothing for a prompt that shares less than a block with what was saved.
+
+    It does so however often it is asked.
     """
     side = _store(rig)
     b = side.block_size
@@ -96,7 +97,9 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     side.run()
     answers += [call.result for call in side.calls_of(ASKED, id)]
     if wrong := [answer for answer in answers if (answer[0] or 0) > known]:
-        raise rig.violation("", f"nobody has saved a block of this prompt, and {ASKED} returned {wrong[0]}")
+        raise rig.violation(
+            "", f"no engine has saved a block of this prompt, and {ASKED} returned {wrong[0]}"
+        )
     return Evidence(looked_at=len(answers), unit="answers")
 
 

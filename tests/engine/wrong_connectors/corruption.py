@@ -11,9 +11,8 @@ class CorruptsCache(Right):
     """`corrupt` changes D's cache when a read has ended, before vLLM is notified."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.layers = (
-            self._vllm_config.compilation_config.static_forward_context
-        )  # kv_caches has states as rows of bytes
+        # kv_caches has states as rows of bytes
+        self.layers = self._vllm_config.compilation_config.static_forward_context
         self.targets = dict[str, Groups]()
         super().register_kv_caches(kv_caches)
 

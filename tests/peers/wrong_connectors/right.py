@@ -21,9 +21,8 @@ class Lease:
 
     def __init__(self, lease_s: float):
         self.lease_s = lease_s
-        self.ends: dict[
-            str, float
-        ] = {}  # P's request -> end of its lease, prolonged by every heartbeat that came in time
+        # P's request -> end of its lease, prolonged by every heartbeat that came in time
+        self.ends: dict[str, float] = {}
         self.lost: set[str] = set()
         self.wanted: dict[str, str] = {}  # D's request -> P's
 

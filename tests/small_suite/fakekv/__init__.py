@@ -39,8 +39,8 @@ def act(bench, rule, name, variant, moved):
         raise Violation(
             Finding(rule=rule, happened=f"P did not start for {word}: no such size", declined="no such size")
         )
-    if deed == "stands on a refusal":
-        raise Blocked("stands on kv::engine/start::engines_start: P did not start", refused=True)
+    if deed == "depends on a refusal":
+        raise Blocked("depends on kv::engine/start::engines_start: P did not start", refused=True)
     if deed == "blocked":
         raise Blocked("no GPU here; run on a machine with one")
     if deed == "harness":

@@ -1,5 +1,6 @@
-"""The look at the connector's class before any case runs: it is imported in a child process, which may crash
-or hang.
+"""Probe the connector's class before any case runs: start the probe in a child process, and read its facts.
+
+vllm_setup/probe.py runs in the child. If the import of a connector crashes or hangs, only the child ends.
 """
 
 from __future__ import annotations
