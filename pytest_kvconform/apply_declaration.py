@@ -29,8 +29,8 @@ REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
 WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
 # Reasons of a case that was BLOCKED because another case of its cell failed.
-_STANDS_ON = re.compile(r"stands on |an engine of \S+ failed before")
-_STANDS_ON_CELL = re.compile(r"stands on kv::\S+::engines_start\[|an engine of \S+ failed before")
+_DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
+_DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at"]
 
 
@@ -129,9 +129,9 @@ def _blocked_by(result: CaseResult, names: Sequence[str]) -> bool:
 
     All cases of a cell need the features of the cell. Cases of one variant need the same features.
     """
-    if _STANDS_ON_CELL.match(result.reason):
+    if _DEPENDS_ON_CELL.match(result.reason):
         return any(features.load()[name].of_cell_alone for name in names)
-    return _STANDS_ON.match(result.reason) is not None
+    return _DEPENDS_ON.match(result.reason) is not None
 
 
 def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:

@@ -100,7 +100,7 @@ class Loads:
         try:
             self.check()
         except Violation as broken:
-            raise Blocked(f"stands on {case}", refused=bool(broken.finding.declined)) from None
+            raise Blocked(f"depends on {case}", refused=bool(broken.finding.declined)) from None
         size = math.lcm(*self.sizes)
         for r in self.requests:
             if r.decode.first_computed < (due := whole_blocks(r.length, size)):

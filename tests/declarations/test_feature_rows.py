@@ -127,9 +127,9 @@ def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
 @pytest.mark.parametrize(
     ("reason", "needs", "outcome"),
     [
-        ("stands on kv::bytes/handover::completes[llama-P1D1-n63]", "abort", "NOT-APPLICABLE"),
-        ("stands on kv::bytes/start::engines_start[llama-P1D1]: it died", "mla", "NOT-APPLICABLE"),
-        ("stands on kv::bytes/start::engines_start[llama-P1D1]: it died", "abort", "BLOCKED"),
+        ("depends on kv::bytes/handover::completes[llama-P1D1-n63]", "abort", "NOT-APPLICABLE"),
+        ("depends on kv::bytes/start::engines_start[llama-P1D1]: it died", "mla", "NOT-APPLICABLE"),
+        ("depends on kv::bytes/start::engines_start[llama-P1D1]: it died", "abort", "BLOCKED"),
         ("an engine of llama-P1D1 failed before: it died", "mla", "NOT-APPLICABLE"),
         ("an engine of llama-P1D1 failed before: it died", "abort", "BLOCKED"),
         ("no GPU here", "mla", "BLOCKED"),

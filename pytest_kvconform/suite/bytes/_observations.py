@@ -99,7 +99,7 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
     except Violation as broken:
         if missing:
             raise Blocked(
-                f"stands on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D "
+                f"depends on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D "
                 f"loaded nothing for {missing[0].name}",
                 refused=bool(broken.finding.declined),
             ) from None

@@ -31,7 +31,7 @@ def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
     try:
         loads.check()
     except Violation as broken:
-        on = f"stands on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
+        on = f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
         if not all(r.decode.external_tokens for r in observed.requests):
             raise Blocked(f"{on}: {broken}", refused=bool(broken.finding.declined)) from None
     loads.require_some()
