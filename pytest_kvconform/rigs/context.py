@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.subject import merge_config
 
@@ -136,13 +136,18 @@ class RunContext:
         return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
-        """Raise Blocked if the lease of such engines is so long that no case waits for its end."""
-        if self.has_long_lease(asked_s):
-            raise Blocked(
-                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: "
-                "declare `lease`, the key of kv_connector_extra_config for these seconds, "
-                f"and the suite asks for {asked_s:.0f} s"
-            )
+        """Raise Blocked if the lease of such engines is so long that no case waits for its end, and
+        NotApplicable if the connector is declared to have none.
+        """
+        if not self.has_long_lease(asked_s):
+            return
+        if why := self.subject.features.get("lease"):
+            raise NotApplicable(f"lease is declared unsupported ({why})")
+        raise Blocked(
+            f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: "
+            "declare `lease`, the key of kv_connector_extra_config for these seconds, "
+            f"and the suite asks for {asked_s:.0f} s"
+        )
 
 
 def transfer_config(
