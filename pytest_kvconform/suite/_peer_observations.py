@@ -146,15 +146,23 @@ def check_right(rule: str, observed: ScenarioObservation, lease_s: float, reques
         if what != STUCK and (age := ended.ended - ended.prefill_added) > lease_s:
             slow = f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s"
             raise Blocked(f"{words} {slow}: --kv-timeout-scale makes it longer")
-        if what == COMPUTED and not any(d.trace.external_tokens for d in observed.decodes.values()):
-            raise Blocked(
-                f"D loads nothing of prompts of {ended.trace.prompt_tokens} tokens, see KV-HANDOVER-002 and "
-                "KV-HANDOVER-003: declare load_granularity or min_load, and the suite makes them long enough",
-                refused=True,
-            )
+        if what == COMPUTED:
+            require_some_load(observed)
         diagnosis = "" if what == WRONG else _last(observed)
         raise violation(broken_rule(rule, what), f"{words} {_WORDS[what]}", observed, ended, diagnosis)
     return sum(check.rows_due for name in requests for check in observed.decodes[name].checks)
+
+
+def require_some_load(observed: ScenarioObservation) -> None:
+    """Raise Blocked if D ended every request and loaded nothing for any of them."""
+    ends = observed.decodes.values()
+    if ends and all(ended.finish == "length" and not ended.trace.external_tokens for ended in ends):
+        raise Blocked(
+            f"D loads nothing of prompts of {max(ended.trace.prompt_tokens for ended in ends)} tokens, see "
+            "KV-HANDOVER-002 and KV-HANDOVER-003: declare load_granularity or min_load, and the suite makes "
+            "them long enough",
+            refused=True,
+        )
 
 
 _WORDS = {

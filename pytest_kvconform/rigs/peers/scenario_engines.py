@@ -31,7 +31,7 @@ from pytest_kvconform.rigs.scenario import Faults, tokens
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.peers.bench import PeerBench
 
-LENGTH = 68  # tokens of a prompt: whole blocks of 16 and a part
+LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
 AT_ONCE = 12  # requests that an engine holds at once
 BLOCK = 16  # tokens
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
