@@ -58,9 +58,9 @@ def names(run: CellRun, outcome: str) -> set[str]:
     [
         ("Right", None, ""),
         ("OneBlockLess", None, "n17 n55 two_at_once chunked hit1"),
-        ("Threshold", None, "n17 hit1 hit3"),
+        ("Threshold", None, "n17 hit1"),
         ("Threshold", LEAST, ""),
-        ("Chunked", None, "n2 n17 n55 two_at_once chunked hit1 hit3"),
+        ("Chunked", None, "n17 n55 two_at_once chunked hit1"),
         ("Chunked", CHUNKS, ""),
     ],
 )
@@ -109,3 +109,46 @@ def test_a_wrong_connector_breaks_the_must(
     broken = run.findings["d_computes_only_missing_tokens[n55]"]
     assert broken.rule == "KV-HANDOVER-002" and re.search(finding, broken.diagnosis)
     assert run.verdict.word == "VIOLATES"
+
+
+@pytest.mark.parametrize("declared", [None, LEAST])
+def test_transfers_with_faults_are_long_enough(
+    byte_runner: CaseRunner, declared: dict[str, int] | None
+) -> None:
+    run = byte_runner.run(
+        "Threshold", "llama3_1_8b", setup="b16", variants="failed", only=of_faults, declared=declared
+    )
+    assert run.outcomes["next_transfer_is_right[failed]"] == "PASS" and run.failed == set()
+
+
+def of_faults(planned: PlannedCase) -> bool:
+    return planned.module == "bytes/transport_faults"
+
+
+@pytest.fixture(scope="module")
+def scheduler_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.right_connectors.amount", "protocol", ("llama3_1_8b",), "quick")
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.mark.parametrize(
+    ("connector", "declared"),
+    [("OneBlockLess", None), ("Threshold", None), ("Threshold", LEAST), ("Chunked", CHUNKS)],
+)
+def test_the_scheduler_half_of_a_right_connector_conforms(
+    scheduler_runner: CaseRunner, connector: str, declared: dict[str, int] | None
+) -> None:
+    cases = {"load_starts_after_the_local_hit", "load_fills_the_allocated_blocks"}
+    run = scheduler_runner.run(
+        connector,
+        "llama3_1_8b",
+        setup="b16",
+        only=lambda planned: planned.case.name in cases,
+        declared=declared,
+    )
+    assert set(run.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}
+    assert run.outcomes["load_fills_the_allocated_blocks[no_hit]"] == "PASS"
+    assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
