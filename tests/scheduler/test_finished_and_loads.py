@@ -166,7 +166,7 @@ WRONG = [
             "every_hook_returns_soon[loading]",
             r"no worker reports what is loading, .* another request is WAITING",
         ),
-        rules="KV-HOOK-002 KV-MATCH-004",
+        rules="KV-HOOK-002",
     ),
 ]
 

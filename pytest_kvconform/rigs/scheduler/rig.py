@@ -48,7 +48,6 @@ __all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerRep
 BLOCK = 16  # tokens of the smallest block of the cells
 BLOCKS = 100  # of a side, the null block not included
 TOKENS_FROM = 10_000  # far above the block ids of every side
-UNSURE = 50  # steps for which a connector may not know how much there is to load
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -153,26 +152,31 @@ class Rig:
     def step_until_matched(self, d: Side, *ids: str) -> Step:
         """Step D until the connector knows how much there is to load for these requests.
 
-        Takes one step or more, and returns the last.
+        Takes one step or more, and returns the last. A connector may not know it in time: see KV-MATCH-006.
         """
-        for _ in range(UNSURE):
+        while True:
             step = d.step()
-            if not any(map(d.match_is_pending, ids)):
-                break
-        return step
+            if not any(map(d.match_is_pending, ids)) or any(map(d.match_is_overdue, ids)):
+                return step
 
     def start_loads(self, d: Side, *ids: str) -> Step:
-        """The steps of D in which loads of these requests begin: see `step_until_matched`. Returns the last.
+        """Step D until loads of these requests have begun and are ordered. Returns the last step.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """
         self.step_until_matched(d, *ids)
         if missing := [id for id in ids if not d.waits_for_remote_kv(id)]:
-            answer = d.matched_tokens(missing[0])
+            answer = None if d.match_is_pending(missing[0]) else d.matched_tokens(missing[0])
             sentence = f"{self.subject.connector} begins no asynchronous load: it answered {answer}"
             if declared := declared_amount(self.subject):
                 sentence += f" for {len(d.prompts[missing[0]])} tokens, and {declared} is declared"
             raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
+        return self.step_until_ordered(d, *ids)
+
+    def step_until_ordered(self, d: Side, *ids: str) -> Step:
+        """Step D until its metadata has ordered the loads of these requests. Returns the last step."""
+        while not all(map(d.load_is_ordered, ids)):
+            d.step()
         return d.steps[-1]
 
     def scaled_seconds(self, seconds: float) -> float:

@@ -49,7 +49,7 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
     side = rig.side(role.upper())
     id = side.add(rig.prompt(token_count(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
     side.run()
-    wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
+    wrong: list[Any] = [answer for answer in side.match_answers(id) if answer != (0, False)]
     wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
     if wrong:
         raise rig.violation(
@@ -110,9 +110,13 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
         params = {"trace": None} | params | (STRANGE["of_a_router"] or {})
     d_id = d.add(prompt, params)
     rig.step_until_matched(d, d_id)
+    rig.step_until_ordered(d, d_id)
     if way == "twice":
         third = d.add(prompt, params)
-        if not rig.step_until_matched(d, third).mentions(third) or not d.waits_for_remote_kv(third):
+        rig.step_until_matched(d, third)
+        d.run(lambda: d.loads_started(third) > 0 or third in d.results)
+        rig.step_until_ordered(d, third)
+        if not d.loads_started(third) or not any(step.mentions(third) for step in d.steps):
             raise rig.violation(
                 "",
                 f"of two requests with the same params the second one is {d.status(third)}, and no step "
@@ -251,8 +255,9 @@ def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], na
     A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P.
     """
     id = side.add(prompt, params)
-    step = side.rig.step_until_matched(side, id)
+    side.rig.step_until_matched(side, id)
     if side.waits_for_remote_kv(id):
+        step = side.rig.step_until_ordered(side, id)
         blocks, ordered = integers(params), step.block_ids_for(id)
         if not any(map(side.owns_block, ordered)):
             return "the request waits for ever: its load was announced, and none is ordered"
