@@ -162,16 +162,18 @@ WRONG = [
     Wrong(
         "RepeatsLoads",
         on(
-            "load_is_in_one_step_only[no_hit]",
-            r"is ordered in steps \[|mentions it: the state of a step|still mentions",
+            "load_is_not_ordered_into_freed_blocks[no_hit]",
+            r"cmpl-D0-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
+            r"blocks \[\d+, ",
         ),
         rules="KV-META-003",
     ),
     Wrong(
-        "RepeatsSends",
+        "SendsAgain",
         on(
-            "finished_request_is_in_one_step_only[p-length]",
-            r"mentions it: the state of a step is not reset|still mentions",
+            "freed_blocks_are_in_no_order[p-length]",
+            r"cmpl-P0-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
+            r"blocks \[\d+, ",
         ),
         rules="KV-META-003",
     ),

@@ -21,7 +21,8 @@ raises, an answer that vLLM cannot use and a scheduler that stops become violati
 `side.calls` has every call of a hook.
 
 Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) has
-the block ids from 256 * k + 1. So a block id in metadata or params belongs to one side only.
+the block ids from 256 * (k + 1) + 1. So a block id in metadata or params belongs to one side only, and
+numbers below 257, such as ranks and layers, are no block ids.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
-from pytest_kvconform.rigs.scheduler.side_state import APART
+from pytest_kvconform.rigs.scheduler.side_state import APART, first_block
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-__all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport"]
+__all__ = ["BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block"]
 
 BLOCK = 16  # tokens of the smallest block of the cells
 BLOCKS = 100  # of a side, the null block not included
@@ -95,7 +97,7 @@ class Rig:
         """
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
-        first = APART * len(self._sides)
+        first = first_block(len(self._sides))
         vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
@@ -214,3 +216,13 @@ class Rig:
                     f"after every request has ended, on {side.name} {left[0]}",
                     differs="; ".join(left[1:]),
                 )
+
+    def require_bounded_memory(self, sides: Iterable[Side], repeat: Callable[[], object]) -> None:
+        """Raise Violation (KV-FINISH-003) if a connector remembers ever more requests that have ended: see
+        `leaks.growing_memory`.
+        """
+        sides = tuple(sides)
+        if growing := growing_memory(sides, repeat):
+            for side in sides:
+                side.require_standard_reports()
+            raise self.violation(LEFT, growing, diagnosis="the connector keeps something of every request")

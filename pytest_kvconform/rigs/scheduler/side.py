@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, Violation
-from pytest_kvconform.rigs.scheduler.leaks import leaks
+from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
@@ -36,6 +36,8 @@ class Side(SideState):
         super().__init__(rig, role, index, config, kv_config, first_block)
         # A real worker in place of the script: SchedulerOutput -> KVConnectorOutput.
         self.worker: Callable[[Any], Any] | None = None
+        # Whether the scripted workers report every load in the step in which it is ordered.
+        self.report_loads_at_once = False
         self._preempting, self._taken = "", list[Any]()
         self._watch_allocations()
 
@@ -124,6 +126,11 @@ class Side(SideState):
             )
             for id, number in output.num_scheduled_tokens.items()
         }
+        if self.report_loads_at_once:
+            waiting = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
+            blocks = any(map(self.owns_block, integers(metadata)))
+            ordered = [id for id in waiting if self.load_is_ordered(id) or blocks and mentions(metadata, id)]
+            reports = (WorkerReport(received=ordered),) * self.ranks
         made = [self._rank_output(list(scheduled), one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
         if self.worker is not None:
@@ -251,6 +258,13 @@ class Side(SideState):
         """
         self.step()
         return leaks(self)
+
+    def forget_records(self) -> None:
+        """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""
+        self.steps.clear()
+        self.recorder.calls.clear()
+        self.results.clear()
+        self.evict_prefix_cache()
 
     def require_standard_reports(self) -> None:
         """Raise Blocked for a store whose workers report saved blocks in a format of their own.

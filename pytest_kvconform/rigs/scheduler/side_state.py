@@ -15,11 +15,19 @@ from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
-APART = 256  # block ids between two sides
+APART = 256  # block ids between two sides, and below those of the first one
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
 ANSWER_S, ANSWER_STEPS = 2.0, 50
 ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
+
+
+def first_block(index: int) -> int:
+    """The block id below those of side number `index`, from 0.
+
+    Small numbers are block ids of no side: connectors also keep lists of ranks, layers and groups.
+    """
+    return APART * (index + 1)
 
 
 class SideState:
@@ -121,6 +129,15 @@ class SideState:
     def blocks(self, id: str) -> tuple[tuple[int, ...], ...]:
         """Block ids of a request, by KV cache group; 0 is the null block."""
         return tuple(tuple(ids) for ids in self.manager.get_block_ids(id))
+
+    def blocks_had(self, id: str) -> frozenset[int]:
+        """Block ids that a request had when vLLM allocated them, and at its end."""
+        tables = [
+            call.arguments["blocks"]
+            for hook in ("update_state_after_alloc", "request_finished")
+            for call in self.calls_of(hook, id)
+        ]
+        return frozenset(block for table in tables for group in table for block in group if block)
 
     def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""

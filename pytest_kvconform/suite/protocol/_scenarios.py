@@ -99,17 +99,17 @@ def one_group(cell: Cell) -> bool:
     )
 
 
-def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
+def run_to_end(rig: Rig, ending: str, sides: tuple[Side, ...] = ()) -> tuple[Side, str, tuple[Side, ...]]:
     """Bring one request to its end.
 
     Returns its side, its id, and all sides. Blocks that are kept stay kept, and loads stay under way.
+    `sides`: those of an earlier call, to repeat it on them.
     """
     who, how, state = [*ending.split("-"), ""][:3]
-    p = rig.side("P")
-    sides: tuple[Side, ...]
+    p = sides[0] if sides else rig.side("P")
     if who == "d":
         needs_hand_over(rig)
-        d = rig.side("D")
+        d = sides[1] if sides else rig.side("D")
         prompt = rig.prompt(token_count(PROMPT, d.block_size))
         _, id = rig.hand_over(p, d, prompt, max_tokens=3, stop=how == "stop")
         side, sides = d, (p, d)

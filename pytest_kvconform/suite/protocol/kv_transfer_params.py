@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
+from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._scenarios import PROMPT, needs_hand_over, one_group, token_count
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    needs_hand_over,
+    one_group,
+    report_all,
+    token_count,
+)
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 STRANGE: dict[str, dict[str, Any] | None] = {
@@ -43,22 +50,30 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-PARAMS-001", variants=_strangers, rig="scheduler")
 def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
-    """The connector ignores a request without params, or with keys of others only."""
+    """A request without params, or with keys of others only, is computed: the connector announces no tokens
+    for it, returns no params, and its blocks are freed. What the connector notes about the request is its
+    own choice: it may pair P and D by request id.
+    """
     needs_hand_over(rig)
     role, _, which = who.partition("-")
     side = rig.side(role.upper())
-    id = side.add(rig.prompt(token_count(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
+    prompt = rig.prompt(token_count(PROMPT, side.block_size))
+    id = side.add(prompt, STRANGE[which], max_tokens=2)
     side.run()
-    wrong: list[Any] = [answer for answer in side.match_answers(id) if answer != (0, False)]
-    wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
+    wrong: list[Any] = [answer for answer in side.match_answers(id) if answer[0]]
+    wrong += [call.result for call in side.calls_of(ENDED, id) if call.result[1] is not None]
     if wrong:
         raise rig.violation(
             "", f"for a request with the params {STRANGE[which]} the connector returned {wrong[0]}"
         )
-    if named := [step.number for step in side.steps if step.mentions(id)]:
+    computed = side.locally_computed_tokens(id)
+    if side.results[id].finish != "length" or computed != len(prompt):
         raise rig.violation(
-            "", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}"
+            "",
+            f"a request with the params {STRANGE[which]} ended with {side.results[id].finish!r}, and "
+            f"{computed} of its {len(prompt)} tokens were computed",
         )
+    report_all(side)
     rig.require_no_leaks(side)
     return Evidence(looked_at=len(side.steps), unit="steps")
 
@@ -237,6 +252,9 @@ def _run_each(
         if reported:
             wrong.setdefault(reported, []).append(field)
             side = None
+    every = itertools.cycle(table.values())
+    if not wrong and side and (growing := growing_memory((side,), lambda: fate(side, next(every)))):
+        wrong[growing] = list(table)
     if wrong:
         reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
