@@ -163,7 +163,7 @@ WRONG = [
         "RepeatsLoads",
         on(
             "load_is_not_ordered_into_freed_blocks[no_hit]",
-            r"cmpl-D0-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
+            r"cmpl-D\d-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
             r"blocks \[\d+, ",
         ),
         rules="KV-META-003",
