@@ -171,7 +171,7 @@ def _require_workers_to_report(rig: Rig, ending: str) -> None:
     p = start_engine_with_worker(rig)
     _, id, _ = run_to_end(rig, ending, (p,))
     [call] = p.calls_of(ENDED, id)
-    deadline = time.monotonic() + (patience := rig.patience(DRAIN_S))
+    deadline = time.monotonic() + (patience := rig.scaled_seconds(DRAIN_S))
     while call.result[0] and id in p.delayed_free_requests() and time.monotonic() < deadline:
         p.step()
     if id in p.delayed_free_requests():
