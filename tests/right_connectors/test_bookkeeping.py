@@ -13,6 +13,8 @@ from tests.helpers.fixtures import fixtures
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b")
 MEMORY, ENDS = "memory_of_ended_requests_is_bounded", "every_block_is_freed"
+FEW = "plain-length p-length p-abort-running d-length d-failed missing begun"
+NOTHING_TO_LOAD = "load_is_not_ordered_into_freed_blocks[one_token]"
 # Connector -> cases of the scheduler tiers that could alarm.
 PROTOCOL = {
     "Tombstones": (
@@ -62,11 +64,17 @@ case_runner, run_cases = fixtures(
 def _run(
     case_runner: CaseRunner, tier: str, connector: str, geometry: str, cases: tuple[str, ...]
 ) -> CellRun:
-    """Run these cases of a tier."""
+    """Run these cases of a tier. Where many requests have to end, of few variants."""
     runner = copy.copy(case_runner)
     runner.tier = tier
+    variants = FEW if connector in ("Tombstones", "ForgetsByTime") else ""
     return runner.run(
-        connector, geometry, setup="b16", matrix="full", only=lambda planned: planned.case.name in cases
+        connector,
+        geometry,
+        variants=variants,
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name in cases,
     )
 
 
@@ -86,6 +94,10 @@ def test_a_right_start_and_shutdown_conform(
 
 
 def _all_pass(run: CellRun, cases: tuple[str, ...]) -> None:
-    other = {name: outcome for name, outcome in run.outcomes.items() if outcome != "PASS"}
+    other = {
+        name: outcome
+        for name, outcome in run.outcomes.items()
+        if outcome != ("NOT-APPLICABLE" if name == NOTHING_TO_LOAD else "PASS")
+    }
     assert other == {}, {name: str(run.findings.get(name)) for name in other}
     assert {name.partition("[")[0] for name in run.outcomes} >= set(cases)
