@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, Violation
-from pytest_kvconform.rigs.scheduler.leaks import integers, leaks, mentions
+from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
@@ -127,10 +127,7 @@ class Side(SideState):
             for id, number in output.num_scheduled_tokens.items()
         }
         if self.report_loads_at_once:
-            waiting = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
-            blocks = any(map(self.owns_block, integers(metadata)))
-            ordered = [id for id in waiting if self.load_is_ordered(id) or blocks and mentions(metadata, id)]
-            reports = (WorkerReport(received=ordered),) * self.ranks
+            reports = (WorkerReport(received=self.ordered_loads(metadata)),) * self.ranks
         made = [self._rank_output(list(scheduled), one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
         if self.worker is not None:
@@ -238,13 +235,6 @@ class Side(SideState):
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
 
-    def evict_prefix_cache(self) -> None:
-        """Empty the prefix cache: free blocks lose their hashes. The connector is not notified."""
-        pool = self.manager.block_pool
-        pool.evict_blocks(
-            {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
-        )
-
     def set_token_budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""
         self.scheduler.max_num_scheduled_tokens = tokens
@@ -258,13 +248,6 @@ class Side(SideState):
         """
         self.step()
         return leaks(self)
-
-    def forget_records(self) -> None:
-        """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""
-        self.steps.clear()
-        self.recorder.calls.clear()
-        self.results.clear()
-        self.evict_prefix_cache()
 
     def require_standard_reports(self) -> None:
         """Raise Blocked for a store whose workers report saved blocks in a format of their own.

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
@@ -224,6 +225,12 @@ class SideState:
             map(self.owns_block, (block for step in steps for block in step.block_ids_for(id)))
         )
 
+    def ordered_loads(self, metadata: Any) -> list[str]:
+        """Requests that wait for remote KV and whose loads are ordered, by this metadata at the latest."""
+        waiting = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
+        names = any(map(self.owns_block, integers(metadata)))
+        return [id for id in waiting if self.load_is_ordered(id) or (names and mentions(metadata, id))]
+
     def loads_started(self, id: str) -> int:
         """How many times update_state_after_alloc was called with external tokens for a request."""
         return sum(
@@ -251,6 +258,20 @@ class SideState:
         """Attributes of the connector's object, without those that vLLM passed to it."""
         given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
         return {name: value for name, value in vars(self.connector).items() if name not in given}
+
+    def forget_records(self) -> None:
+        """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""
+        self.steps.clear()
+        self.recorder.calls.clear()
+        self.results.clear()
+        self.evict_prefix_cache()
+
+    def evict_prefix_cache(self) -> None:
+        """Empty the prefix cache: free blocks lose their hashes. The connector is not notified."""
+        pool = self.manager.block_pool
+        pool.evict_blocks(
+            {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
+        )
 
     def _set_aside_blocks(self, first: int) -> None:
         """Take the blocks below `first` out of the pool for good: block ids of two sides then differ."""
