@@ -127,10 +127,19 @@ def rules_table() -> str:
             f"`pytest_kvconform/suite/{planned.module}.py`: `{planned.case.name}`"
         )
     rows = [
-        (rule.id, rule.strength, rule.sentence, rule.source, "; ".join(sorted(files.get(rule.id, ()))))
+        (
+            rule.id,
+            rule.strength,
+            rule.sentence,
+            rule.caller,
+            rule.breaks,
+            rule.source,
+            "; ".join(sorted(files.get(rule.id, ()))),
+        )
         for rule in rules.load().values()
     ]
-    return _table(("id", "strength", "sentence", "source", "cases"), rows)
+    head = ("id", "strength", "sentence", "caller in vLLM", "if broken, vLLM", "source", "cases")
+    return _table(head, rows)
 
 
 def clauses_tables() -> str:

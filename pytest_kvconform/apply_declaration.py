@@ -3,14 +3,19 @@
 | declared | the connector | outcome |
 |---|---|---|
 | unsupported | declines cleanly | NOT-APPLICABLE |
-| unsupported | works | NOT-APPLICABLE and a warning; FAIL (KV-DECLARE-002) in a claim |
+| unsupported | works | WARNING (KV-DECLARE-002); a claim is then INCOMPLETE |
 | unsupported | delivers wrong bytes, dies or hangs | FAIL (KV-DECLARE-003) |
 | supported | declines | FAIL under the rule of the case, and KV-DECLARE-001 for the feature |
+| unsupported | fails so that other cases cannot run | these other cases: NOT-APPLICABLE |
 | known failure | fails | KNOWN |
+
+Whatever is declared: a FAIL that breaks a rule of strength SHOULD becomes WARNING. A warning stays one if a
+known failure matches it; the reason then names the issue.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +28,9 @@ from pytest_kvconform.result import CaseResult, Finding, Outcome
 REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
 WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
+# Reasons of a case that was BLOCKED because another case of its cell failed.
+_DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
+_DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at"]
 
 
@@ -33,6 +41,7 @@ class Criteria(msgspec.Struct, frozen=True, kw_only=True):
     known: tuple[KnownFailure, ...] = ()
     claim: bool = False  # the run must be complete: nothing left out, no hidden ability, no known failure
     left_out: int = 0  # cases of the manifest that were not selected
+    should: tuple[str, ...] = ()  # ids of the rules of strength SHOULD: who breaks one gets a warning
 
 
 class FeatureResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +66,16 @@ def apply_declaration(result: CaseResult, criteria: Criteria) -> CaseResult:
     applied = _apply_unsupported(result, criteria)
     if applied.outcome is not Outcome.FAIL:
         return applied
+    warns = broken_rule(applied) in criteria.should
     if (entry := _known_failure(result, criteria, "open")) is not None:
-        reason = f"{entry.reason} ({entry.issue}, until {entry.expires})"
         return msgspec.structs.replace(
-            applied, outcome=Outcome.KNOWN, case_outcome=result.outcome, reason=reason
+            applied,
+            outcome=Outcome.WARNING if warns else Outcome.KNOWN,
+            case_outcome=result.outcome,
+            reason=f"{entry.reason} ({entry.issue}, until {entry.expires})",
         )
+    if warns:
+        return msgspec.structs.replace(applied, outcome=Outcome.WARNING, case_outcome=result.outcome)
     if not applied.reason and (entry := _known_failure(result, criteria, "expired")) is not None:
         reason = (
             f"it was a known failure until {entry.expires}, which has expired ({entry.place}, {entry.issue})"
@@ -84,9 +98,10 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     outcome, rule, observed = Outcome.NOT_APPLICABLE, "", ""
     if result.outcome is Outcome.PASS:
         if shows_feature_works(result, lacking):
-            outcome, rule = (Outcome.FAIL, WORKS_THOUGH_UNSUPPORTED) if criteria.claim else (outcome, "")
-            observed = ", but it works"
+            outcome, rule, observed = Outcome.WARNING, WORKS_THOUGH_UNSUPPORTED, ", but it works"
     elif result.outcome is Outcome.FAIL and not result.refused:
+        if broken_rule(result) in criteria.should:  # a refusal could not have kept this rule
+            return result
         outcome, rule, observed = (
             Outcome.FAIL,
             WRONG_THOUGH_UNSUPPORTED,
@@ -95,6 +110,8 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     elif result.outcome is Outcome.FAIL or (result.outcome is Outcome.BLOCKED and result.refused):
         refusal = (result.finding.diagnosis or result.finding.happened) if result.finding else ""
         observed = f", and the connector refused it{f': {refusal}' if refusal else ''}"
+    elif result.outcome is Outcome.BLOCKED and _blocked_by(result, lacking):
+        observed = f", and the case {result.reason}"
     else:
         # a case that was blocked or not applicable for another reason shows nothing about the declaration
         return result
@@ -105,6 +122,16 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
         declaration_rule=rule,
         reason=declared + observed,
     )
+
+
+def _blocked_by(result: CaseResult, names: Sequence[str]) -> bool:
+    """Whether a case is BLOCKED because another case failed that needs one of these features, too.
+
+    All cases of a cell need the features of the cell. Cases of one variant need the same features.
+    """
+    if _DEPENDS_ON_CELL.match(result.reason):
+        return any(features.load()[name].of_cell_alone for name in names)
+    return _DEPENDS_ON.match(result.reason) is not None
 
 
 def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:
@@ -122,7 +149,7 @@ def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:
 
 
 def broken_rule(result: CaseResult) -> str:
-    """Return the id of the rule that a FAIL breaks."""
+    """Return the id of the rule that a FAIL or a WARNING breaks."""
     return result.declaration_rule or (result.finding.rule if result.finding else result.rule)
 
 
@@ -155,8 +182,8 @@ def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[
         for result in mine
         if not any(declared.get(other) for other in result.features if other != name)
     ]
-    observed = _observe(name, alone or (mine if declared.get(name) else ()))
     why = declared.get(name)
+    observed = _observe(name, alone or (mine if why else ()), bool(why))
     rule, sentence = "", ""
     if why == "" and observed == "refused":
         rule = REFUSED_THOUGH_SUPPORTED
@@ -179,10 +206,20 @@ def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[
     )
 
 
-def _observe(name: str, results: Sequence[CaseResult]) -> Observed:
-    """Return what the results of these cases, before the declaration is applied, show about a feature."""
+def _observe(name: str, results: Sequence[CaseResult], unsupported: bool) -> Observed:
+    """Return what the results of these cases, before the declaration is applied, show about a feature.
+
+    A connector should refuse an unsupported feature, so any failure that is no warning contradicts the
+    declaration. A supported feature fails only in cases about what the feature does.
+    """
     outcomes = [(result, result.case_outcome or result.outcome) for result in results]
-    if any(outcome is Outcome.FAIL and not result.refused for result, outcome in outcomes):
+    if any(
+        outcome is Outcome.FAIL
+        and result.outcome is not Outcome.WARNING
+        and not result.refused
+        and (unsupported or features.is_about(name, broken_rule(result), result.features))
+        for result, outcome in outcomes
+    ):
         return "fails"
     if any(outcome is Outcome.PASS and shows_feature_works(result, [name]) for result, outcome in outcomes):
         return "works"

@@ -160,7 +160,10 @@ def _explain(options: argparse.Namespace) -> int:
             "kvconform list rules"
         )
     print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
-    print(f"source   {rule.source}\ndone     {rule.done}")
+    for name, text in (("caller", rule.caller), ("breaks", rule.breaks), ("source", rule.source)):
+        if text:
+            print(f"{name:<9}{text}")
+    print(f"done     {rule.done}")
     for number, line in enumerate(rule.check):
         print(f"{'check' if number == 0 else '':<9}- {line}")
     checking = sorted(
@@ -203,6 +206,8 @@ def _compare_with_suite(report: document.Report) -> list[str]:
     lacking = sorted(set(known.manifest) - set(report.selection.manifest))
     strange = sorted(set(report.selection.manifest) - set(known.manifest))
     sentences = []
+    if report.should != rules.should(rules.load()):
+        sentences.append("should: the rules of strength SHOULD are not those of the suite")
     if lacking:
         sentences.append(
             f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"

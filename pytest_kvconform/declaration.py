@@ -28,9 +28,11 @@ import msgspec
 
 from pytest_kvconform import features
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
-from pytest_kvconform.settings.parsers import did_you_mean
+from pytest_kvconform.settings.parsers import did_you_mean, parse_tokens
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
+AMOUNTS = ("load_granularity", "min_load")  # how much is loaded
+KEYS = ("profile", "handover", "lease", *AMOUNTS, "features", "known")
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 
@@ -64,6 +66,8 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""
     handover: str = ""
     lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps KV which no D reads
+    load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
+    min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
     features: dict[str, str] = {}
     known: tuple[KnownFailure, ...] = ()
@@ -73,16 +77,16 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(table: Mapping[str, Any], place: str) -> Declaration:
-    """Return the declaration of a table with the keys profile, handover, lease, features and known.
+    """Return the declaration of a table with keys of `KEYS`.
 
     Raises BadSetting: a sentence that begins with the place.
     """
     dot = "." if "tool" in place else ": "
-    refuse_unknown(table, ("profile", "handover", "lease", "features", "known"), place, dot)
+    refuse_unknown(table, KEYS, place, dot)
     lease = table.get("lease", "")
     if not isinstance(lease, str):
         raise BadSetting(f"{place}{dot}lease: expected a key of kv_connector_extra_config, got {lease!r}")
-    words = {"lease": lease}
+    words: dict[str, Any] = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         if (value := table.get(key, "")) not in ("", *valid):
             raise BadSetting(
@@ -90,11 +94,20 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
                 f"{value!r}{did_you_mean(str(value), valid)}"
             )
         words[key] = value
+    for key in AMOUNTS:
+        words[key] = _tokens(table.get(key, 0), f"{place}{dot}{key}")
     return Declaration(
         **words,
         features=read_features(table.get("features", {}), f"{place}{dot}features"),
         known=read_known(table.get("known", []), f"{place}{dot}known"),
     )
+
+
+def _tokens(value: Any, place: str) -> int:
+    try:
+        return parse_tokens(value)
+    except ValueError as error:
+        raise BadSetting(f"{place}: {error}") from None
 
 
 def read_file(path: Path, place: str) -> dict[str, Any]:

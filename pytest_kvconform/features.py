@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,23 @@ CELL_FACTS = frozenset(
 )
 VARIANT_FACTS = frozenset(
     "prefix-hit preemption abort failed-load-recompute failed-load-fail never-notified".split()
+)
+
+# Rules about what arrives, and where. Their failures show that a feature of the cell alone fails. A failure
+# of any other rule, such as a port that is taken or blocks that leak, shows nothing about kinds of layers.
+RULES_OF_CELLS = (
+    "KV-START-*",
+    "KV-HANDOVER-*",
+    "KV-BYTES-*",
+    "KV-WINDOW-*",
+    "KV-STATE-*",
+    "KV-OUTPUT-*",
+    "KV-REGISTER-*",
+    "KV-LAYOUT-*",
+    "KV-GROUPS-*",
+    "KV-MATCH-008",
+    "KV-HIT-003",
+    "KV-HIT-004",
 )
 
 _FACT_OF_KIND = {
@@ -76,6 +93,21 @@ def required_features(planned: PlannedCase) -> tuple[str, ...]:
         if (feature.facts and facts.issuperset(feature.facts))
         or any(matches(glob, planned.case.rule) for glob in feature.rules)
         or any(matches(glob, planned.id) for glob in feature.cases)
+    )
+
+
+def is_about(name: str, rule: str, needed: Sequence[str]) -> bool:
+    """Whether a case is about what a feature does. `rule`: id of the rule that the case shows to be broken.
+    `needed`: the features that the case needs.
+
+    A feature of the cell alone has nothing to do with the fate of a request (an abort, a preemption, a
+    failed load), which is a feature of its own.
+    """
+    every = load()
+    if not every[name].of_cell_alone:
+        return True
+    return any(matches(glob, rule) for glob in RULES_OF_CELLS) and all(
+        every[other].of_cell_alone or every[other].shown_by_load for other in needed
     )
 
 

@@ -16,6 +16,7 @@ class Outcome(StrEnum):
 
     PASS = "PASS"
     FAIL = "FAIL"
+    WARNING = "WARNING"  # the connector broke a rule that is a SHOULD; the verdict counts it
     NOT_APPLICABLE = "NOT-APPLICABLE"  # declared unsupported, and refused cleanly
     BLOCKED = "BLOCKED"  # applies, but could not run here; the reason names what to change
     KNOWN = "KNOWN"  # a declared known failure: strict, with issue and expiry
@@ -70,7 +71,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     cell: Cell | None = None
     reason: str = ""  # one sentence: why it did not pass; empty if the finding tells it
-    finding: Finding | None = None  # for FAIL and KNOWN, and for a declared refusal
+    finding: Finding | None = None  # for FAIL, WARNING and KNOWN, and for a declared refusal
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
     features: tuple[str, ...] = ()  # features without which the case has no meaning

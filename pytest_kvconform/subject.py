@@ -42,6 +42,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     # seconds that P keeps KV which no D reads
     folder: str = ""
     lease: str = ""
+    load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
+    min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
     packages: dict[str, str] = {}  # modules that its class imports -> where to get them
     not_shared: str = ""  # why a second engine cannot find what a store saves
@@ -88,6 +90,8 @@ def resolve(settings: Settings) -> Subject:
         handover=handover or ("none" if profile == "store" else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
+        load_granularity=declared.load_granularity or bundled.load_granularity,
+        min_load=declared.min_load or bundled.min_load,
         requires_device=bundled.requires_device,
         packages=bundled.packages,
         not_shared=bundled.not_shared,
@@ -107,6 +111,8 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     handover: str = ""
     folder: str = ""
     lease: str = ""
+    load_granularity: int = 0
+    min_load: int = 0
     requires_device: str = ""
     packages: dict[str, str] = {}
     not_shared: str = ""
@@ -146,7 +152,7 @@ def _read_declaration(settings: Settings) -> Declaration:
     table: dict[str, Any] = {
         key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))
     }
-    table["lease"] = settings.lease
+    table |= {key: getattr(settings, key) for key in ("lease", *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 

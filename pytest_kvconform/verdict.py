@@ -2,7 +2,8 @@
 
 Only this module decides: the terminal, `report.json`, `kvconform verify` and the exit code all use its
 verdict. HARNESS outranks VIOLATES, VIOLATES outranks INCOMPLETE, INCOMPLETE outranks CONFORMS. So cases
-that could not run are never hidden behind cases that passed.
+that could not run are never hidden behind cases that passed. Warnings (broken rules of strength SHOULD) are
+counted in the headline and change neither the word nor the exit code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform.apply_declaration import (
+    WORKS_THOUGH_UNSUPPORTED,
     Criteria,
     FeatureResult,
     apply_declaration,
@@ -51,15 +53,17 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int
     sentence: str  # the reason, and what to change
     counts: dict[str, int]  # outcome -> cases; only what occurs
-    causes: tuple[Cause, ...]  # violations first, then harness, then blocked; the most frequent first
+    causes: tuple[Cause, ...]  # violations, warnings, harness, blocked, known; the most frequent first
     features: tuple[FeatureResult, ...] = ()  # declared and observed; empty without criteria
 
     @property
     def headline(self) -> str:
         """Return the verdict as one line."""
+        count = self.counts.get(Outcome.WARNING.value, 0)
+        warnings = "" if not count else ", with 1 warning" if count == 1 else f", with {count} warnings"
         if self.word == "CONFORMS-EXCEPT":
-            return f"CONFORMS {self.sentence}"
-        return f"{self.word}: {self.sentence}"
+            return f"CONFORMS{warnings}{',' if warnings else ''} {self.sentence}"
+        return f"{self.word}{warnings}: {self.sentence}"
 
 
 def decide_verdict(
@@ -172,7 +176,7 @@ def _word_and_sentence(
     if not passed:
         return (
             "INCOMPLETE",
-            "no case passed: every case is not applicable or a known failure, which shows nothing",
+            "no case passed: every case is not applicable, a warning or a known failure, which shows nothing",
         )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
     moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
@@ -224,6 +228,10 @@ def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, know
         outcomes = {result.case_outcome or result.outcome for result in mine}
         if why == "" and outcomes == {Outcome.NOT_APPLICABLE}:
             return f"{name} is declared supported, but no case could test it: {mine[0].reason}"
+    if criteria.claim:
+        for result in results:
+            if result.declaration_rule == WORKS_THOUGH_UNSUPPORTED:
+                return f"a claim declares every feature that works as true: {result.reason} ({result.id})"
     if criteria.claim and criteria.left_out:
         return (
             f"a claim leaves out no case, but {_count_cases(criteria.left_out)} of the manifest did not run"
@@ -234,7 +242,7 @@ def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, know
 
 
 def _causes(results: Sequence[CaseResult]) -> tuple[Cause, ...]:
-    order = (Outcome.FAIL, Outcome.HARNESS, Outcome.BLOCKED, Outcome.KNOWN)
+    order = (Outcome.FAIL, Outcome.WARNING, Outcome.HARNESS, Outcome.BLOCKED, Outcome.KNOWN)
     groups: dict[tuple[Outcome, str], list[CaseResult]] = {}
     for result in results:
         if result.outcome in order:

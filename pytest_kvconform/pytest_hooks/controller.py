@@ -29,6 +29,7 @@ from pytest_kvconform.verdict import signature
 _PROBE_SECONDS = 120.0  # enough to import vLLM on a slow, busy machine
 _MOST_LINES = 20  # of ids with one cause that are shown
 _LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
+    Outcome.WARNING: ("warned", "w", ("WARNING", {"yellow": True})),
     Outcome.BLOCKED: ("blocked", "B", ("BLOCKED", {"yellow": True})),
     Outcome.NOT_APPLICABLE: ("not applicable", "n", ("NOT-APPLICABLE", {})),
     Outcome.KNOWN: ("known", "k", ("KNOWN", {"yellow": True})),
@@ -245,6 +246,7 @@ class Controller:
         if self._report is None:
             return
         unicode = _can_show(sys.__stdout__, "✓✗·×")
+        self._write_warnings(terminalreporter)
         if self._results and (block := block_to_paste(self.runner.subject.features)):
             terminalreporter.write_sep("=", "to declare in pyproject.toml")
             terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
@@ -255,6 +257,23 @@ class Controller:
             self._report, str(Path(self.settings.report) / document.FILE), width, unicode
         ):
             terminalreporter.write_line(text, **markup)
+
+    def _write_warnings(self, terminalreporter: Any) -> None:
+        """Write the text of the first case of each warning. pytest itself shows only failures."""
+        assert self._report is not None
+        results = {result.id: result for result in self._report.results}
+        causes = [cause for cause in self._report.verdict.causes if cause.outcome is Outcome.WARNING]
+        if not causes:
+            return
+        terminalreporter.write_sep("=", "BROKEN SHOULD RULES")
+        for cause in causes:
+            first = results[cause.ids[0]]
+            more = f" and {len(cause.ids) - 1} more" if len(cause.ids) > 1 else ""
+            text = failure.failure_text(first, self.runner.rules, self.settings)
+            terminalreporter.write_sep("_", f"{first.id}{more}")
+            terminalreporter.write_line(
+                text if _can_show(sys.__stdout__, text) else text.encode("ascii", "replace").decode()
+            )
 
 
 def _result(report: Any) -> CaseResult:

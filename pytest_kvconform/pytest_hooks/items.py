@@ -20,13 +20,14 @@ import pytest
 from pytest_kvconform.apply_declaration import shown_finding
 from pytest_kvconform.case_outcome import CaseEnd, run_case
 from pytest_kvconform.plan import PREFIX, PlannedCase, load_module
-from pytest_kvconform.report.failure import failure_text
+from pytest_kvconform.report.failure import failure_line, failure_text
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 
 if TYPE_CHECKING:
     from pytest_kvconform.pytest_hooks.runner import CaseRunner
 
-_NEITHER = (Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)  # neither passed nor failed
+# neither passed nor failed: pytest calls such a test skipped
+_NEITHER = (Outcome.WARNING, Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)
 
 
 class Suite(pytest.Collector):
@@ -141,7 +142,7 @@ class CaseItem(pytest.Item):
         shown = excinfo.getrepr(style="value")
         finding = shown_finding(self.result)
         if shown.reprcrash and finding:  # the line of pytest's short summary and of JUnit's message
-            shown.reprcrash.message = f"{finding.rule}: {finding.diagnosis or finding.happened}"
+            shown.reprcrash.message = failure_line(self.result)
         return shown
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
@@ -165,7 +166,7 @@ class CaseItem(pytest.Item):
         )
         if outcome in _NEITHER:
             path, line, _ = self.reportinfo()
-            report.longrepr = (str(path), (line or 0) + 1, self.result.reason)
+            report.longrepr = (str(path), (line or 0) + 1, failure_line(self.result))
         if hasattr(report, "wasxfail"):
             del report.wasxfail
         # xdist sends the report to the controller.

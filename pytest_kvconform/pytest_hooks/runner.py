@@ -100,7 +100,12 @@ class CaseRunner:
     @property
     def criteria(self) -> Criteria:
         """Return the declaration, which is applied to every result."""
-        return Criteria(features=self.subject.features, known=self.subject.known, claim=self.settings.claim)
+        return Criteria(
+            features=self.subject.features,
+            known=self.subject.known,
+            claim=self.settings.claim,
+            should=rules.should(self.rules),
+        )
 
     def properties_of(self, planned: PlannedCase) -> list[tuple[str, object]]:
         """Return the properties of a case that pytest writes into JUnit, besides the outcome."""

@@ -17,9 +17,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from pytest_kvconform import __version__
+from pytest_kvconform import __version__, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
-from pytest_kvconform.declaration import KnownFailure, known_failure_state, read_features, read_known, version
+from pytest_kvconform.declaration import (
+    AMOUNTS,
+    KnownFailure,
+    known_failure_state,
+    read_features,
+    read_known,
+    version,
+)
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject, bundled_declarations
@@ -65,6 +72,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     subject: Subject
     facts: dict[str, Any] | None  # what the probe found without running the connector; None without a probe
     selection: Selection
+    should: tuple[str, ...] = ()  # ids of the rules of strength SHOULD, sorted: who breaks one gets a warning
     results: tuple[CaseResult, ...]  # sorted by id
     troubles: tuple[str, ...]  # sentences about processes and files of the suite
     verdict: Verdict
@@ -92,6 +100,7 @@ def make_report(
         subject=subject,
         facts=facts,
         selection=Selection(manifest=tuple(sorted(manifest)), selected=tuple(sorted(selected))),
+        should=rules.should(rules.load()),
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(troubles),
         verdict=decide_verdict(()),
@@ -120,7 +129,11 @@ def criteria_of(report: Report) -> Criteria:
     """Return the criteria of the verdict that the report holds."""
     subject, claim = report.subject, report.settings["claim"].value is True
     return Criteria(
-        features=subject.features, known=subject.known, claim=claim, left_out=report.selection.left_out
+        features=subject.features,
+        known=subject.known,
+        claim=claim,
+        left_out=report.selection.left_out,
+        should=report.should,
     )
 
 
@@ -185,6 +198,9 @@ def _check_declaration(report: Report) -> Iterator[str]:
             name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
         )
         yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
+    for key in AMOUNTS:
+        if getattr(subject, key) != (report.settings[key].value or (getattr(bundled, key) if bundled else 0)):
+            yield f"subject.{key} differs from the settings of the report"
     written = [_as_written(entry) for entry in read_known(known, "known")]
     if written != [_as_written(entry) for entry in subject.known]:
         yield "subject.known: the entries differ from the settings of the report"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pytest_kvconform.apply_declaration import shown_finding
-from pytest_kvconform.result import CaseResult
+from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
 
@@ -16,9 +16,8 @@ _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
-    """Return the sections of a FAIL in their order.
-
-    They are: rule, happened, known, differs, diagnosis, check, log, again, report.
+    """Return the sections of a FAIL or a WARNING: rule, happened, known, differs, diagnosis, check, log,
+    again, report, in this order.
     """
     finding = shown_finding(result)
     if finding is None:
@@ -44,6 +43,14 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
         f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)
     ]
     return "\n".join(lines)
+
+
+def failure_line(result: CaseResult) -> str:
+    """Return one line: the rule and what went wrong of a FAIL or a WARNING, and the reason of any other."""
+    finding = shown_finding(result)
+    if finding is None or result.outcome not in (Outcome.FAIL, Outcome.WARNING):
+        return result.reason
+    return f"{finding.rule}: {finding.diagnosis or finding.happened}"
 
 
 def rerun_command(settings: Settings, *arguments: str) -> str:

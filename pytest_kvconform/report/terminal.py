@@ -1,4 +1,4 @@
-"""Last lines of a run: at most 25 lines, always with the verdict."""
+"""Last lines of a run: at most 28 lines, always with the verdict."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from pytest_kvconform.verdict import Cause
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
-_MOST_LINES = 24  # under the headline; violations get the lines that the other parts leave free
+_MOST_LINES = 27  # under the headline; violations get the lines that the other parts leave free
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
-_GROUPS = ((Outcome.FAIL, "violation"), (Outcome.HARNESS, "harness error"), (Outcome.BLOCKED, "blocked case"))
+_GROUPS = (
+    (Outcome.FAIL, "violation"),
+    (Outcome.WARNING, "warning"),
+    (Outcome.HARNESS, "harness error"),
+    (Outcome.BLOCKED, "blocked case"),
+)
 _SIGNS = {
     Outcome.PASS: "✓",
     Outcome.FAIL: "✗",
+    Outcome.WARNING: "w",
     Outcome.BLOCKED: "B",
     Outcome.HARNESS: "!",
     Outcome.NOT_APPLICABLE: "n",
@@ -50,6 +56,8 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     above: list[Line] = [(row, {}) for row in _table(report, width)]
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
+    if line := _not_applicable(report, width):
+        above.append((line, {}))
     above += [(row, {}) for row in _features(verdict.features, width)]
     below: list[Line] = [
         line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)
@@ -96,7 +104,33 @@ def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
     widths = [max((len(line[n]) for line in lines), default=0) for n in range(2)]
     texts = [f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}" for line in lines]
     texts += [f"  {row.rule}: {row.sentence}" for row in rows if row.rule][:_MOST_WRONG]
-    return [text if len(text) <= max(width, 40) else text[: max(width, 40) - 3] + "..." for text in texts]
+    return [_cut(text, width) for text in texts]
+
+
+def _not_applicable(report: Report, width: int) -> str:
+    """Return one line: how many cases of each tier were not applicable, and the features that are declared
+    unsupported and that these cases need; "" if there are none.
+    """
+    tiers: dict[str, list[bool]] = {}
+    names: dict[str, None] = {}
+    for result in report.results:
+        left_out = result.outcome is Outcome.NOT_APPLICABLE
+        tiers.setdefault(result.id.removeprefix("kv::").split("/")[0], []).append(left_out)
+        if left_out:
+            names.update((name, None) for name in result.features if report.subject.features.get(name))
+    parts = [
+        f"{tier} {sum(found)} of {len(found)}"
+        for tier, found in sorted(tiers.items(), key=lambda item: tier_order(item[0]))
+        if any(found)
+    ]
+    if not parts:
+        return ""
+    text = f"not applicable: {', '.join(parts)}" + (f" (unsupported: {' '.join(names)})" if names else "")
+    return _cut(text, width)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= max(width, 40) else text[: max(width, 40) - 3] + "..."
 
 
 def _surprises(declared: str, observed: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.subject import merge_config
 
@@ -32,6 +33,7 @@ CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, time
 # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
+MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
 
@@ -134,13 +136,18 @@ class RunContext:
         return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
-        """Raise Blocked if the lease of such engines is so long that no case waits for its end."""
-        if self.has_long_lease(asked_s):
-            raise Blocked(
-                f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: "
-                "declare `lease`, the key of kv_connector_extra_config for these seconds, "
-                f"and the suite asks for {asked_s:.0f} s"
-            )
+        """Raise Blocked if the lease of such engines is so long that no case waits for its end, and
+        NotApplicable if the connector is declared to have none.
+        """
+        if not self.has_long_lease(asked_s):
+            return
+        if why := self.subject.features.get("lease"):
+            raise NotApplicable(f"lease is declared unsupported ({why})")
+        raise Blocked(
+            f"P may keep blocks that no peer has read for {self.lease_s(asked_s):.0f} s: "
+            "declare `lease`, the key of kv_connector_extra_config for these seconds, "
+            f"and the suite asks for {asked_s:.0f} s"
+        )
 
 
 def transfer_config(
@@ -182,3 +189,30 @@ def transfer_config(
 def port_environment(port: int = 0) -> dict[str, str]:
     """The environment variable that names the port of an engine's side channel; 0: a free one."""
     return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port())}
+
+
+# ---- how much a connector loads ---------------------------------------------------------------------------
+
+
+def declared_amount(subject: Subject) -> str:
+    """Return what the connector declares about the amount, as a sentence shows it; "" for nothing."""
+    keys = ("load_granularity", "min_load")
+    return " and ".join(f"{key} = {value}" for key in keys if (value := getattr(subject, key)))
+
+
+def declared_addition(subject: Subject, block: int) -> int:
+    """Return how many tokens prompts must have beyond the suite's, so that each has a load to be made.
+
+    `block`: tokens of a block of D. Raises Blocked if the prompts would be too long for the suite.
+    """
+    need = subject.load_granularity + subject.min_load
+    if need <= block:
+        return 0
+    unit = max(subject.load_granularity, block)
+    by = math.ceil(need / unit) * unit
+    if by > MOST_ADDED:
+        raise Blocked(
+            f"{declared_amount(subject)} is declared, and the suite has no prompt that is long enough: it "
+            f"adds at most {MOST_ADDED} tokens; configure and declare smaller values"
+        )
+    return by

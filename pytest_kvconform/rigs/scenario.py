@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -98,3 +99,16 @@ class Transfer:
 
     def __str__(self) -> str:
         return self.name
+
+
+Handed = TypeVar("Handed", Scenario, Transfer)
+
+
+def lengthened(what: Handed, by: int) -> Handed:
+    """The same scenario or transfer with `by` more tokens at the end of each prompt."""
+    if not by:
+        return what
+    prompts = tuple(
+        replace(prompt, tokens=prompt.tokens + tokens(by, seed=len(prompt.tokens))) for prompt in what.prompts
+    )
+    return replace(what, prompts=prompts)

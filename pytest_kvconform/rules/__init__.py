@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
     since: str  # first vLLM version that requires it
+    caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
+    breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so
     source: str  # file in vLLM, or issue
     done: str  # what the suite does to test it
     check: tuple[str, ...] = ()  # if this fails, check
@@ -45,6 +48,11 @@ class BadRules(ValueError):
 def load(folder: Path | None = None) -> dict[str, Rule]:
     """Return every rule by id, sorted. `folder` defaults to this one. Raises BadRules."""
     return _read(folder or loading.rules_folder())
+
+
+def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
+    """Return the ids of the rules of strength SHOULD: a connector that breaks one gets a warning."""
+    return tuple(rule.id for rule in rules.values() if rule.strength == "SHOULD")
 
 
 @functools.cache
@@ -68,4 +76,10 @@ def _read(folder: Path) -> dict[str, Rule]:
                 rules[name] = msgspec.convert({"id": name, **table}, Rule)
             except msgspec.ValidationError as error:
                 raise BadRules(f"{path.name}: {name}: {error}") from None
+            for key in ("caller", "breaks"):
+                if rules[name].strength == "MUST" and not getattr(rules[name], key):
+                    raise BadRules(
+                        f"{path.name}: {name}: {key} is missing: a rule is a MUST only where vLLM breaks, "
+                        "hangs, leaks or answers wrongly; else it is a SHOULD"
+                    )
     return dict(sorted(rules.items()))

@@ -26,6 +26,7 @@ from pytest_kvconform.settings.parsers import (
     parse_seed,
     parse_switch,
     parse_text,
+    parse_tokens,
     parse_words,
     tables_as_json,
 )
@@ -35,7 +36,17 @@ OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkp
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
 # that is tested in the same folder.
-CONNECTOR_SETTINGS = ("config", "declare", "profile", "handover", "lease", "features", "known")
+CONNECTOR_SETTINGS = (
+    "config",
+    "declare",
+    "profile",
+    "handover",
+    "lease",
+    "load_granularity",
+    "min_load",
+    "features",
+    "known",
+)
 
 
 class BadSetting(ValueError):
@@ -139,6 +150,20 @@ class Settings:
         "small value",
         toml_only=True,
     )
+    load_granularity: int = _option(
+        0,
+        parse_tokens,
+        "TOKENS",
+        "a load is a multiple of so many tokens, or ends at one; 0: not declared",
+        toml_only=True,
+    )
+    min_load: int = _option(
+        0,
+        parse_tokens,
+        "TOKENS",
+        "a load of fewer tokens is not made, and D computes them; 0: not declared",
+        toml_only=True,
+    )
     features: str = _option(
         "",
         tables_as_json(dict),
@@ -183,7 +208,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        return self.name.replace("_", "-")
+        return self.name if self.toml_only else self.name.replace("_", "-")
 
     @property
     def repeatable(self) -> bool:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+MOST_TOKENS = 2**31 - 1
+
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return a hint for an error message, `` (did you mean quick?)``; "" if no valid word is near."""
@@ -49,6 +51,13 @@ def one_of(*valid: str) -> Callable[[Any], str]:
         return str(value)
 
     return parse
+
+
+def parse_tokens(value: Any) -> int:
+    """Return a number of tokens: 0 or more. The largest is far beyond every prompt."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+        raise ValueError(f"expected a number of tokens from 0 to {MOST_TOKENS}, got {value!r}")
+    return value
 
 
 def parse_factor(value: Any) -> float:

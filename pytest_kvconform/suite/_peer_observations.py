@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytest_kvconform import rules
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
@@ -49,7 +50,7 @@ def completed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservat
             raise Blocked(f"an engine failed in another scenario: {observed.failed.sentence}")
         raise Violation(
             Finding(
-                rule=rule,
+                rule=broken_rule(rule, STUCK),
                 happened=observed.failed.sentence,
                 differs="; ".join(observed.failed.stack),
                 diagnosis=observed.failed.sentence,
@@ -96,6 +97,16 @@ def seconds(ended: DecodeResult) -> float:
     return ended.ended - ended.added
 
 
+def broken_rule(rule: str, what: str) -> str:
+    """Return the id of the rule that a request with this outcome breaks, in a case of `rule`.
+
+    A case of a SHOULD may find wrong bytes, a request that does not end or an engine that died. These break a
+    MUST, whatever the case is about.
+    """
+    worse = {WRONG: "KV-BYTES-001", STUCK: "KV-HANDOVER-001"}.get(what, rule)
+    return worse if rules.load()[rule].strength == "SHOULD" else rule
+
+
 def violation(
     rule: str,
     happened: str,
@@ -135,10 +146,23 @@ def check_right(rule: str, observed: ScenarioObservation, lease_s: float, reques
         if what != STUCK and (age := ended.ended - ended.prefill_added) > lease_s:
             slow = f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s"
             raise Blocked(f"{words} {slow}: --kv-timeout-scale makes it longer")
-        raise violation(
-            rule, f"{words} {_WORDS[what]}", observed, ended, "" if what == WRONG else _last(observed)
-        )
+        if what == COMPUTED:
+            require_some_load(observed)
+        diagnosis = "" if what == WRONG else _last(observed)
+        raise violation(broken_rule(rule, what), f"{words} {_WORDS[what]}", observed, ended, diagnosis)
     return sum(check.rows_due for name in requests for check in observed.decodes[name].checks)
+
+
+def require_some_load(observed: ScenarioObservation) -> None:
+    """Raise Blocked if D ended every request and loaded nothing for any of them."""
+    ends = observed.decodes.values()
+    if ends and all(ended.finish == "length" and not ended.trace.external_tokens for ended in ends):
+        raise Blocked(
+            f"D loads nothing of prompts of {max(ended.trace.prompt_tokens for ended in ends)} tokens, see "
+            "KV-HANDOVER-002 and KV-HANDOVER-003: declare load_granularity or min_load, and the suite makes "
+            "them long enough",
+            refused=True,
+        )
 
 
 _WORDS = {

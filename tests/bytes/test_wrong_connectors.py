@@ -19,6 +19,7 @@ from tests.helpers.wrong import Wrong
 STOPPED = {
     "all_blocks_are_freed",
     "d_computes_only_missing_tokens",
+    "d_loads_all_whole_blocks",
     "attention_kv_arrives",
     "rest_of_d_pool_is_unchanged",
     "p_pool_is_unchanged",
@@ -192,7 +193,17 @@ WRONG = [
     mistake("KeepsBlocks", {"all_blocks_are_freed": r""}, scale=SHORT),
     mistake(
         "AnnouncesLess",
-        {"d_computes_only_missing_tokens": r"get_num_new_matched_tokens announced less than P had"},
+        {"d_loads_all_whole_blocks": r"get_num_new_matched_tokens announced less than P had"},
+    ),
+    mistake(
+        "PartOfABlock",
+        {"d_computes_only_missing_tokens": r"the load ended inside a block, and D computed the rest"},
+        blocked={"d_loads_all_whole_blocks"},
+    ),
+    mistake(
+        "MovesNothing",
+        {"d_computes_only_missing_tokens": r".*get_num_new_matched_tokens announced nothing$"},
+        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives"},
     ),
     mistake(
         "RaisesAtStart",
@@ -266,6 +277,11 @@ def test_tokens_that_no_load_can_bring_may_be_computed(run_cases: Callable[..., 
     computed = {name for name, outcome in run.outcomes.items() if outcome != "PASS"}
     assert computed == {
         f"{case}[n528]"
-        for case in ("d_computes_only_missing_tokens", "attention_kv_arrives", "sliding_window_is_complete")
+        for case in (
+            "d_computes_only_missing_tokens",
+            "d_loads_all_whole_blocks",
+            "attention_kv_arrives",
+            "sliding_window_is_complete",
+        )
     }
     assert {run.outcomes[name] for name in computed} == {"NOT-APPLICABLE"} and run.verdict.word == "CONFORMS"

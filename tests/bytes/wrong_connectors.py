@@ -28,6 +28,7 @@ from tests.engine.wrong_connectors import (
     WritesNull,
     WritesOutside,
 )
+from tests.right_connectors.amount import MovesNothing, PartOfABlock
 
 # Wrong in the same way for the engine tier.
 __all__ = [
@@ -36,7 +37,9 @@ __all__ = [
     "DropsTail",
     "KeepsBlocks",
     "LateByOne",
+    "MovesNothing",
     "NeverFinishes",
+    "PartOfABlock",
     "RaisesAtStart",
     "ReferenceConnector",
     "Right",

@@ -50,7 +50,9 @@ def test_what_is_unsupported_and_refused_is_not_applicable(kv, capsys):
 def test_what_is_unsupported_and_works_is_a_warning(kv):
     run = kv(unsupported=UNEQUAL)
     assert (run.code, run.word) == (0, "CONFORMS")
-    assert {outcome for name, outcome in run.outcomes.items() if "P1D2" in name} == {"NOT-APPLICABLE"}
+    assert {name for name, outcome in run.outcomes.items() if outcome == "WARNING"} == moving(run)
+    assert run.outcomes["interface/answers::hello[gemma3-P1D2]"] == "NOT-APPLICABLE"
+    assert any(line.startswith("CONFORMS, with 4 warnings: 8 cases passed") for line in run.lines)
     hidden = f"hidden ability: tp-heterogeneous is declared unsupported ({WHY}), but it works"
     assert (row_of(run, "tp-heterogeneous")["rule"], row_of(run, "tp-heterogeneous")["sentence"]) == (
         "KV-DECLARE-002",
@@ -59,13 +61,17 @@ def test_what_is_unsupported_and_works_is_a_warning(kv):
     assert any(line.startswith(f"  KV-DECLARE-002: {hidden}"[:70]) for line in run.lines)
 
 
-def test_what_is_unsupported_and_works_fails_a_claim(kv):
+def test_what_is_unsupported_and_works_leaves_a_claim_incomplete(kv):
     run = kv("--kv-claim", unsupported=UNEQUAL)
-    assert (run.code, run.word) == (1, "VIOLATES")
-    failed = {name for name, outcome in run.outcomes.items() if outcome == "FAIL"}
-    # hello moves nothing, and shows nothing
-    assert failed == {name for name in run.outcomes if "P1D2" in name and "hello" not in name}
-    assert "4 cases break the rule KV-DECLARE-002" in run.text
+    assert (run.code, run.word) == (10, "INCOMPLETE")
+    assert {name for name, outcome in run.outcomes.items() if outcome == "WARNING"} == moving(run)
+    says = "INCOMPLETE, with 4 warnings: a claim declares every feature that works as true: tp-heterogeneous"
+    assert any(line.startswith(says) for line in run.lines)
+
+
+def moving(run) -> set[str]:
+    """The cases of engines of different sizes that move bytes: hello moves nothing, and shows nothing."""
+    return {name for name in run.outcomes if "P1D2" in name and "hello" not in name}
 
 
 @pytest.mark.parametrize("deed", ["violate", "violate otherwise"])
@@ -88,9 +94,10 @@ def test_what_is_unsupported_and_goes_wrong_fails(kv, capsys, deed):
 def test_what_is_supported_and_refused_fails(kv):
     run = kv(deeds={"*P1D2*": "refuse"})
     assert (run.code, run.word) == (1, "VIOLATES")
-    assert {outcome for name, outcome in run.outcomes.items() if "P1D2" in name} == {"FAIL"}
+    assert {name for name, outcome in run.outcomes.items() if outcome == "FAIL"} == moving(run)
+    assert run.outcomes["interface/answers::hello[gemma3-P1D2]"] == "WARNING"  # KV-ANSWER-001 is a SHOULD
     assert {outcome for name, outcome in run.outcomes.items() if "P1D2" not in name} == {"PASS"}
-    assert "VIOLATES: 5 cases break 3 rules: KV-ANSWER-001, KV-BYTES-001, KV-BYTES-002" in run.lines
+    assert "VIOLATES, with 1 warning: 4 cases break 2 rules: KV-BYTES-001, KV-BYTES-002" in run.lines
     row = row_of(run, "tp-heterogeneous")
     assert (row["declared"], row["observed"], row["rule"]) == ("supported", "refused", "KV-DECLARE-001")
     assert any(

@@ -14,15 +14,17 @@ from pytest_kvconform.verdict import decide_verdict
 ALL = dict.fromkeys(features.load(), "")
 
 
-def result(outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1) -> CaseResult:
+def result(
+    outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1, rule: str = "KV-BYTES-001"
+) -> CaseResult:
     given = {
         Outcome.PASS: {"evidence": Evidence(looked_at=1, unit="bytes", bytes_moved=moved)},
-        Outcome.FAIL: {"finding": Finding(rule="KV-A-001", happened="it happened")},
+        Outcome.FAIL: {"finding": Finding(rule=rule, happened="it happened")},
     }
     name = f"kv::engine/bytes::case[llama-P1D1-{needs}-{outcome}-{refused}]"
     return CaseResult(
         id=name,
-        rule="KV-A-001",
+        rule=rule,
         outcome=outcome,
         features=needs,
         refused=refused,
@@ -30,6 +32,7 @@ def result(outcome: Outcome, *needs: str, refused: bool = False, moved: int = 1)
     )
 
 
+SHOULD = "KV-BYTES-009"
 PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
 
 
@@ -51,10 +54,19 @@ PASS, FAIL, BLOCKED = Outcome.PASS, Outcome.FAIL, Outcome.BLOCKED
         ("why", [result(PASS, "mla"), result(FAIL, "mla")], "fails", "KV-DECLARE-003"),
         ("why", [], "not looked at", ""),
         (None, [result(PASS, "mla")], "works", ""),
+        # other rules show nothing about a kind of layers, and neither does the fate of a request
+        ("", [result(PASS, "mla"), result(FAIL, "mla", rule="KV-PEER-001")], "works", ""),
+        ("", [result(PASS, "mla"), result(FAIL, "mla", "abort")], "works", ""),
+        ("", [result(PASS, "mla"), result(FAIL, "mla", "prefix-hit")], "fails", ""),
+        ("", [result(FAIL, "mla", rule="KV-PEER-001")], "not looked at", ""),
+        ("why", [result(FAIL, "mla", rule="KV-PEER-001")], "fails", "KV-DECLARE-003"),
+        # a SHOULD
+        ("", [result(PASS, "mla"), result(FAIL, "mla", rule=SHOULD)], "works", ""),
+        ("why", [result(FAIL, "mla", refused=True), result(FAIL, "mla", rule=SHOULD)], "refused", ""),
     ],
 )
 def test_observed(why, results, observed, rule):
-    criteria = Criteria(features=ALL | {"mla": why} if why is not None else {})
+    criteria = Criteria(features=ALL | {"mla": why} if why is not None else {}, should=(SHOULD,))
     [row] = [
         row
         for row in feature_results([apply_declaration(one, criteria) for one in results], criteria)
@@ -110,3 +122,20 @@ def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
             verdict = decide_verdict([once], [once.id], (), criteria)
             assert verdict == decide_verdict([apply_declaration(once, criteria)], [once.id], (), criteria)
             assert verdict.counts == {once.outcome.value: 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "needs", "outcome"),
+    [
+        ("depends on kv::bytes/handover::completes[llama-P1D1-n63]", "abort", "NOT-APPLICABLE"),
+        ("depends on kv::bytes/start::engines_start[llama-P1D1]: it died", "mla", "NOT-APPLICABLE"),
+        ("depends on kv::bytes/start::engines_start[llama-P1D1]: it died", "abort", "BLOCKED"),
+        ("an engine of llama-P1D1 failed before: it died", "mla", "NOT-APPLICABLE"),
+        ("an engine of llama-P1D1 failed before: it died", "abort", "BLOCKED"),
+        ("no GPU here", "mla", "BLOCKED"),
+    ],
+)
+def test_what_an_unsupported_feature_blocks_is_not_applicable(reason, needs, outcome):
+    one = CaseResult(id="kv::a/b::c", rule="KV-A-001", outcome=BLOCKED, features=(needs,), reason=reason)
+    for why, expected in (("why", outcome), ("", "BLOCKED")):
+        assert apply_declaration(one, Criteria(features=ALL | {needs: why})).outcome == expected

@@ -21,6 +21,11 @@ def test_a_file(tmp_path):
     assert (said.profile, said.features, said.known) == ("store", {"mla": "", "abort": "not yet"}, ())
 
 
+def test_how_much_is_loaded(tmp_path):
+    declared = read(tmp_path, "load_granularity = 256\nmin_load = 40")
+    assert (declared.load_granularity, declared.min_load) == (256, 40)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -47,6 +52,10 @@ def test_a_file(tmp_path):
         ("features = 3", "d.toml: features: expected a table of features, got 3"),
         ("profile = 'stor'", "d.toml: profile: expected p2p or store, got 'stor' (did you mean store?)"),
         ("handover = ['none']", "d.toml: handover: expected handoff or rendezvous or none, got ['none']"),
+        ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
+        ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
+        ("min_load = -1", "d.toml: min_load: expected a number of tokens from 0"),
+        ("min-load = 1", "d.toml: min-load: there is no such key (did you mean min_load?)"),
         ("known = 3", "d.toml: known: expected a list of tables ([[known]]), got 3"),
         ("= 3", "d.toml: "),
         ("a = " + "[" * 5000, "d.toml: "),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pytest_kvconform.case_outcome import run_case
 from pytest_kvconform.features import required_features
@@ -109,8 +110,11 @@ class CaseRunner:
         only: Callable[[PlannedCase], bool] = lambda planned: True,
         profile: str = "",
         config: str = CONFIG,
+        declared: Mapping[str, Any] | None = None,
     ) -> CellRun:
         """Run the cases of one cell.
+
+        `declared`: settings that describe the connector, such as {"min_load": 40}.
 
         `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only`
         selects by anything that a planned case has.
@@ -125,6 +129,7 @@ class CaseRunner:
             topology=(topology,),
             matrix=matrix,
             timeout_scale=scale,
+            **(declared or {}),
         )
         bench = Bench(
             self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None

@@ -53,16 +53,16 @@ WRONG = [
     ),
     # What it says of itself.
     Wrong(
-        "AnswersNothing",
+        "NeedsAKey",
         on(
-            "requires_piecewise_for_cudagraph_returns_bool",
-            r"requires_piecewise_for_cudagraph\(\{\}\) returned None",
+            "requires_piecewise_for_cudagraph_answers_any_configuration",
+            r"requires_piecewise_for_cudagraph raised KeyError: 'layerwise'",
         ),
     ),
     Wrong(
         "PromisesByMethod",
         on(
-            "capability_properties_are_bools",
+            "capability_properties_have_truth_values",
             r"requires_kv_delivery of the \w+ half is a method and no property",
         ),
     ),
@@ -77,10 +77,10 @@ WRONG = [
         family="gemma3_1b",
     ),
     Wrong(
-        "NamesAGroupTwice",
+        "NamesGroupsOnce",
         on(
             "get_loaded_kv_cache_group_ids_names_loaded_groups",
-            r"returned \(0, 0\), and vLLM expects group numbers, each once",
+            r"returned <tuple_iterator object at \w+>, and vLLM tests which group numbers are in it",
         ),
     ),
     Wrong(
@@ -89,7 +89,11 @@ WRONG = [
     ),
     Wrong(
         "PushesForEver",
-        {"optional_hooks_return_their_types": r"has_pending_push_work\(\) is True with no request left"},
+        {"optional_hooks_return_their_types": r"has_pending_push_work\(\) is true with no request left"},
+    ),
+    Wrong(
+        "HidesAFailedReset",
+        {"optional_hooks_return_their_types": r"reset_cache\(\) returned 0: vLLM takes everything but False"},
     ),
     Wrong(
         "GivesNoEvents",
@@ -157,10 +161,11 @@ WRONG = [
         },
     ),
     Wrong(
-        "HasItsOwnId",
+        "ChangesTheEngineId",
         on(
-            "both_halves_keep_engine_id",
-            r"vLLM gave the engine the engine_id \S+, and the worker half's object",
+            "halves_leave_engine_id_unchanged",
+            r"vLLM gave the engine the engine_id \S+, and kv_transfer_config after the start of the worker "
+            r"half has \S+",
         ),
     ),
     Wrong(

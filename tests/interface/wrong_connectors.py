@@ -99,12 +99,12 @@ class ForgetsToInherit(Nothing):
 # ---- what it says of itself ----------------------------------------------------------------------
 
 
-class AnswersNothing(Nothing):
-    """Has no answer to the question about CUDA graphs."""
+class NeedsAKey(Nothing):
+    """Expects a key of the extra configuration when it is asked about CUDA graphs."""
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Any) -> Any:
-        return extra_config.get("layerwise")
+        return extra_config["layerwise"]
 
 
 class PromisesByMethod(Nothing):
@@ -121,12 +121,18 @@ class LoadsTheFirstGroup(Right):
         return (0,)
 
 
-class NamesAGroupTwice(Right):
-    """Names every group for each of its layers."""
+class NamesGroupsOnce(Right):
+    """Returns an iterator, which can be read once."""
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        groups = super().get_loaded_kv_cache_group_ids(request)
-        return groups + groups
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> Any:
+        return iter(super().get_loaded_kv_cache_group_ids(request))
+
+
+class HidesAFailedReset(Nothing):
+    """Answers 0 for a reset that failed. vLLM looks for False itself."""
+
+    def reset_cache(self) -> Any:
+        return 0
 
 
 class CountsSourcesTwice(Nothing):
@@ -230,12 +236,13 @@ class SpeaksUnasked(Nothing):
         return results
 
 
-class HasItsOwnId(Nothing):
-    """Each half makes an engine_id for itself."""
+class ChangesTheEngineId(Nothing):
+    """The worker half gives the engine an engine_id of its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.engine_id = str(uuid.uuid4())
+        if is_worker(self):
+            vllm_config.kv_transfer_config.engine_id = str(uuid.uuid4())
 
 
 class NeedsRankZero(Right):

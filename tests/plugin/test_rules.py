@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from pytest_kvconform import plan, rules
 
-GOOD = 'sentence = "S."\nstrength = "MUST"\nsince = "0.9"\nsource = "base.py"\ndone = "D."\n'
+BREAKS = 'caller = "core.py: step"\nbreaks = "B."\n'
+GOOD = f'sentence = "S."\nstrength = "MUST"\nsince = "0.9"\nsource = "base.py"\ndone = "D."\n{BREAKS}'
 
 
 def load(folder, **files):
@@ -41,6 +46,11 @@ def test_rules_come_sorted_from_all_files(tmp_path):
             "a.toml: KV-A-001: expected a table without the key id",
         ),
         ({"a": "[KV-A-001\n"}, "a.toml: "),
+        (
+            {"a": f"[KV-A-001]\n{GOOD}".replace('caller = "core.py: step"\n', "")},
+            "a.toml: KV-A-001: caller is missing: a rule is a MUST only where vLLM breaks",
+        ),
+        ({"a": f"[KV-A-001]\n{GOOD}".replace('breaks = "B."\n', "")}, "a.toml: KV-A-001: breaks is missing"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(tmp_path, files, says):
@@ -69,6 +79,40 @@ def test_a_rule_may_end_and_may_have_no_case(tmp_path):
     assert (loaded["KV-A-002"].until, loaded["KV-A-002"].untestable) == ("", "")
 
 
+def test_a_should_needs_no_caller(tmp_path):
+    text = GOOD.replace("MUST", "SHOULD").replace(BREAKS, "")
+    [rule] = load(tmp_path, a=f"[KV-A-001]\n{text}").values()
+    assert (rule.caller, rule.breaks) == ("", "")
+    assert rules.should({rule.id: rule}) == ("KV-A-001",)
+
+
+def test_every_caller_is_a_function_of_vllm():
+    spec = importlib.util.find_spec("vllm")
+    assert spec and spec.submodule_search_locations, "vLLM is not installed here: the extra cpu has it"
+    root = Path(spec.submodule_search_locations[0])
+    names = {path: names_in(root / path) for path in {file_of(rule) for rule in callers()}}
+    assert [rule.id for rule in callers() if rule.caller.partition(": ")[2] not in names[file_of(rule)]] == []
+
+
+def callers():
+    return [rule for rule in rules.load().values() if rule.caller]
+
+
+def file_of(rule):
+    return rule.caller.partition(": ")[0]
+
+
+def names_in(path):
+    """The functions of a module, and the methods of its classes as Class.method."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return found
+
+
 def test_the_file_of_clauses_holds_no_rules(tmp_path):
     assert list(load(tmp_path, a=f"[KV-A-001]\n{GOOD}", clauses="[C2]\n")) == ["KV-A-001"]
 
@@ -77,6 +121,7 @@ def test_every_rule_is_a_sentence():
     for rule in rules.load().values():
         assert rule.sentence.endswith("."), rule.id
         assert rule.done.endswith("."), rule.id
+        assert rule.breaks.endswith("."), rule.id
         assert all(line.strip() for line in rule.check), rule.id
 
 

@@ -8,6 +8,7 @@ import time
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.scheduler.leaks import remembered
 from pytest_kvconform.rigs.scheduler.rig import Rig, WorkerReport
 
 RULE = "KV-LOAD-001"
@@ -62,10 +63,11 @@ def remembers_calls(rig: Rig, variant: None) -> Evidence:
         "request_finished_all_groups",
     ]
     [told] = p.calls_of("update_state_after_alloc", id)
-    assert told.arguments == {"num_external_tokens": 0, "blocks": ((1,),), "writable": ((1,),)}
+    assert told.arguments == {"num_external_tokens": 0, "blocks": ((257,),), "writable": ((257,),)}
     [ended] = p.calls_of("request_finished")
     assert (
-        ended.arguments == {"blocks": ((1,),), "status": "FINISHED_LENGTH_CAPPED"} and ended.result[0] is True
+        ended.arguments == {"blocks": ((257,),), "status": "FINISHED_LENGTH_CAPPED"}
+        and ended.result[0] is True
     )
     assert [call.step for call in p.calls_of("build_connector_meta")] == [1, 2, 3]
     return DONE
@@ -131,16 +133,17 @@ def sees_what_is_left(rig: Rig, what: str) -> Evidence:
     p.run()
     pool = p.manager.block_pool
     if what == "block":
-        pool.touch([pool.blocks[7]])
+        pool.touch([pool.blocks[263]])
     elif what == "taken":
         pool.free_block_queue.popleft()
     elif what == "queue":
         p.scheduler.failed_recving_kv_req_ids.add(id)
     elif what == "group":
-        p.manager.coordinator.single_type_managers[0].req_to_blocks[id] = [pool.blocks[3]]
+        p.manager.coordinator.single_type_managers[0].req_to_blocks[id] = [pool.blocks[259]]
     elif what == "memory":
         p.connector.connector_scheduler.cache = [{"x": (f"{id}:1",)}]
-    raise NotApplicable("; ".join(p.leaks()))
+    named = [f"the connector names {n} of them at {place}" for place, n in remembered(p).items()]
+    raise NotApplicable("; ".join([*p.leaks(), *named]))
 
 
 @case(RULE, rig="scheduler")

@@ -1,4 +1,7 @@
-"""FaultyAgent over a stand-in for NIXL's agent: it injects the faults that were set, and nothing else."""
+"""The transport that misbehaves on demand, over a stand-in for NIXL's agent.
+
+Tests of what it changes, and that it changes nothing else.
+"""
 
 from __future__ import annotations
 

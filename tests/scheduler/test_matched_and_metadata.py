@@ -69,12 +69,23 @@ WRONG = [
     ),
     Wrong(
         "AnswersAgain",
-        on("returns_zero_after_the_load[preempted]", r"instead of \(0, False\)"),
+        on(
+            "announces_no_freed_blocks_after_the_load[preempted]",
+            r"returned \(\d+, True\): it announced a second load in step \d+, and no load is ordered",
+        ),
+        rules="KV-MATCH-005",
+    ),
+    Wrong(
+        "LoadsFreedBlocks",
+        {
+            "announces_no_freed_blocks_after_the_load[preempted]": r"step \d+, from blocks that P has freed",
+            "failed_load_is_recomputed[request]": r"was loaded \d+ times: each get_num_new_matched_tokens",
+        },
         rules="KV-MATCH-005",
     ),
     Wrong(
         "NeverSure",
-        on("none_is_followed_by_an_answer[handed_over]", r"\(None, False\) every time|knew no answer"),
+        on("none_is_followed_by_an_answer[handed_over]", r"knew no answer for cmpl-D0-0000: it waits"),
         rules="KV-MATCH-006",
     ),
     # Loads after update_state_after_alloc.
@@ -151,16 +162,18 @@ WRONG = [
     Wrong(
         "RepeatsLoads",
         on(
-            "load_is_in_one_step_only[no_hit]",
-            r"is ordered in steps \[|mentions it: the state of a step|still mentions",
+            "load_is_not_ordered_into_freed_blocks[no_hit]",
+            r"cmpl-D\d-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
+            r"blocks \[\d+, ",
         ),
         rules="KV-META-003",
     ),
     Wrong(
-        "RepeatsSends",
+        "SendsAgain",
         on(
-            "finished_request_is_in_one_step_only[p-length]",
-            r"mentions it: the state of a step is not reset|still mentions",
+            "freed_blocks_are_in_no_order[p-length]",
+            r"cmpl-P0-\d+ has ended and its blocks are free, and the metadata of step \d+ names it with its "
+            r"blocks \[\d+, ",
         ),
         rules="KV-META-003",
     ),

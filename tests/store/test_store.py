@@ -95,7 +95,7 @@ WRONG = [
     mistake("NeverSaves", {"d_computes_only_missing_tokens": "announced nothing of a prompt that was saved"}),
     mistake(
         "AnnouncesLess",
-        {"d_computes_only_missing_tokens": "announced less than the whole blocks that were saved"},
+        {"d_loads_all_whole_blocks": "announced less than the whole blocks that were saved"},
     ),
     mistake("LoadsNothing", {"attention_kv_arrives": "no byte of .* was written"}),
     mistake(
@@ -139,7 +139,7 @@ def test_vllms_example_connector_needs_no_configuration(case_runner: CaseRunner)
         setup="b16",
         only=lambda planned: planned.module in MODULES,
     )
-    assert run.failed == {"d_computes_only_missing_tokens[n17]", "rest_of_d_pool_is_unchanged[hit1]"}
+    assert run.failed == {"d_loads_all_whole_blocks[n17]", "rest_of_d_pool_is_unchanged[hit1]"}
     assert run.outcomes["attention_kv_arrives[n55]"] == "PASS"
     assert moved(run)
 

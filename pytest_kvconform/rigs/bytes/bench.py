@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.scenario import Transfer
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
 SLOW_CALLS = 4
+LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
 
 def call_deadline(context: RunContext) -> float:
@@ -30,7 +31,7 @@ class ByteBench:
     def __init__(self, context: RunContext):
         self.context = context
         self.pairs = EnginePairs(context, ByteEngineHandle, call_deadline(context))
-        self._observations: dict[tuple[Cell, str], TransferObservation] = {}
+        self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
@@ -38,19 +39,22 @@ class ByteBench:
         # connector declined cleanly.
         self._over: dict[Cell, tuple[str, bool]] = {}
 
-    def observe(self, cell: Cell, transfer: Transfer, longest: int) -> TransferObservation:
+    def observe(self, cell: Cell, transfer: Transfer, longest: int, longer: int = 0) -> TransferObservation:
         """The observation of a transfer in a cell; runs it on first use.
 
-        `longest` is the largest number of tokens at once in this cell. Raises Blocked if the transfer cannot
+        `longest` is the largest number of tokens at once in this cell. `longer`: tokens that the prompts
+        have beyond those of the cell's transfers; such transfers have a pair of engines of their own.
+
+        Raises Blocked if the transfer cannot
         run, or if an earlier transfer of the cell was refused or did not end.
         """
-        key = (cell, transfer.name)
+        key = (cell, transfer.name, longer)
         if key not in self._observations:
             if cell in self._over:
                 on, declined = self._over[cell]
                 raise Blocked(f"depends on {on}", refused=declined)
             try:
-                p, d = self._engines(cell, longest)
+                p, d = self._engines(cell, longest, LONG if longer else "")
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
@@ -59,7 +63,8 @@ class ByteBench:
             self._observations[key] = found
             if found.failed or found.stuck or found.refused:
                 self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]", found.declined
-                self.pairs.end(cell)
+                for word in ("", LONG):
+                    self.pairs.end(cell, word)
         return self._observations[key]
 
     def facts_of_engines(self, cell: Cell, longest: int) -> tuple[EngineFacts, EngineFacts]:
@@ -73,7 +78,7 @@ class ByteBench:
         assert found is not None
         return found
 
-    def _engines(self, cell: Cell, longest: int) -> tuple[ByteEngineHandle, ByteEngineHandle]:
+    def _engines(self, cell: Cell, longest: int, word: str = "") -> tuple[ByteEngineHandle, ByteEngineHandle]:
         """P and D of a cell, running.
 
         Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
@@ -81,7 +86,9 @@ class ByteBench:
         self._raise_excuse(cell)
         try:
             return self.pairs.pair(
-                cell, lambda role, tp, folder: byte_engine_spec(self.context, cell, role, longest, folder)
+                cell,
+                lambda role, tp, folder: byte_engine_spec(self.context, cell, role, longest, folder),
+                word,
             )
         except EngineFailed as failed:
             self._note_excuse(cell, failed)

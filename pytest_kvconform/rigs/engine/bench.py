@@ -11,9 +11,11 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Lefto
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
+from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
 
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes: no address of one engine fits the other by accident
+ROOM = 12  # blocks for each further block of a prompt: prompts at once, times KV cache groups
+LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
 # that have met answer at once, and the outcome of a case must not depend on the cases before it.
@@ -28,9 +30,10 @@ class EngineBench:
     def __init__(self, context: RunContext):
         self.context = context
         self.pairs = EnginePairs(context, ModelEngineHandle, context.deadlines.call)
-        # engines that have handed something over
-        self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = None
-        self._observations: dict[tuple[Cell, str], Observation] = {}
+        self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
+            None  # engines that have handed something over
+        )
+        self._observations: dict[tuple[Cell, str, int], Observation] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
 
@@ -45,23 +48,26 @@ class EngineBench:
         assert found is not None
         return found
 
-    def observe(self, cell: Cell, scenario: Scenario) -> Observation:
+    def observe(self, cell: Cell, scenario: Scenario, longer: int = 0) -> Observation:
         """The observation of a scenario in a cell; runs it on first use.
+
+        `longer`: tokens that the prompts have beyond those of the cell's scenarios; such scenarios have a
+        pair of engines of their own.
 
         Raises Blocked or HarnessError if it cannot run.
         """
-        key = (cell, scenario.name)
+        key = (cell, scenario.name, longer)
         if key not in self._observations:
             self._refuse_dead(cell)
             try:
-                pair = self.engines(cell)
+                pair = self.engines(cell, longer)
             except EngineFailed as failed:
                 on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             run = (*pair, load_families()[cell.family].dtype, self.context.deadlines, self.context.next_name)
             try:
                 if self._introduced is not pair and (scenario.abort or not scenario.due):
-                    observe(INTRODUCTION, *run)
+                    observe(lengthened(INTRODUCTION, longer), *run)
                 observation = observe(scenario, *run)
             except EngineFailed as failed:
                 self._bury(cell, failed.sentence)
@@ -95,9 +101,13 @@ class EngineBench:
             raise found
         return found
 
-    def engines(self, cell: Cell) -> tuple[ModelEngineHandle, ModelEngineHandle]:
+    def engines(self, cell: Cell, longer: int = 0) -> tuple[ModelEngineHandle, ModelEngineHandle]:
         """P and D of a cell, running. Raises EngineFailed if one does not start."""
-        return self.pairs.pair(cell, lambda role, tp, folder: self._spec(cell, role, tp))
+        return self.pairs.pair(
+            cell,
+            lambda role, tp, folder: self._spec(cell, role, tp, longer),
+            LONG if longer else "",
+        )
 
     def _refuse_dead(self, cell: Cell) -> None:
         if cell in self._dead:
@@ -109,9 +119,10 @@ class EngineBench:
 
     def _bury(self, cell: Cell, sentence: str) -> None:
         self._dead[cell] = sentence
-        self.pairs.end(cell)
+        for word in ("", LONG):
+            self.pairs.end(cell, word)
 
-    def _spec(self, cell: Cell, role: str, tensor_parallel: int) -> EngineSpec:
+    def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int) -> EngineSpec:
         family = load_families()[cell.family]
         try:
             checkpoint = ensure_checkpoint(family)
@@ -123,9 +134,9 @@ class EngineBench:
             tensor_parallel=tensor_parallel,
             dtype=family.dtype,
             block_size=family.block_size,
-            num_blocks=BLOCKS[role],
-            max_model_len=PROMPT_BLOCKS * family.block_size,
-            max_batched_tokens=2 * PROMPT_BLOCKS * family.block_size,
+            num_blocks=BLOCKS[role] + ROOM * -(-longer // family.block_size),
+            max_model_len=PROMPT_BLOCKS * family.block_size + longer,
+            max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
         )

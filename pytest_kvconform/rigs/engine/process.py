@@ -7,6 +7,7 @@ Subclasses watch the executor's `execute_model`: what a step computes, and what 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -218,10 +219,7 @@ class EngineProcess:
         )
 
     def shutdown(self) -> Leftovers:
-        """Shut down as vLLM's EngineCore.shutdown does, without its garbage collection.
-
-        Returns what the process still has.
-        """
+        """Shut down as vLLM's EngineCore.shutdown does. Returns what the process still has."""
         error = ""
         try:
             self.core.structured_output_manager.clear_backend()
@@ -232,6 +230,9 @@ class EngineProcess:
             error = f"{type(raised).__name__}: {raised}"
         threads, ports = self.before or (Counter(), frozenset())
         deadline = time.monotonic() + 2.0  # threads may take a moment to end
+        if thread_names() - threads or children_of(os.getpid()):
+            self.core.model_executor = self.scheduler.connector = None
+            gc.collect()  # as vLLM does: some threads end with the objects that they serve
         while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
             time.sleep(0.02)
         return Leftovers(

@@ -8,7 +8,12 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.peers.scenario_engines import LONGEST, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    AT_ONCE,
+    ScenarioEngines,
+    ScenarioObservation,
+    prompt_length,
+)
 from pytest_kvconform.rigs.peers.scenarios import SCENARIOS
 from pytest_kvconform.rigs.peers.stepping import RunningScenario, run_scenarios
 
@@ -56,7 +61,8 @@ class PeerBench:
 
     def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
         """How an engine of a role is built."""
-        return byte_engine_spec(self.context, cell, role, LONGEST, lease_s=self._asked_lease_s)
+        longest = AT_ONCE * prompt_length(self.context)
+        return byte_engine_spec(self.context, cell, role, longest, lease_s=self._asked_lease_s)
 
     @property
     def _asked_lease_s(self) -> float:

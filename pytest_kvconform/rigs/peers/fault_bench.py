@@ -17,11 +17,12 @@ from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
-from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, tokens
+from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, lengthened, tokens
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
 LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
+HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
 DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
 
@@ -44,43 +45,49 @@ class FaultBench:
         self.context = context
         remark = " with a transport that can fail"
         self.pairs = EnginePairs(context, FaultyEngineHandle, call_deadline(context), remark)
-        self._observations: dict[tuple[Cell, str], FaultObservation] = {}
+        self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
 
     def agents(self, cell: Cell, policy: str) -> int:
         """NIXL agents that the connector makes in the engines of a cell."""
         return _agents(*self._engines(cell, policy))
 
-    def observe(self, cell: Cell, transfer: Transfer) -> FaultObservation:
+    def observe(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultObservation:
         """The observation of a transfer with faults; runs it on first use.
 
+        `longer`: tokens that are added to each prompt; such transfers have a pair of engines of their own.
         Raises Blocked if it cannot run.
         """
-        key = cell, transfer.name
+        key = cell, transfer.name, longer
         if key not in self._observations:
-            p, d = self._engines(cell, transfer.policy)
+            p, d = self._engines(cell, transfer.policy, longer)
             found = self._observations[key] = observe_faulty(
-                transfer, p, d, self.context.deadlines, self.context.next_name
+                lengthened(transfer, longer),
+                p,
+                d,
+                self.context.deadlines,
+                self.context.next_name,
+                lengthened(AFTER, longer),
             )
             last = found.after or found.transfer
             if last.failed or last.stuck:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
-                self.pairs.end(cell, transfer.policy)
+                self.pairs.end(cell, _word(transfer.policy, longer))
         return self._observations[key]
 
-    def kept(self, cell: Cell, transfer: Transfer) -> tuple[str, ...]:
+    def kept(self, cell: Cell, transfer: Transfer, longer: int = 0) -> tuple[str, ...]:
         """Requests of a transfer that P still holds when their lease is over.
 
         Raises Blocked if that would take too long.
         """
-        found = self.observe(cell, transfer).transfer
+        found = self.observe(cell, transfer, longer).transfer
         assert found.usage is not None
         mine = {r.prefill.id for r in found.requests}
         if not mine & set(found.usage[0].requests):
             return ()
         self.context.require_short_lease(self._asked_lease_s)
-        p, d = self._engines(cell, transfer.policy)
+        p, d = self._engines(cell, transfer.policy, longer)
         deadline = time.monotonic() + self.lease_s + self.context.deadlines.release
         while (held := mine & set(p.usage().requests)) and time.monotonic() < deadline:
             p.step(0.05)
@@ -97,18 +104,21 @@ class FaultBench:
         """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
         return self.context.scaled_seconds(LEASE_S)
 
-    def _engines(self, cell: Cell, policy: str) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
+    def _engines(
+        self, cell: Cell, policy: str, longer: int = 0
+    ) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
-        if not self.pairs.running(cell, policy) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
+        word = _word(policy, longer)
+        if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
         try:
-            new = not self.pairs.running(cell, policy)
+            new = not self.pairs.running(cell, word)
             p, d = self.pairs.pair(
                 cell,
                 lambda role, tp, folder: byte_engine_spec(
-                    self.context, cell, role, LONGEST, folder, self._asked_lease_s, policy
+                    self.context, cell, role, LONGEST + HELD * longer, folder, self._asked_lease_s, policy
                 ),
-                policy,
+                word,
             )
         except EngineFailed as failed:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
@@ -117,24 +127,33 @@ class FaultBench:
                 refused=failed.declined,
             ) from None
         if new:
-            self._introduce(cell, policy, p, d)
+            self._introduce(cell, word, p, d, longer)
         return p, d
 
-    def _introduce(self, cell: Cell, policy: str, p: FaultyEngineHandle, d: FaultyEngineHandle) -> None:
+    def _introduce(
+        self, cell: Cell, word: str, p: FaultyEngineHandle, d: FaultyEngineHandle, longer: int
+    ) -> None:
         """Hand something over without faults, so that peers have met, and what follows comes from the faults.
 
         Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no
         fault can be set for it.
         """
-        found = observe_transfer(AFTER, p, d, self.context.deadlines, self.context.next_name)
+        found = observe_transfer(
+            lengthened(AFTER, longer), p, d, self.context.deadlines, self.context.next_name
+        )
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
         if reason and (found.failed or _agents(p, d)):
-            self.pairs.end(cell, policy)
+            self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
                 f"depends on kv::bytes/handover::completes: "
                 f"a transfer without faults did not end well: {reason}"
             )
+
+
+def _word(policy: str, longer: int) -> str:
+    """The word of a pair of engines, see EnginePairs."""
+    return f"{policy} long" if longer else policy
 
 
 def _agents(*engines: FaultyEngineHandle) -> int:
@@ -148,6 +167,7 @@ def observe_faulty(
     d: FaultyEngineHandle,
     deadlines: Deadlines,
     ids: Callable[[], str],
+    after: Transfer = AFTER,
 ) -> FaultObservation:
     """Run one transfer with its faults and wait until nothing of it is under way.
 
@@ -156,7 +176,7 @@ def observe_faulty(
     observation, reports = _observe(transfer, p, d, deadlines, ids)
     if observation.failed or observation.stuck or not leaves_traces(transfer):
         return FaultObservation(observation, reports)
-    return FaultObservation(observation, reports, _observe(AFTER, p, d, deadlines, ids)[0])
+    return FaultObservation(observation, reports, _observe(after, p, d, deadlines, ids)[0])
 
 
 def leaves_traces(transfer: Transfer) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
-from pytest_kvconform.rigs.context import Deadlines
+from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import PREFILL, Trace, Usage
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
@@ -31,12 +31,18 @@ from pytest_kvconform.rigs.scenario import Faults, tokens
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.peers.bench import PeerBench
 
-LENGTH = 36  # tokens of a prompt: two whole blocks of 16 and a part
-LONGEST = 12 * LENGTH  # tokens: of all requests that an engine holds at once
+LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
+AT_ONCE = 12  # requests that an engine holds at once
+BLOCK = 16  # tokens
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
 HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
 NO_AGENT = "needs a connector that moves bytes with NIXL: no agent was made"
 NO_TRANSFER = "the connector began no transfer that could be held"
+
+
+def prompt_length(context: RunContext) -> int:
+    """Tokens of a prompt: more if the connector declares that it loads nothing of so short a prompt."""
+    return LENGTH + declared_addition(context.subject, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,11 @@ class ScenarioEngines:
 
     # ---- requests ------------------------------------------------------------------------------------------
 
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt."""
+        return prompt_length(self.bench.context)
+
     def new_prompt(self) -> int:
         """The number of a prompt that no engine has computed."""
         return next(self._numbers)
@@ -155,12 +166,12 @@ class ScenarioEngines:
         """A request with the prompt of this number. `side`: "p" or "d"."""
         return ByteRequest(
             id=f"{self.bench.context.next_name()}-{side}",
-            tokens=tokens(LENGTH, seed=number),
+            tokens=tokens(self.length, seed=number),
             max_tokens=1,
             kv_transfer_params=params,
             salt=f"prompt {number}",
             watch=side == "d",
-            owners=np.full(LENGTH, number),
+            owners=np.full(self.length, number),
             number=number,
         )
 
@@ -170,7 +181,9 @@ class ScenarioEngines:
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
         if not (yield from until(lambda: request.id in p.outputs, self.limits.request)):
-            sentence = f"P did not compute a prompt of {LENGTH} tokens within {self.limits.request:.0f} s"
+            sentence = (
+                f"P did not compute a prompt of {self.length} tokens within {self.limits.request:.0f} s"
+            )
             raise DeadlinePassed(sentence)
         trace = yield from p.call("trace", request.id)
         params = p.outputs[request.id][0].kv_transfer_params

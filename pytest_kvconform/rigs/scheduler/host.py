@@ -29,7 +29,7 @@ from pytest_kvconform.case_outcome import CaseEnd, end_of
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
-from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS
+from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
 from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -113,7 +113,7 @@ class Host:
         for role in "PD":
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits
-                self.kv_config(role, self.vllm_config(role, max_seqs=1), APART * index + BLOCKS + 1)
+                self.kv_config(role, self.vllm_config(role, max_seqs=1), first_block(index) + BLOCKS + 1)
         self.structured_output = StructuredOutputManager(self._configs["D", True])  # no request uses it
 
     # ---- what sides are made of ----------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Leaks of the scheduler rig: what is left when every request has ended.
 
-`leaks` looks at the scheduler, its block pool and the connector's scheduler half. The classes of a
-connector's objects are unknown, so `walk` visits every object that it can reach.
+`leaks` looks at the scheduler and its block pool, `growing_memory` at what the connector's scheduler half
+remembers. The classes of a connector's objects are unknown, so `walk` visits every object that it can reach.
 """
 
 from __future__ import annotations
 
+import re
+import time
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ NOT_OURS = (
     "zmq",
 )
 DEEP, MANY = 12, 200_000  # levels and objects of one walk
+# Requests that a connector may remember after their ends, and for how long: see growing_memory.
+ENOUGH, LATER_S, A_FEW = 80, 86_400.0, 4
 Path = tuple[str, ...]
 
 
@@ -120,7 +125,70 @@ def leaks(side: Side) -> tuple[str, ...]:
             left.append(f"group {index} still has blocks of {', '.join(owners)}")
         if counted := sorted(getattr(manager, "num_cached_block", ())):
             left.append(f"group {index} still counts cached blocks of {', '.join(counted)}")
-    for request in side.finished:
-        if places := mentions(side.connector_state(), request):
-            left.append(f"the connector still remembers {request}: {', '.join(places[:4])}")
     return tuple(left)
+
+
+def remembered(side: Side) -> dict[str, int]:
+    """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
+    named there. "*" stands for an id of a request in the place itself.
+    """
+    if not side.finished:
+        return {}
+    ids = re.compile("|".join(map(re.escape, side.finished)))
+    found: dict[str, set[str]] = {}
+    for path, value in walk(side.connector_state()):
+        if isinstance(value, str) and (named := ids.findall(value)):
+            found.setdefault(ids.sub("*", ".".join(path)), set()).update(named)
+    return {place: len(named) for place, named in found.items()}
+
+
+def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
+    """One sentence about a connector that remembers ever more requests that have ended; "": none does.
+
+    `repeat` lets further requests come and end on these sides, as the ones before. A memory that has a limit
+    is right, for example one that tells late messages about an ended request from nonsense. The limit may be
+    a number of requests, up to ENOUGH, or a time. So this looks for the greatest number of requests that each
+    place has named during ENOUGH repetitions, repeats as many times again, and compares.
+    """
+    sides = tuple(sides)
+    if not any(map(remembered, sides)):
+        return ""
+
+    def most(times: int) -> Counter[tuple[Side, str]]:
+        found: Counter[tuple[Side, str]] = Counter()
+        for _ in range(times):
+            for side in sides:
+                side.forget_records()
+            repeat()
+            found |= Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
+        return found
+
+    early, late = most(ENOUGH), most(ENOUGH)
+    if not late - early:
+        return ""
+    _set_clocks_ahead(LATER_S)
+    most(A_FEW)
+    now = Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
+    growing = [(now[where], *where) for where, n in late.items() if early[where] < n <= now[where]]
+    if not growing:
+        return ""
+    number, side, place = max(growing, key=lambda one: one[0])
+    return (
+        f"the connector of {side.name} remembers ever more requests that have ended, {number} of "
+        f"{len(side.finished)} by now: {place}"
+    )
+
+
+def _set_clocks_ahead(seconds: float) -> None:
+    """Let this process believe that it is later: a connector may forget requests after some time."""
+    for clock, unit in (
+        (time.time, 1),
+        (time.monotonic, 1),
+        (time.time_ns, 10**9),
+        (time.monotonic_ns, 10**9),
+    ):
+        setattr(time, clock.__name__, _ahead(clock, int(seconds * unit)))
+
+
+def _ahead(clock: Callable[[], Any], units: int) -> Callable[[], Any]:
+    return lambda: clock() + units

@@ -32,6 +32,15 @@ class Call:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Unsure:
+    """get_num_new_matched_tokens has answered None for a request, again and again."""
+
+    started: float  # time.monotonic()
+    times: int
+    step: int  # of the last time
+
+
 class Recorder:
     """Records the calls of one connector.
 
@@ -42,6 +51,7 @@ class Recorder:
     def __init__(self, note: Callable[[str], None]):
         self.note = note
         self.calls: list[Call] = []
+        self.unsure: dict[str, Unsure] = {}  # by request
         self.step = 0
         self.depth = 0  # a hook of the base class may call another one: only the outermost is vLLM's call
 
@@ -78,8 +88,15 @@ class Recorder:
                 self.depth -= 1
             seconds = time.perf_counter() - started
             request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
+            if hook == "update_state_after_alloc" or hook in FINISHED:
+                self.unsure.pop(request, None)
+            elif hook == "update_connector_output" and given["finished_recving"]:
+                # The connector may have waited for the end of another load: the time begins anew.
+                now = time.monotonic()
+                self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
             self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
             if hook == "get_num_new_matched_tokens":
+                self._note_match(request, result)
                 check_match(args[0], args[1] if len(args) > 1 else kwargs["num_computed_tokens"], result)
             elif hook == "build_connector_meta":
                 check_metadata(result, before, _content(args[0]))
@@ -88,6 +105,14 @@ class Recorder:
             return result
 
         return call
+
+    def _note_match(self, request: str, answer: Any) -> None:
+        """Note an answer of get_num_new_matched_tokens in `unsure`."""
+        if isinstance(answer, tuple) and answer[:1] == (None,):
+            before = self.unsure.get(request, Unsure(time.monotonic(), 0, 0))
+            self.unsure[request] = Unsure(before.started, before.times + 1, self.step)
+        else:
+            self.unsure.pop(request, None)
 
 
 def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -172,18 +197,20 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise _broken("KV-MATCH-001", f"{asked}, and vLLM unpacks (tokens or None, asynchronous)")
     tokens, asynchronous = answer
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
+    if tokens is None:
+        return  # vLLM skips the request in this step, and does not look at the second element
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise _broken(
             "KV-MATCH-001", f"{asked}: the first element is neither None nor an int that is 0 or more"
         )
     if not isinstance(asynchronous, bool):
         raise _broken("KV-MATCH-001", f"{asked}: the second element is no bool")
-    if tokens is not None and tokens > request.num_tokens - computed:
+    if tokens > request.num_tokens - computed:
         raise _broken(
             "KV-MATCH-002",
             f"{asked}: there are only {request.num_tokens - computed} tokens behind what is computed",
         )
-    if not tokens and asynchronous:
+    if tokens == 0 and asynchronous:
         raise _broken(
             "KV-MATCH-003", f"{asked}: an asynchronous load of nothing, whose end no worker would report"
         )

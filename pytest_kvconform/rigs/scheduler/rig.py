@@ -21,7 +21,8 @@ raises, an answer that vLLM cannot use and a scheduler that stops become violati
 `side.calls` has every call of a hook.
 
 Block ids tell sides apart: side number k of a rig (P is 0, D is 1, in the order in which they are made) has
-the block ids from 256 * k + 1. So a block id in metadata or params belongs to one side only.
+the block ids from 256 * (k + 1) + 1. So a block id in metadata or params belongs to one side only, and
+numbers below 257, such as ranks and layers, are no block ids.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
-from pytest_kvconform.rigs.scheduler.side_state import APART
+from pytest_kvconform.rigs.scheduler.side_state import APART, first_block
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-__all__ = ["APART", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport"]
+__all__ = ["BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block"]
 
+BLOCK = 16  # tokens of the smallest block of the cells
 BLOCKS = 100  # of a side, the null block not included
 TOKENS_FROM = 10_000  # far above the block ids of every side
-UNSURE = 50  # steps for which a connector may not know how much there is to load
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -94,7 +97,7 @@ class Rig:
         """
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
-        first = APART * len(self._sides)
+        first = first_block(len(self._sides))
         vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
@@ -107,10 +110,13 @@ class Rig:
         return self._sides[-1]
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next.
+        """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
+        token is a block id, too.
 
-        No token is a block id, too.
+        It is longer than `length` if the connector declares that it loads nothing of so short a prompt.
         """
+        if length > 1:
+            length += declared_addition(self.subject, BLOCK)
         return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
 
     def prefill_params(self) -> dict[str, Any]:
@@ -148,24 +154,31 @@ class Rig:
     def step_until_matched(self, d: Side, *ids: str) -> Step:
         """Step D until the connector knows how much there is to load for these requests.
 
-        Takes one step or more, and returns the last.
+        Takes one step or more, and returns the last. A connector may not know it in time: see KV-MATCH-006.
         """
-        for _ in range(UNSURE):
+        while True:
             step = d.step()
-            if not any(map(d.match_is_pending, ids)):
-                break
-        return step
+            if not any(map(d.match_is_pending, ids)) or any(map(d.match_is_overdue, ids)):
+                return step
 
     def start_loads(self, d: Side, *ids: str) -> Step:
-        """The steps of D in which loads of these requests begin: see `step_until_matched`. Returns the last.
+        """Step D until loads of these requests have begun and are ordered. Returns the last step.
 
         Raises NotApplicable if one of them is not loaded asynchronously.
         """
         self.step_until_matched(d, *ids)
         if missing := [id for id in ids if not d.waits_for_remote_kv(id)]:
-            answer = d.matched_tokens(missing[0])
+            answer = None if d.match_is_pending(missing[0]) else d.matched_tokens(missing[0])
             sentence = f"{self.subject.connector} begins no asynchronous load: it answered {answer}"
+            if declared := declared_amount(self.subject):
+                sentence += f" for {len(d.prompts[missing[0]])} tokens, and {declared} is declared"
             raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
+        return self.step_until_ordered(d, *ids)
+
+    def step_until_ordered(self, d: Side, *ids: str) -> Step:
+        """Step D until its metadata has ordered the loads of these requests. Returns the last step."""
+        while not all(map(d.load_is_ordered, ids)):
+            d.step()
         return d.steps[-1]
 
     def scaled_seconds(self, seconds: float) -> float:
@@ -203,3 +216,13 @@ class Rig:
                     f"after every request has ended, on {side.name} {left[0]}",
                     differs="; ".join(left[1:]),
                 )
+
+    def require_bounded_memory(self, sides: Iterable[Side], repeat: Callable[[], object]) -> None:
+        """Raise Violation (KV-FINISH-003) if a connector remembers ever more requests that have ended: see
+        `leaks.growing_memory`.
+        """
+        sides = tuple(sides)
+        if growing := growing_memory(sides, repeat):
+            for side in sides:
+                side.require_standard_reports()
+            raise self.violation(LEFT, growing, diagnosis="the connector keeps something of every request")

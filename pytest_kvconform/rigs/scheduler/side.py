@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, Violation
@@ -22,7 +22,8 @@ from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
-STEPS = 200  # that a run may take
+STEPS = 200  # that a run may take, without those in which the connector's answer is awaited
+PAUSE_S = 0.001  # after a step that computes nothing, as vLLM's EngineCore._process_engine_step makes it
 MAX_LOADS = 5  # of one request; more are no chance
 END_OF_SEQUENCE = 2
 SAMPLED = 7  # the token that the scripted worker samples
@@ -35,6 +36,8 @@ class Side(SideState):
         super().__init__(rig, role, index, config, kv_config, first_block)
         # A real worker in place of the script: SchedulerOutput -> KVConnectorOutput.
         self.worker: Callable[[Any], Any] | None = None
+        # Whether the scripted workers report every load in the step in which it is ordered.
+        self.report_loads_at_once = False
         self._preempting, self._taken = "", list[Any]()
         self._watch_allocations()
 
@@ -123,6 +126,8 @@ class Side(SideState):
             )
             for id, number in output.num_scheduled_tokens.items()
         }
+        if self.report_loads_at_once:
+            reports = (WorkerReport(received=self.ordered_loads(metadata)),) * self.ranks
         made = [self._rank_output(list(scheduled), one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
         if self.worker is not None:
@@ -141,25 +146,42 @@ class Side(SideState):
                 len(self.steps) + 1, scheduled, outputs, metadata, has_sync_kv_loads, ended, preempted, given
             )
         )
+        if self.recorder.unsure and not scheduled:
+            time.sleep(PAUSE_S)
         return self.steps[-1]
 
-    def run(self, until: Callable[[], bool] | None = None, limit: int = STEPS, sent: bool = False) -> int:
+    def run(
+        self,
+        until: Callable[[], bool] | None = None,
+        limit: int = STEPS,
+        sent: bool = False,
+        failing: Container[str] = (),
+    ) -> int:
         """Step until `until()`, or until every request has ended.
 
-        The workers report every load as received in the step after it began, and with `sent` every delayed
-        free as sent. Returns the number of steps. Raises Violation after `limit` steps.
+        The workers report every load in the step after it was ordered: those of the requests in `failing` as
+        failed, and the others as received. With `sent` they report every delayed free as sent. Returns the
+        number of steps. Raises Violation after `limit` steps, and if get_num_new_matched_tokens answers None
+        for too long. Steps in which it answered None do not count.
         """
-        for number in range(limit + 1):
+        first, counted, overdue = len(self.steps), 0, False
+        while counted <= limit and not overdue:
             if (
                 until()
                 if until is not None
                 else not self.unfinished_requests() and not (sent and self.delayed_free_requests())
             ):
-                return number
+                return len(self.steps) - first
+            begun = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
+            loading = [id for id in begun if self.load_is_ordered(id)]
             self.step(
-                received=[id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)],
+                received=[id for id in loading if id not in failing],
+                failed=[id for id in loading if id in failing],
                 sent=self.delayed_free_requests() if sent else (),
             )
+            counted += not any(map(self.match_is_pending, self.unfinished_requests()))
+            overdue = any(map(self.match_is_overdue, self.unfinished_requests()))
+        steps = len(self.steps) - first
         waiting = (
             ", ".join(f"{id} is {self.status(id)}" for id in self.unfinished_requests()) or "no request waits"
         )
@@ -171,13 +193,13 @@ class Side(SideState):
                 f"{again[0][0]} was loaded {again[0][1]} times: each get_num_new_matched_tokens announces it",
             )
         self.require_standard_reports()
-        if unsure := [id for id in self.unfinished_requests() if self.match_is_pending(id)]:
+        if unsure := list(filter(self.match_is_pending, self.unfinished_requests())):
             raise self.rig.violation(
                 "KV-MATCH-006",
-                f"in {limit} steps get_num_new_matched_tokens knew no answer for {unsure[0]}: it waits",
+                f"in {steps} steps get_num_new_matched_tokens knew no answer for {unsure[0]}: it waits",
             )
         raise self.rig.violation(
-            "KV-LOAD-001", f"after {limit} steps {self.name} has not come to the end it was run to: {waiting}"
+            "KV-LOAD-001", f"after {steps} steps {self.name} has not come to the end it was run to: {waiting}"
         )
 
     def abort(self, id: str, how: str = "FINISHED_ABORTED") -> None:
@@ -212,13 +234,6 @@ class Side(SideState):
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: self.status(id) == "gone")
-
-    def evict_prefix_cache(self) -> None:
-        """Empty the prefix cache: free blocks lose their hashes. The connector is not notified."""
-        pool = self.manager.block_pool
-        pool.evict_blocks(
-            {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
-        )
 
     def set_token_budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
@@ -14,7 +16,19 @@ from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
-APART = 256  # block ids between two sides
+APART = 256  # block ids between two sides, and below those of the first one
+# get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
+# The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
+ANSWER_S, ANSWER_STEPS = 2.0, 50
+ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
+
+
+def first_block(index: int) -> int:
+    """The block id below those of side number `index`, from 0.
+
+    Small numbers are block ids of no side: connectors also keep lists of ranks, layers and groups.
+    """
+    return APART * (index + 1)
 
 
 class SideState:
@@ -117,6 +131,15 @@ class SideState:
         """Block ids of a request, by KV cache group; 0 is the null block."""
         return tuple(tuple(ids) for ids in self.manager.get_block_ids(id))
 
+    def blocks_had(self, id: str) -> frozenset[int]:
+        """Block ids that a request had when vLLM allocated them, and at its end."""
+        tables = [
+            call.arguments["blocks"]
+            for hook in ("update_state_after_alloc", "request_finished")
+            for call in self.calls_of(hook, id)
+        ]
+        return frozenset(block for table in tables for group in table for block in group if block)
+
     def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""
         return self.first_block < block < self.first_block + APART
@@ -154,20 +177,59 @@ class SideState:
         )
 
     def match_is_pending(self, id: str) -> bool:
-        """Whether get_num_new_matched_tokens last answered None for a request: vLLM asks again."""
-        calls = self.calls_of("get_num_new_matched_tokens", id)
-        return bool(calls) and calls[-1].result[0] is None
+        """Whether get_num_new_matched_tokens answered None for a request in the last step: vLLM asks
+        again.
+        """
+        unsure = self.recorder.unsure.get(id)
+        return unsure is not None and unsure.step == len(self.steps)
+
+    def match_is_overdue(self, id: str) -> bool:
+        """Whether get_num_new_matched_tokens has answered None for a request ANSWER_STEPS times or more, and
+        for longer than ANSWER_S.
+        """
+        unsure = self.recorder.unsure.get(id)
+        if unsure is None or unsure.times < ANSWER_STEPS:
+            return False
+        return time.monotonic() - unsure.started > self.rig.scaled_seconds(ANSWER_S)
 
     def matched_tokens(self, id: str) -> tuple[int, bool]:
-        """The last answer of get_num_new_matched_tokens for a request; (0, False): there was no call."""
-        calls = self.calls_of("get_num_new_matched_tokens", id)
-        return (calls[-1].result[0] or 0, calls[-1].result[1]) if calls else (0, False)
+        """The last answer of get_num_new_matched_tokens for a request, None not included; (0, False): there
+        was none.
+        """
+        answers = self.match_answers(id)
+        return answers[-1] if answers else (0, False)
+
+    def match_answers(self, id: str, since: int = 0) -> list[tuple[int, bool]]:
+        """The answers of get_num_new_matched_tokens for a request after its first `since` calls. None is no
+        answer.
+        """
+        calls = self.calls_of("get_num_new_matched_tokens", id)[since:]
+        return [call.result for call in calls if call.result[0] is not None]
 
     def declined_to_load(self, id: str) -> bool:
         """Whether get_num_new_matched_tokens answered 0 although this side lacks a whole block or more."""
         calls = self.calls_of("get_num_new_matched_tokens", id)
         lacks = calls[-1].arguments["num_tokens"] - calls[-1].arguments["num_computed_tokens"] if calls else 0
         return lacks > self.block_size and calls[-1].result[0] == 0
+
+    def load_is_ordered(self, id: str) -> bool:
+        """Whether the metadata has named blocks for the last load of a request. True also if it has none,
+        and if ORDER_STEPS steps have passed: then the metadata names no blocks in a form that can be read.
+        """
+        calls = self.calls_of("update_state_after_alloc", id)
+        started = [call.step for call in calls if call.arguments["num_external_tokens"] > 0]
+        if not started:
+            return True
+        steps = self.steps[started[-1] - 1 :]
+        return len(steps) > ORDER_STEPS or any(
+            map(self.owns_block, (block for step in steps for block in step.block_ids_for(id)))
+        )
+
+    def ordered_loads(self, metadata: Any) -> list[str]:
+        """Requests that wait for remote KV and whose loads are ordered, by this metadata at the latest."""
+        waiting = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
+        names = any(map(self.owns_block, integers(metadata)))
+        return [id for id in waiting if self.load_is_ordered(id) or (names and mentions(metadata, id))]
 
     def loads_started(self, id: str) -> int:
         """How many times update_state_after_alloc was called with external tokens for a request."""
@@ -196,6 +258,20 @@ class SideState:
         """Attributes of the connector's object, without those that vLLM passed to it."""
         given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
         return {name: value for name, value in vars(self.connector).items() if name not in given}
+
+    def forget_records(self) -> None:
+        """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""
+        self.steps.clear()
+        self.recorder.calls.clear()
+        self.results.clear()
+        self.evict_prefix_cache()
+
+    def evict_prefix_cache(self) -> None:
+        """Empty the prefix cache: free blocks lose their hashes. The connector is not notified."""
+        pool = self.manager.block_pool
+        pool.evict_blocks(
+            {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
+        )
 
     def _set_aside_blocks(self, first: int) -> None:
         """Take the blocks below `first` out of the pool for good: block ids of two sides then differ."""

@@ -2,7 +2,7 @@
 
 What a store announces depends on what its workers have saved.
 
-    side = start_store_engine(rig)  # a step calls every hook of a worker, in vLLM's order
+    side = start_engine_with_worker(rig)  # a step calls every hook of a worker, in vLLM's order
     side.add(rig.prompt(40))
     side.run()
 
@@ -27,7 +27,7 @@ LONGEST = 8  # blocks of a request
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
-def start_store_engine(rig: Rig) -> Side:
+def start_engine_with_worker(rig: Rig) -> Side:
     """Start it. Raises Blocked if the worker half cannot run on this machine."""
     half = WorkerHalf(rig, "P", longest=LONGEST)
     half.construct()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,19 +12,52 @@ from pytest_kvconform.kvspace.kinds import COLLATERAL, SAME, UNWRITTEN
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable
+from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size, side_of
-from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite.bytes._stores import is_store, raise_nothing_loaded
-from pytest_kvconform.suite.bytes._transfers import has_state, longest, windows
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
+from pytest_kvconform.rigs.scenario import Transfer, lengthened
+from pytest_kvconform.suite._load_amount import loads as loads_kv
+from pytest_kvconform.suite._load_amount import tokens_to_add
+from pytest_kvconform.suite._recomputed_tokens import Loads
+from pytest_kvconform.suite.bytes._stores import alike, check_store_may_miss, is_store
+from pytest_kvconform.suite.bytes._transfers import has_state, longest, longest_length, windows
+
+AT_ONCE = 2  # prompts of a transfer at most
 
 
 def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """Observe a transfer, whatever its outcome."""
-    return bench.bytes.observe(bench.cell, transfer, longest(bench.cell, bench.settings.matrix))
+    """Observe a transfer, whatever its outcome. Its prompts are long enough for the connector's loads."""
+    block = block_size(bench.cell, "D")
+    if declared_amount(bench.subject):
+        return _observe(bench, transfer, declared_addition(bench.subject, block))
+    found = _observe(bench, transfer, 0)
+    if found.refused or (is_store(bench) and not alike(bench.cell)):
+        return found
+    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+    return _observe(bench, transfer, by) if by else found
+
+
+def _observe(bench: Bench, transfer: Transfer, by: int) -> TransferObservation:
+    room = longest(bench.cell, bench.settings.matrix) + by * AT_ONCE
+    return bench.bytes.observe(bench.cell, lengthened(transfer, by), room, by)
+
+
+def _longest(bench: Bench, by: int) -> TransferObservation:
+    """Observe the cell's longest prompt, with more tokens."""
+    return _observe(bench, longest_length(bench.cell, bench.settings.matrix), by)
+
+
+def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Received]) -> Loads:
+    """Return what D loaded for these requests of a transfer."""
+    return Loads(
+        bench.subject,
+        requests,
+        (observed.prefiller, observed.decoder),
+        lambda: loads_kv(_longest(bench, 0)),
+    )
 
 
 def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
@@ -37,13 +71,12 @@ def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
 
 
 def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """Observe a completed transfer: the requests for which D is owed KV, and for each of which D loaded some.
-
-    What D computed itself proves nothing about the connector.
+    """Observe a completed transfer: the requests for which D loaded KV. What D computed itself proves nothing
+    about the connector. Raises Blocked if D should have loaded more, NotApplicable if it is right that D
+    loaded nothing.
     """
     observed = completed(bench, transfer)
     owed = requests_owed_kv(bench, observed)
-    names = {r.name for r in owed}
     for r, prompt in zip(observed.requests, transfer.prompts, strict=True):
         if (
             prompt.warm > observed.decoder.block_size
@@ -57,15 +90,28 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
             raise HarnessError(
                 f"{transfer}: not every rank of D compared its pool before the first forward of {r.name}"
             )
-        if is_store(bench) and not r.decode.external_tokens:
-            raise_nothing_loaded(bench, observed, transfer)
-        if r.name in names and not (r.decode.external_tokens and sum(check.rows_due for check in r.checks)):
+    if is_store(bench) and not all(r.decode.external_tokens for r in observed.requests):
+        check_store_may_miss(bench, observed)
+    loads = loads_of(bench, observed, owed)
+    missing = [r for r in owed if not _loaded(r)]
+    try:
+        loads.check()
+    except Violation as broken:
+        if missing:
             raise Blocked(
-                "depends on kv::bytes/handover::d_computes_only_missing_tokens: D loaded nothing for "
-                f"{r.name} of {transfer}",
-                refused=True,
-            )
-    return replace(observed, requests=owed)
+                f"depends on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D "
+                f"loaded nothing for {missing[0].name}",
+                refused=bool(broken.finding.declined),
+            ) from None
+    loads.require_some()
+    if not (loaded := tuple(r for r in owed if _loaded(r))):
+        raise Blocked(f"D loaded nothing for {missing[0].name} of {transfer}", refused=True)
+    return replace(observed, requests=loaded)
+
+
+def _loaded(r: Received) -> bool:
+    """Whether D loaded something for a request, and kept it."""
+    return bool(r.decode.external_tokens and sum(check.rows_due for check in r.checks))
 
 
 def requests_owed_kv(bench: Bench, observed: TransferObservation) -> tuple[Received, ...]:

@@ -93,6 +93,11 @@ def longest(cell: Cell, matrix: str) -> int:
     )
 
 
+def longest_length(cell: Cell, matrix: str) -> Transfer:
+    """Return the transfer of the longest single prompt."""
+    return max(lengths(cell, matrix), key=lambda transfer: len(transfer.prompts[0].tokens))
+
+
 def has_window(cell: Cell) -> bool:
     """Whether a layer has a sliding window."""
     return bool(windows(cell))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
-from pytest_kvconform.suite._recomputed_tokens import check_recomputed_tokens
-from pytest_kvconform.suite.bytes._observations import completed, moved, observe, requests_owed_kv
-from pytest_kvconform.suite.bytes._stores import check_store_loads, is_store
+from pytest_kvconform.suite._recomputed_tokens import Loads
+from pytest_kvconform.suite.bytes._observations import completed, loads_of, moved, observe, requests_owed_kv
+from pytest_kvconform.suite.bytes._stores import is_store, requests_of_store
 from pytest_kvconform.suite.bytes._transfers import transfers
 
 
@@ -41,10 +42,24 @@ def _counted(cell: Cell, matrix: str) -> list[Transfer]:
 
 @case("KV-HANDOVER-002", variants=_counted)
 def d_computes_only_missing_tokens(bench: Bench, transfer: Transfer) -> Evidence:
-    """D computes only the tokens that it did not load."""
+    """D loads KV, and computes only the tokens that it did not load."""
     observed = completed(bench, transfer)
-    if is_store(bench):
-        return check_store_loads(bench, observed, list(observed.requests), moved(observed))
-    return check_recomputed_tokens(
-        requests_owed_kv(bench, observed), observed.decoder.block_size, moved(observed)
+    loads = _loads(bench, observed)
+    loads.check()
+    return loads.evidence(moved(observed))
+
+
+@case("KV-HANDOVER-003", variants=_counted)
+def d_loads_all_whole_blocks(bench: Bench, transfer: Transfer) -> Evidence:
+    """D loads every whole block of the prompt, unless the connector declares how much it loads."""
+    observed = completed(bench, transfer)
+    loads = _loads(bench, observed)
+    loads.check_all_whole_blocks(
+        f"kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]"
     )
+    return loads.evidence(moved(observed))
+
+
+def _loads(bench: Bench, observed: TransferObservation) -> Loads:
+    requests = requests_of_store(bench, observed) if is_store(bench) else requests_owed_kv(bench, observed)
+    return loads_of(bench, observed, requests)

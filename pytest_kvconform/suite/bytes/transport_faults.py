@@ -13,7 +13,8 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, No
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.context import RELEASE_S
+from pytest_kvconform.rigs.bytes.specs import block_size
+from pytest_kvconform.rigs.context import RELEASE_S, declared_addition, declared_amount
 from pytest_kvconform.rigs.peers.fault_bench import FaultObservation
 from pytest_kvconform.rigs.scenario import (
     LATE,
@@ -24,6 +25,7 @@ from pytest_kvconform.rigs.scenario import (
     TWICE,
     Transfer,
 )
+from pytest_kvconform.suite._load_amount import LONGER
 from pytest_kvconform.suite.bytes._fault_transfers import (
     all_transfers,
     failing,
@@ -150,7 +152,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
                 diagnosis="a failed load was not reported in finished_recving by every rank",
             )
         )
-    if kept := bench.faults.kept(bench.cell, transfer):
+    if kept := bench.faults.kept(bench.cell, transfer, _observe(bench, transfer)[1]):
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
@@ -206,7 +208,7 @@ def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
         if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):
             raise HarnessError("vLLM's own NIXL connector made no agent that the suite can control")
         raise NotApplicable(NEEDS_NIXL)
-    found = bench.faults.observe(bench.cell, transfer)
+    found, _ = _observe(bench, transfer)
     report = found.reports[0] + found.reports[1]
     done = not (found.transfer.failed or found.transfer.stuck)
     if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not report.changed:
@@ -217,6 +219,29 @@ def _with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
     if done and any(f.notifications for f in transfer.faults) and not report.notifications:
         raise Blocked(f"{_fault_sentence(transfer)}: no notification came, so none could be disturbed")
     return found
+
+
+def _observe(bench: Bench, transfer: Transfer) -> tuple[FaultObservation, int]:
+    """Observe a transfer with faults. Its prompts are long enough for the connector's loads: returns also by
+    how many tokens they are longer.
+    """
+    if declared_amount(bench.subject):
+        by = declared_addition(bench.subject, block_size(bench.cell, "D"))
+        return bench.faults.observe(bench.cell, transfer, by), by
+    found = bench.faults.observe(bench.cell, transfer)
+    if _all_load(found):
+        return found, 0
+    longer = bench.faults.observe(bench.cell, transfer, LONGER)
+    return (longer, LONGER) if _all_load(longer) else (found, 0)
+
+
+def _all_load(found: FaultObservation) -> bool:
+    """Whether D loaded something for every request. True for a hand-over that did not end."""
+    return all(
+        bool(observed.failed or observed.stuck) or all(r.decode.external_tokens for r in observed.requests)
+        for observed in (found.transfer, found.after)
+        if observed is not None
+    )
 
 
 def _completed(bench: Bench, transfer: Transfer) -> FaultObservation:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from model_matrix import load_families
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.observation import Observation
-from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.rigs.scenario import Scenario, lengthened
+from pytest_kvconform.suite._load_amount import loads as loads_kv
+from pytest_kvconform.suite._load_amount import tokens_to_add
+from pytest_kvconform.suite._recomputed_tokens import Loads
+from pytest_kvconform.suite.engine._scenarios import lengths
 
 
 def moved(observed: Observation) -> int:
@@ -17,9 +23,43 @@ def moved(observed: Observation) -> int:
     )
 
 
+def observe(bench: Bench, scenario: Scenario) -> Observation:
+    """Observe a scenario, whatever its outcome. Its prompts are long enough for the connector's loads."""
+    block = load_families()[bench.cell.family].block_size
+    if not scenario.due:
+        return _observe(bench, scenario, 0)
+    if declared_amount(bench.subject):
+        return _observe(bench, scenario, declared_addition(bench.subject, block))
+    found = _observe(bench, scenario, 0)
+    if scenario.abort:
+        return found
+    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+    return _observe(bench, scenario, by) if by else found
+
+
+def _observe(bench: Bench, scenario: Scenario, by: int) -> Observation:
+    return bench.engine.observe(bench.cell, lengthened(scenario, by), by)
+
+
+def _longest(bench: Bench, by: int) -> Observation:
+    """Observe the cell's longest prompt, with more tokens."""
+    longest = max(lengths(bench.cell, bench.settings.matrix), key=lambda one: len(one.prompts[0].tokens))
+    return _observe(bench, longest, by)
+
+
+def loads_of(bench: Bench, observed: Observation) -> Loads:
+    """Return what D loaded in a scenario."""
+    return Loads(
+        bench.subject,
+        observed.requests,
+        (observed.prefiller, observed.decoder),
+        lambda: loads_kv(_longest(bench, 0)),
+    )
+
+
 def completed(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario in which every request came to its end. Otherwise raises Blocked."""
-    observed = bench.engine.observe(bench.cell, scenario)
+    observed = observe(bench, scenario)
     if observed.failed or observed.stuck:
         # an engine died or hung, which is no clean refusal
         raise Blocked(f"depends on kv::engine/handover::completes[{bench.cell}-{scenario}]")

@@ -5,6 +5,8 @@ The rig reads D's cache before that forward, in logical coordinates.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pytest_kvconform.case import case
 from pytest_kvconform.kvspace.kinds import NAMES, intervals
 from pytest_kvconform.kvspace.rows.diagnose import count_rows, diagnose_rows
@@ -14,16 +16,26 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import completed, moved
+from pytest_kvconform.suite.engine._observations import completed, loads_of, moved
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
 
 
 def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
-    """Observe a scenario in which D loaded KV for every request.
+    """Observe a scenario: the requests for which D loaded KV. What D computed itself proves nothing about the
+    connector.
 
-    What D computed itself proves nothing about the connector.
+    Raises Blocked if D should have loaded something, NotApplicable if it is right that D loaded nothing.
     """
     observed = completed(bench, scenario)
+    loads = loads_of(bench, observed)
+    try:
+        loads.check()
+    except Violation as broken:
+        on = f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
+        if not all(r.decode.external_tokens for r in observed.requests):
+            raise Blocked(f"{on}: {broken}", refused=bool(broken.finding.declined)) from None
+    loads.require_some()
+    observed = replace(observed, requests=tuple(r for r in observed.requests if r.decode.external_tokens))
     for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
             on = (

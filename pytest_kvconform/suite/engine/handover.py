@@ -7,15 +7,14 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
-from pytest_kvconform.suite._recomputed_tokens import check_recomputed_tokens
-from pytest_kvconform.suite.engine._observations import completed, moved
+from pytest_kvconform.suite.engine._observations import completed, loads_of, moved, observe
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
 
 
 @case("KV-HANDOVER-001", variants=everything)
 def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
-    observed = bench.engine.observe(bench.cell, scenario)
+    observed = observe(bench, scenario)
     check_all_ended(observed, bench.settings.timeout_scale)
     ends = [r.got.finish for r in observed.requests if r.got]
     wrong = [
@@ -40,9 +39,21 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
 
 @case("KV-HANDOVER-002", variants=transfers)
 def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence:
-    """D computes only the tokens that it did not load.
-
-    They are counted in the scheduler's own output, not in the connector's answers.
+    """D loads KV, and computes only the tokens that it did not load: counted in the scheduler's own output,
+    not in the connector's answers.
     """
     observed = completed(bench, scenario)
-    return check_recomputed_tokens(observed.requests, observed.decoder.block_size, moved(observed))
+    loads = loads_of(bench, observed)
+    loads.check()
+    return loads.evidence(moved(observed))
+
+
+@case("KV-HANDOVER-003", variants=transfers)
+def d_loads_all_whole_blocks(bench: Bench, scenario: Scenario) -> Evidence:
+    """D loads every whole block of the prompt, unless the connector declares how much it loads."""
+    observed = completed(bench, scenario)
+    loads = loads_of(bench, observed)
+    loads.check_all_whole_blocks(
+        f"kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
+    )
+    return loads.evidence(moved(observed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from pytest_kvconform.case import case
@@ -42,37 +43,47 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
 
 
 @case("KV-CAPS-001", applies=once, rig="scheduler")
-def requires_piecewise_for_cudagraph_returns_bool(rig: Rig, _: None) -> Evidence:
-    """requires_piecewise_for_cudagraph returns a bool, also for an empty extra configuration."""
-    config = rig.host.vllm_config("P")
+def requires_piecewise_for_cudagraph_answers_any_configuration(rig: Rig, _: None) -> Evidence:
+    """requires_piecewise_for_cudagraph answers, also for an empty extra configuration.
+
+    vLLM tests the truth of the answer.
+    """
+    hook, config = "requires_piecewise_for_cudagraph", rig.host.vllm_config("P")
     asked: list[dict[str, Any]] = [{}, dict(config.kv_transfer_config.kv_connector_extra_config)]
     for extra in asked:
-        if not isinstance(answer := call_class_hook(rig, "requires_piecewise_for_cudagraph", extra), bool):
-            raise rig.violation(
-                "",
-                f"requires_piecewise_for_cudagraph({extra}) returned {answer!r}",
-                diagnosis="the result is no bool",
-            )
+        truth(rig, f"{hook}({extra})", call_class_hook(rig, hook, extra))
     return Evidence(looked_at=len(asked), unit="answers")
 
 
+def truth(rig: Rig, what: str, answer: Any) -> bool:
+    """Return the truth value of an answer of any type: vLLM tests nothing else.
+
+    Raises Violation if there is none, or if the answer is a coroutine or a method, which is always true.
+    """
+    if callable(answer) or inspect.isawaitable(answer):
+        made = "a method and no property" if callable(answer) else "a coroutine"
+        raise rig.violation("", f"{what} is {made}, and vLLM tests its truth", diagnosis=f"{what} is {made}")
+    try:
+        return bool(answer)
+    except Exception as error:
+        raise rig.violation(
+            "",
+            f"{what} is {answer!r}, and vLLM tests its truth: {type(error).__name__}: {error}",
+            diagnosis="the result has no truth value",
+        ) from None
+
+
 @case("KV-CAPS-002", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
-def capability_properties_are_bools(rig: Rig, which: str) -> Evidence:
-    """supports_divergent_local_hybrid_hits and requires_kv_delivery are bools.
+def capability_properties_have_truth_values(rig: Rig, which: str) -> Evidence:
+    """supports_divergent_local_hybrid_hits and requires_kv_delivery have a truth value that does not change.
 
     vLLM reads them as attributes, and a method would always be true.
     """
     connector = rig.side("P").connector if which == "scheduler" else WorkerHalf(rig, "P").construct()
     names = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery")
     for name in names:
-        first, again = getattr(connector, name), getattr(connector, name)
-        if not isinstance(first, bool):
-            made = "a method and no property" if callable(first) else f"a {type(first).__name__}"
-            raise rig.violation(
-                "",
-                f"{name} of the {which} half is {made}, and vLLM reads it as a bool",
-                diagnosis=f"{name} is {made}",
-            )
+        what = f"{name} of the {which} half"
+        first, again = (truth(rig, what, getattr(connector, name)) for _ in range(2))
         if first != again:
             raise rig.violation(
                 "", f"{name} of the {which} half is {first} and then {again}", diagnosis=f"{name} changes"
@@ -94,23 +105,24 @@ def get_loaded_kv_cache_group_ids_names_loaded_groups(rig: Rig, _: None) -> Evid
     id = rig.hand_over_and_load(rig.side("P"), d, prompt)[1] if hand_over else d.add(prompt)
     found = d.call_hook("get_loaded_kv_cache_group_ids", d.request(id))
     transferred = set(d.kv_config.transfer_group_ids)
-    try:
-        groups = list(found)
+    try:  # vLLM tests for each group whether it is in the answer: no iterator is good for that
+        looks = [{index for index in range(len(d.group_sizes)) if index in found} for _ in range(2)]
     except TypeError:
-        groups = [found, None]
-    if any(not isinstance(group, int) or isinstance(group, bool) for group in groups) or len(
-        set(groups)
-    ) != len(groups):
+        looks = [set(), {-1}]
+    groups = looks[0]
+    if looks[1] != groups:
         raise rig.violation(
-            "", f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM expects group numbers, each once"
+            "",
+            f"get_loaded_kv_cache_group_ids returned {found!r}, and vLLM tests which group numbers are in it",
+            diagnosis="the result is no collection of group numbers",
         )
-    if extra := set(groups) - transferred:
+    if extra := groups - transferred:
         raise rig.violation(
             "",
             f"get_loaded_kv_cache_group_ids names {sorted(extra)}, but only the groups {sorted(transferred)} "
             "are transferred",
         )
-    if hand_over and set(groups) != transferred:
+    if hand_over and groups != transferred:
         raise rig.violation(
             "",
             f"get_loaded_kv_cache_group_ids names {sorted(groups)} of the groups {sorted(transferred)}: vLLM "
@@ -137,24 +149,26 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
     side.run()
     side.step()
     asked += _answers(rig, side)
-    if side.call_hook("has_pending_push_work"):
+    if truth(rig, "has_pending_push_work()", side.call_hook("has_pending_push_work")):
         side.require_standard_reports()
         raise rig.violation(
             "",
-            "has_pending_push_work() is True with no request left, so the engine never stops stepping",
+            "has_pending_push_work() is true with no request left, so the engine never stops stepping",
             diagnosis="pending push work never ends",
         )
-    if (answer := side.call_hook("reset_cache")) is not None and not isinstance(answer, bool):
+    answer = side.call_hook("reset_cache")
+    if answer is not None and answer is not False and not truth(rig, "reset_cache()", answer):
         raise rig.violation(
-            "", f"reset_cache() returned {answer!r}", diagnosis="reset_cache returns neither None nor a bool"
+            "",
+            f"reset_cache() returned {answer!r}: vLLM takes everything but False itself for a success",
+            diagnosis="a reset that failed looks like one that worked",
         )
     return Evidence(looked_at=asked + 2, unit="answers")
 
 
 def _answers(rig: Rig, side: Side) -> int:
     for hook in ("has_pending_push_work", "has_pending_block_frees"):
-        if not isinstance(answer := side.call_hook(hook), bool):
-            raise rig.violation("", f"{hook}() returned {answer!r}", diagnosis=f"{hook} returns no bool")
+        truth(rig, f"{hook}()", side.call_hook(hook))
     events = side.call_hook("take_events")
     try:
         listed = list(events)

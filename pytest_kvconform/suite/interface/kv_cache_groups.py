@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers
-from pytest_kvconform.rigs.scheduler.rig import APART, BLOCKS, Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
 from pytest_kvconform.suite.interface._cells import has_groups
 
 
@@ -46,6 +46,6 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
 def _without_last_group(rig: Rig, role: str, index: int) -> Side:
     """Build a side whose last KV cache group is not transferred. P and D have different block ids."""
     config = rig.host.vllm_config(role)
-    kv_config = rig.host.kv_config(role, config, APART * index + BLOCKS + 1)
+    kv_config = rig.host.kv_config(role, config, first_block(index) + BLOCKS + 1)
     kv_config.kv_cache_groups[-1].enable_kv_transfer = False
-    return Side(rig, role, 0, config, kv_config, APART * index)
+    return Side(rig, role, 0, config, kv_config, first_block(index))

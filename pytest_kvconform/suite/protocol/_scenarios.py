@@ -99,17 +99,17 @@ def one_group(cell: Cell) -> bool:
     )
 
 
-def run_to_end(rig: Rig, ending: str) -> tuple[Side, str, tuple[Side, ...]]:
+def run_to_end(rig: Rig, ending: str, sides: tuple[Side, ...] = ()) -> tuple[Side, str, tuple[Side, ...]]:
     """Bring one request to its end.
 
     Returns its side, its id, and all sides. Blocks that are kept stay kept, and loads stay under way.
+    `sides`: those of an earlier call, to repeat it on them.
     """
     who, how, state = [*ending.split("-"), ""][:3]
-    p = rig.side("P")
-    sides: tuple[Side, ...]
+    p = sides[0] if sides else rig.side("P")
     if who == "d":
         needs_hand_over(rig)
-        d = rig.side("D")
+        d = sides[1] if sides else rig.side("D")
         prompt = rig.prompt(token_count(PROMPT, d.block_size))
         _, id = rig.hand_over(p, d, prompt, max_tokens=3, stop=how == "stop")
         side, sides = d, (p, d)
@@ -200,7 +200,9 @@ def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any
     """
     d.take_all_free_blocks()
     d.add(prompt, params, id=SAME)
-    return places([d.step() for _ in range(2)], identifiers(params))
+    d.rig.step_until_matched(d, SAME)
+    d.step()
+    return places(d.steps, identifiers(params))
 
 
 def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
@@ -210,3 +212,35 @@ def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool
     request is not as long as it waits (`waiting`).
     """
     return not places(d.steps, identifiers(params)) <= waiting
+
+
+def wrong_reload(p: Side, d: Side, params: dict[str, Any], waiting: frozenset[str]) -> str:
+    """Return what is wrong with a second load of request SAME of D, whose first load has succeeded, or "".
+
+    A second load may read what D's connector has saved itself, or what P still keeps. P keeps its blocks if
+    D's metadata notifies P only later. P has freed them if it is notified before the second load, or never:
+    then the first load itself was the notification.
+    """
+    calls = d.calls_of("update_state_after_alloc", SAME)
+    begun = [call.step for call in calls if call.arguments["num_external_tokens"]]
+    names = identifiers(params)
+    orders = [_order(d, begin, end) for begin, end in zip(begun, [*begun[1:], len(d.steps) + 1], strict=True)]
+    loading = waiting | places([step for order in orders for step in order], names)
+    notified = [step.number for step in d.steps if not places([step], names) <= loading]
+    for number, order in zip(begun[1:], orders[1:], strict=True):
+        if orders[0] and not order:
+            return f"announced a second load in step {number}, and no load is ordered: the request would wait"
+        named = {block for step in order for block in step.block_ids_for(SAME)}
+        if not any(map(p.owns_block, named)) and places(order, names) <= waiting:
+            continue  # not from P
+        if not notified or notified[-1] <= number:
+            return f"announced a second load in step {number}, from blocks that P has freed"
+        if notified[0] < number:
+            return f"announced a second load in step {number}, and P was notified in step {notified[0]}"
+    return ""
+
+
+def _order(d: Side, begin: int, end: int) -> list[Step]:
+    """Return the first step from `begin` on, before `end`, that orders a load of request SAME; none: []."""
+    steps = d.steps[begin - 1 : end - 1]
+    return [step for step in steps if any(map(d.owns_block, step.block_ids_for(SAME)))][:1]

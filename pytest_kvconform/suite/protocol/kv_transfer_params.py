@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.scheduler.leaks import integers, leaks
+from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.suite.protocol._scenarios import PROMPT, needs_hand_over, one_group, token_count
+from pytest_kvconform.suite.protocol._scenarios import (
+    PROMPT,
+    needs_hand_over,
+    one_group,
+    report_all,
+    token_count,
+)
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 STRANGE: dict[str, dict[str, Any] | None] = {
@@ -43,22 +50,30 @@ def _strangers(cell: Cell, matrix: str) -> list[str]:
 
 @case("KV-PARAMS-001", variants=_strangers, rig="scheduler")
 def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
-    """The connector ignores a request without params, or with keys of others only."""
+    """A request without params, or with keys of others only, is computed: the connector announces no tokens
+    for it, returns no params, and its blocks are freed. What the connector notes about the request is its
+    own choice: it may pair P and D by request id.
+    """
     needs_hand_over(rig)
     role, _, which = who.partition("-")
     side = rig.side(role.upper())
-    id = side.add(rig.prompt(token_count(PROMPT, side.block_size)), STRANGE[which], max_tokens=2)
+    prompt = rig.prompt(token_count(PROMPT, side.block_size))
+    id = side.add(prompt, STRANGE[which], max_tokens=2)
     side.run()
-    wrong = [call.result for call in side.calls_of(ASKED, id) if call.result != (0, False)]
-    wrong += [call.result for call in side.calls_of(ENDED, id) if call.result != (False, None)]
+    wrong: list[Any] = [answer for answer in side.match_answers(id) if answer[0]]
+    wrong += [call.result for call in side.calls_of(ENDED, id) if call.result[1] is not None]
     if wrong:
         raise rig.violation(
             "", f"for a request with the params {STRANGE[which]} the connector returned {wrong[0]}"
         )
-    if named := [step.number for step in side.steps if step.mentions(id)]:
+    computed = side.locally_computed_tokens(id)
+    if side.results[id].finish != "length" or computed != len(prompt):
         raise rig.violation(
-            "", f"the metadata of step {named[0]} names {id}, whose params are {STRANGE[which]}"
+            "",
+            f"a request with the params {STRANGE[which]} ended with {side.results[id].finish!r}, and "
+            f"{computed} of its {len(prompt)} tokens were computed",
         )
+    report_all(side)
     rig.require_no_leaks(side)
     return Evidence(looked_at=len(side.steps), unit="steps")
 
@@ -110,9 +125,13 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
         params = {"trace": None} | params | (STRANGE["of_a_router"] or {})
     d_id = d.add(prompt, params)
     rig.step_until_matched(d, d_id)
+    rig.step_until_ordered(d, d_id)
     if way == "twice":
         third = d.add(prompt, params)
-        if not rig.step_until_matched(d, third).mentions(third) or not d.waits_for_remote_kv(third):
+        rig.step_until_matched(d, third)
+        d.run(lambda: d.loads_started(third) > 0 or third in d.results)
+        rig.step_until_ordered(d, third)
+        if not d.loads_started(third) or not any(step.mentions(third) for step in d.steps):
             raise rig.violation(
                 "",
                 f"of two requests with the same params the second one is {d.status(third)}, and no step "
@@ -233,6 +252,9 @@ def _run_each(
         if reported:
             wrong.setdefault(reported, []).append(field)
             side = None
+    every = itertools.cycle(table.values())
+    if not wrong and side and (growing := growing_memory((side,), lambda: fate(side, next(every)))):
+        wrong[growing] = list(table)
     if wrong:
         reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])
@@ -251,8 +273,9 @@ def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], na
     A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P.
     """
     id = side.add(prompt, params)
-    step = side.rig.step_until_matched(side, id)
+    side.rig.step_until_matched(side, id)
     if side.waits_for_remote_kv(id):
+        step = side.rig.step_until_ordered(side, id)
         blocks, ordered = integers(params), step.block_ids_for(id)
         if not any(map(side.owns_block, ordered)):
             return "the request waits for ever: its load was announced, and none is ordered"

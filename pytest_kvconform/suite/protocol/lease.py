@@ -11,6 +11,7 @@ from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
     WRONG,
+    broken_rule,
     check_right,
     completed,
     engine,
@@ -133,7 +134,7 @@ def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
             what, "did not load what P had computed"
         )
         raise violation(
-            "KV-LEASE-004",
+            broken_rule("KV-LEASE-004", what),
             f"a request that waited {ended.ended - ended.added:.1f} s on D {WAITS[variant]} {words}; P's "
             f"lease is {lease:.0f} s",
             observed,

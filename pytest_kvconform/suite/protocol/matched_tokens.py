@@ -7,12 +7,15 @@ from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
+    SAME,
     first_in_quick,
     lengths,
     needs_hand_over,
     needs_metadata_of_loads_only,
+    places_while_waiting,
     report_all,
     token_count,
+    wrong_reload,
 )
 
 ASKED, PLACED = "get_num_new_matched_tokens", "update_state_after_alloc"
@@ -87,17 +90,20 @@ def repeated_call_returns_the_same(rig: Rig, variant: None) -> Evidence:
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     _, d_id = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
-    answers = [d.call_hook(ASKED, d.request(d_id), 0) for _ in range(TIMES)]
-    answers = [answer for answer in answers if answer[0] is not None] or [
+    d.take_all_free_blocks()
+    rig.step_until_matched(d, d_id)
+    for _ in range(TIMES):
         d.call_hook(ASKED, d.request(d_id), 0)
-    ]
+    answers = d.match_answers(d_id)
     if len(set(answers)) > 1:
         raise rig.violation(
-            "", f"called {TIMES} times for one request, {ASKED} returned {', '.join(map(repr, answers))}"
+            "",
+            f"called {len(answers)} times for one request, {ASKED} returned {', '.join(map(repr, answers))}",
         )
+    d.return_taken_blocks()
     d.run()
-    external = d.calls_of(PLACED, d_id)[0].arguments["num_external_tokens"]
-    if external != answers[0][0]:
+    external = d.first_external_tokens(d_id)
+    if answers and external != answers[0][0]:
         raise rig.violation(
             "",
             f"{ASKED} returned {answers[0]} when the case called it, and {external} tokens when the "
@@ -118,23 +124,26 @@ def call_without_free_blocks_starts_no_load(rig: Rig, variant: None) -> Evidence
     p, d = rig.side("P"), rig.side("D")
     _, d_id = rig.hand_over(p, d, rig.prompt(token_count(PROMPT, d.block_size)))
     d.take_all_free_blocks()
-    waiting = [d.step() for _ in range(TIMES)]
+    rig.step_until_matched(d, d_id)
+    for _ in range(TIMES):
+        d.step()
+    waiting = d.steps[:]
     if ordered := [step.number for step in waiting if any(map(d.owns_block, step.block_ids_for(d_id)))]:
         raise rig.violation(
             "",
             f"step {ordered[0]} orders a load for {d_id}, which has no block yet",
         )
-    answers = {call.result for call in d.calls_of(ASKED, d_id) if call.result[0] is not None}
+    answers = set(d.match_answers(d_id))
     if len(answers) > 1:
         raise rig.violation(
             "",
-            f"called in {TIMES} steps while no block was free, {ASKED} returned "
+            f"called in {len(waiting)} steps while no block was free, {ASKED} returned "
             f"{', '.join(map(repr, sorted(answers)))}",
         )
-    if not answers:
-        raise NotApplicable(f"{rig.subject.connector} returned None in every step")
     d.return_taken_blocks()
     d.run()
+    if not answers:
+        raise NotApplicable(f"{rig.subject.connector} returned None in every step without a free block")
     if (external := d.first_external_tokens(d_id)) != (reported := answers.pop())[0]:
         raise rig.violation(
             "",
@@ -159,14 +168,14 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
     need = probe.free_blocks_at_start - probe.free_blocks()
     d = rig.side("D", blocks=need + need // 2 + 1)
     ids = [rig.hand_over(p, d, rig.prompt(length, seed=seed), max_tokens=2)[1] for seed in (3, 4)]
+    rig.step_until_matched(d, *ids)
     for _ in range(TIMES):
         d.step()
     if [d.waits_for_remote_kv(id) for id in ids] != [True, False]:
         raise NotApplicable(f"of two loads in a pool for one, {sum(map(d.waits_for_remote_kv, ids))} began")
-    reported = next(
-        (call.result for call in d.calls_of(ASKED, ids[1]) if call.result[0] is not None), (None, False)
-    )
+    early = d.match_answers(ids[1])
     d.run()
+    reported = early[0] if early else d.matched_tokens(ids[1])
     if (external := d.first_external_tokens(ids[1])) != reported[0]:
         raise rig.violation(
             "",
@@ -179,34 +188,33 @@ def load_without_room_starts_later(rig: Rig, variant: None) -> Evidence:
 
 
 @case("KV-MATCH-005", variants=first_in_quick("preempted", "preempted_twice", "one_token"), rig="scheduler")
-def returns_zero_after_the_load(rig: Rig, why: str) -> Evidence:
-    """After a load get_num_new_matched_tokens returns (0, False): P has freed its blocks by then."""
+def announces_no_freed_blocks_after_the_load(rig: Rig, why: str) -> Evidence:
+    """After a load get_num_new_matched_tokens announces nothing that P has freed."""
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
-    length = 1 if why == "one_token" else token_count(PROMPT, d.block_size)
-    _, id = rig.hand_over_and_load(p, d, rig.prompt(length), max_tokens=4)
-    asked = len(d.calls_of(ASKED, id))
-    d.step(received=[id])
-    report_all(p)
-
-    def answers() -> list[tuple[int | None, bool]]:
-        return [call.result for call in d.calls_of(ASKED, id)[asked:] if call.result[0] is not None]
-
+    prompt = rig.prompt(1 if why == "one_token" else token_count(PROMPT, d.block_size))
+    p_id = p.add(prompt, rig.prefill_params())
+    p.run(lambda: p_id in p.results)
+    params = p.kv_transfer_params(p_id)
+    waiting = places_while_waiting(rig.side("D"), prompt, params)
+    d.add(prompt, params, id=SAME, max_tokens=4)
+    rig.start_loads(d, SAME)
+    asked = len(d.calls_of(ASKED, SAME))
+    d.step(received=[SAME])
     for _ in range({"preempted": 1, "preempted_twice": 2}.get(why, 0)):
-        d.run(lambda: d.status(id) == "RUNNING" or bool(set(answers()) - {(0, False)}))
-        d.preempt(id)
+        d.run(lambda: d.status(SAME) == "RUNNING")
+        d.preempt(SAME)
         d.step()
-    d.run(lambda: not d.unfinished_requests() or bool(set(answers()) - {(0, False)}))
-    if bad := set(answers()) - {(0, False)}:
-        raise rig.violation(
-            "",
-            f"{ASKED} returned {bad.pop()} for a request whose KV D had loaded and P had freed, instead of "
-            "(0, False)",
-        )
-    if not answers():
+    d.run()
+    answers = d.match_answers(SAME, asked)
+    if not answers:
         raise NotApplicable(f"vLLM's scheduler did not call {ASKED} again")
+    d.step()
+    if wrong := wrong_reload(p, d, params, waiting):
+        raise rig.violation("", f"after the load of {SAME} {ASKED} returned {max(answers)}: it {wrong}")
+    report_all(p)
     rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(answers()), unit="answers")
+    return Evidence(looked_at=len(answers), unit="answers")
 
 
 @case("KV-MATCH-006", variants=first_in_quick("handed_over", "plain"), rig="scheduler")
@@ -219,15 +227,8 @@ def none_is_followed_by_an_answer(rig: Rig, who: str) -> Evidence:
         _, id = rig.hand_over(p, d, prompt)
     else:
         id = d.add(prompt)
-    for _ in range(50):
-        if d.step(
-            received=[one for one in d.unfinished_requests() if d.waits_for_remote_kv(one)]
-        ) and d.calls_of(PLACED, id):
-            return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
-    raise rig.violation(
-        "",
-        f"in 50 steps {ASKED} returned {d.calls_of(ASKED, id)[-1].result} every time, and the request waits",
-    )
+    d.run(lambda: bool(d.calls_of(PLACED, id)))
+    return Evidence(looked_at=len(d.calls_of(ASKED, id)), unit="answers")
 
 
 @case("KV-MATCH-007", variants=first_in_quick("discarded", "second_call"), rig="scheduler")
@@ -285,22 +286,22 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
             f"the metadata orders a load into blocks {wrong}, which are none of the request's "
             f"{sorted(all_of_them)}",
         )
+    external, tables = placed.arguments["num_external_tokens"], placed.arguments["blocks"]
+    end = d.calls_of(ASKED, d_id)[-1].arguments["num_computed_tokens"] + external
     due = {
         block
         for group in d.full_attention_groups()
-        for block in placed.arguments["writable"][group][: -(-length // d.block_size)]
+        for block in placed.arguments["writable"][group]
+        if block in tables[group][: -(-end // d.block_size)]
     }
     if missing := sorted(due - named):
         raise rig.violation(
             "",
-            f"{placed.arguments['num_external_tokens']} tokens were announced, and no load is ordered into "
-            f"blocks {missing}",
+            f"{external} tokens were announced, and no load is ordered into blocks {missing}",
         )
     d.run()
     report_all(p)
-    return Evidence(
-        looked_at=len(named), unit="blocks", external_tokens=placed.arguments["num_external_tokens"]
-    )
+    return Evidence(looked_at=len(named), unit="blocks", external_tokens=external)
 
 
 @case(
@@ -309,10 +310,7 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     rig="scheduler",
 )
 def on_new_request_leaves_request_unchanged(rig: Rig, who: str) -> Evidence:
-    """on_new_request changes no request.
-
-    It may cut the last tokens off a prefill for another engine, once.
-    """
+    """on_new_request changes no request. It may cut the end off a prefill for another engine, once."""
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     side = d if who == "decode" else p

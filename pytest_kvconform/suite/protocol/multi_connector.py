@@ -116,7 +116,8 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
                 f"the fake connector does not know yet, and {id} is {d.status(id)}: an answer that was "
                 "dropped had an effect",
             )
-    step = rig.step_until_matched(d, id)
+    rig.step_until_matched(d, id)
+    step = rig.step_until_ordered(d, id)
     external, due = d.first_external_tokens(id), _alone(rig, prompt)
     if (
         external != due
@@ -204,13 +205,11 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
                 f"params of request {number} have {keys} of the fake connector: the connector returns one "
                 "dict again",
             )
-    rig.step_until_matched(d, *ids)
-    if late := [id for id in ids if not d.waits_for_remote_kv(id)]:
-        raise rig.violation(
-            "",
-            f"with keys of a fake connector in its params {late[0]} is {d.status(late[0])}, and not loading",
-        )
     d.run()
+    if computed := [id for id in ids if not d.loads_started(id)]:
+        raise rig.violation(
+            "", f"with keys of a fake connector in its params {computed[0]} was computed by D, and not loaded"
+        )
     report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(

@@ -19,6 +19,7 @@ from pytest_kvconform.suite._peer_observations import (
     evidence,
     observe,
     outcome_of,
+    require_some_load,
     violation,
 )
 
@@ -32,6 +33,7 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank reports every request once, whichever rank was slow."""
     _check_reported_once(bench, "hand_overs", "KV-RANK-001")
     observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
+    require_some_load(observed)
     looked_at = 0
     for name, handed in observed.prefills.items():
         wanted = [("D", RECVING, observed.decodes[name].id), ("P", SENDING, handed.id)]

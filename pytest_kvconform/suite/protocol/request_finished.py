@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers
@@ -19,6 +21,10 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 ENDED = "request_finished"
+# Seconds in which a worker half reports an aborted prefill that it still wrote; times --kv-timeout-scale.
+DRAIN_S = 4.0
+# Behind a hit in D's prefix cache, after a load that failed, and after a preemption.
+MORE_ENDINGS = ("d-hit", "d-failed", "d-preempted")
 
 
 def _ends(*sides: Side) -> Evidence:
@@ -50,7 +56,7 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
 def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
-    """However and wherever a request ends, no block, request or memory of it is left.
+    """However and wherever a request ends, no block or request is left in the scheduler.
 
     This holds when the workers have reported everything.
     """
@@ -58,6 +64,45 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
     report_all(*sides)
     rig.require_no_leaks(*sides)
     return _ends(*sides)
+
+
+@case("KV-FINISH-003", variants=first_in_quick(*ENDINGS, *MORE_ENDINGS), rig="scheduler")
+def memory_of_ended_requests_is_bounded(rig: Rig, ending: str) -> Evidence:
+    """However requests end, the connector does not remember ever more of them.
+
+    If it remembers anything of one request after its end, many more requests end in the same way.
+    """
+    sides = _end_one(rig, ending, ())
+    ends = _ends(*sides)
+    rig.require_bounded_memory(sides, lambda: _end_one(rig, ending, sides))
+    return ends
+
+
+def _end_one(rig: Rig, ending: str, sides: tuple[Side, ...]) -> tuple[Side, ...]:
+    """Bring one request to its end, let the workers report everything, and let them know of the end."""
+    _, _, sides = (_end_on_d if ending in MORE_ENDINGS else run_to_end)(rig, ending, sides)
+    report_all(*sides)
+    for side in sides:
+        side.step()
+    return sides
+
+
+def _end_on_d(rig: Rig, ending: str, sides: tuple[Side, ...]) -> tuple[Side, str, tuple[Side, ...]]:
+    """Further ways on which a request of D comes to its end: see MORE_ENDINGS."""
+    needs_hand_over(rig)
+    p, d = sides or (rig.side("P"), rig.side("D", policy="recompute"))
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
+    if ending == "d-hit":
+        d.warm_prefix_cache(prompt, d.block_size)
+    _, id = rig.hand_over(p, d, prompt, max_tokens=3)
+    rig.step_until_matched(d, id)
+    if ending == "d-failed" and d.waits_for_remote_kv(id):
+        d.step(failed=[id])
+    elif ending == "d-preempted":
+        d.run(lambda: d.status(id) == "RUNNING")
+        d.preempt(id)
+    d.run()
+    return d, id, (p, d)
 
 
 @case("KV-FINISH-003", variants=first_in_quick("length+abort", "abort+stop", "stop+length"), rig="scheduler")
@@ -93,16 +138,15 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
     rig="scheduler",
 )
 def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
-    """Nobody reads a prefill that P did not finish: its blocks are free at once, and no params name them."""
+    """Nobody reads a prefill that P did not finish: its blocks are free at once, or soon if writes are under
+    way, and no params name them.
+    """
     needs_hand_over(rig)
     p, id, _ = run_to_end(rig, ending)
     [call] = p.calls_of(ENDED, id)
     if call.result[0]:
-        raise rig.violation(
-            "",
-            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps "
-            "blocks that no peer reads",
-        )
+        _require_workers_to_report(rig, ending)
+        report_all(p)
     if call.result[1] and any(map(p.owns_block, integers(call.result[1]))):
         raise rig.violation(
             "",
@@ -116,6 +160,27 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
             f"{call.arguments['status']}",
         )
     return Evidence(looked_at=1, unit="ends")
+
+
+def _require_workers_to_report(rig: Rig, ending: str) -> None:
+    """For an aborted prefill request_finished returned True, because writes may be under way. Abort one on an
+    engine with a real worker half, and raise Violation unless the worker reports it soon.
+    """
+    from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
+
+    p = start_engine_with_worker(rig)
+    _, id, _ = run_to_end(rig, ending, (p,))
+    [call] = p.calls_of(ENDED, id)
+    deadline = time.monotonic() + (patience := rig.scaled_seconds(DRAIN_S))
+    while call.result[0] and id in p.delayed_free_requests() and time.monotonic() < deadline:
+        p.step()
+    if id in p.delayed_free_requests():
+        raise rig.violation(
+            "",
+            f"for a prefill that ended as {call.arguments['status']} {call.hook} returned True: P keeps "
+            f"blocks that no peer reads, and in {patience:g} s the worker half has not reported them as sent",
+            diagnosis="P keeps the blocks of prefills that nobody will ask for",
+        )
 
 
 @case(

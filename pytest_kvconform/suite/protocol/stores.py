@@ -19,10 +19,10 @@ def is_store(rig: Rig) -> None:
 
 
 def _store(rig: Rig) -> Side:
-    from pytest_kvconform.rigs.scheduler.store_engine import start_store_engine
+    from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 
     is_store(rig)
-    return start_store_engine(rig)
+    return start_engine_with_worker(rig)
 
 
 def _turn(rig: Rig, side: Side, prompt: tuple[int, ...], known: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from .reads import Reads
-from .right import BLOCK, Groups, Right
+from .right import Groups, Right
 
 # ---- when it says that it has read ----
 
@@ -76,11 +76,13 @@ class RecomputesQuietly(Right):
 
 
 class AnnouncesLess(Reads):
-    """D announces one block less than P has, and reads what it announced."""
+    """D announces one whole block less than P has, and reads what it announced."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count - BLOCK, is_async) if count and count > BLOCK else (count, is_async)
+        size = self._vllm_config.cache_config.block_size
+        less = ((count or 0) - 1) // size * size - size
+        return (less, is_async) if less > 0 else (count, is_async)
 
     def choose(self, ours: list[int], theirs: list[int]) -> tuple[list[int], list[int]]:
         return ours, theirs[: len(ours)]

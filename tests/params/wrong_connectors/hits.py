@@ -20,7 +20,7 @@ class SilentWithoutALoad(Right):
 
 
 class StopsEarly(Right):
-    """Loads one block less where D has some already."""
+    """Loads one block less where D has some already, and so ends inside a block."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .right import Ended, Right, handed_over
+from .right import Answer, Ended, Right, handed_over
 
 
 class AnswersStrangers(Right):
@@ -17,12 +17,13 @@ class AnswersStrangers(Right):
         } if params is None and request.kv_transfer_params else params
 
 
-class NamesStrangers(Right):
-    """Names every request in its metadata, also of other connectors."""
+class LoadsByTransferId(Right):
+    """Takes the transfer id of another connector for one of its own."""
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.half._reqs_in_batch.add(request.request_id)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        if "transfer_id" in (request.kv_transfer_params or {}) and not num_computed_tokens:
+            return 16, True
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class TrustsAddresses(Right):

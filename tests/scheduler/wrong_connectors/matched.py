@@ -83,6 +83,15 @@ class AnswersAgain(Right):
         return (left, left > 0) if loads(request) else (0, False)
 
 
+class LoadsFreedBlocks(Right):
+    """Loads what P had each time that it is asked, also after a load has ended, well or not."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        if loads(request):
+            request.kv_transfer_params["do_remote_prefill"] = True
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class NeverSure(Right):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         return (

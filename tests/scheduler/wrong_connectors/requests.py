@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .right import Answer, Right, loads, prefills
+from .right import Answer, Ended, Right, loads, prefills
 
 # ---- changes of requests ----
 
@@ -73,19 +73,19 @@ class RepeatsLoads(Right):
         return metadata
 
 
-class RepeatsSends(Right):
-    """Names a request in the metadata of every step until it is sent."""
+class SendsAgain(Right):
+    """Orders the last send in every step, with its blocks, also after they were sent."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        if kept:
+            self.notes = {request.request_id: block_ids}
+        return kept, params
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
-        self.notes |= metadata.reqs_to_send
-        metadata.reqs_to_send = dict(self.notes)
+        metadata.blocks_to_send = dict(self.notes)
         return metadata
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        for name in connector_output.finished_sending or ():
-            self.notes.pop(name, None)
 
 
 class ReusesTheList(Right):

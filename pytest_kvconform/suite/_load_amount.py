@@ -1,0 +1,79 @@
+"""How much of a prompt a load must bring. It is the connector's choice, which the connector may declare.
+
+A connector that declares nothing should load every whole block (KV-HANDOVER-003), and may load fewer of them.
+A connector that declares `load_granularity` or `min_load` loads as much as that, and the prompts of all cases
+are longer by as many tokens as a load then needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.subject import Subject
+
+# Tokens that are added to the prompts of a cell if its longest prompt is not loaded: two chunks of the size
+# that is usual for stores, 256 tokens.
+LONGER = 512
+
+
+class HandedOver(Protocol):
+    """One request of an observation."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def prefill(self) -> Trace: ...
+    @property
+    def decode(self) -> Trace: ...
+
+
+class Ended(Protocol):
+    """An observation of a hand-over."""
+
+    @property
+    def requests(self) -> Sequence[HandedOver]: ...
+    @property
+    def failed(self) -> object: ...
+    @property
+    def stuck(self) -> tuple[str, ...]: ...
+
+
+def due_end(subject: Subject, r: HandedOver, block: int) -> int:
+    """Return the token of a prompt at which D's own computation begins at the latest, if the connector loads
+    as much as it declares, or else all whole blocks of `block` tokens. D's own hit: no load is due.
+
+    A load is a multiple of the granularity, or ends at one. D computes the last token in any case.
+    """
+    step = subject.load_granularity or block
+    local, last = r.decode.local_tokens, r.length - 1
+    end = min(last // step * step, local + (last - local) // step * step)
+    return end if end - local >= max(1, subject.min_load) else local
+
+
+def load_is_due(subject: Subject, r: HandedOver, block: int) -> bool:
+    """Whether the prompt is long enough for a load."""
+    return due_end(subject, r, block) > r.decode.local_tokens
+
+
+def loads(observed: Ended) -> bool:
+    """Whether D loaded something for a request."""
+    return any(r.decode.external_tokens for r in observed.requests)
+
+
+def tokens_to_add(subject: Subject, block: int, found: Ended, longest: Callable[[int], Any]) -> int:
+    """Return how many tokens to add to the prompts of a cell for a connector that declares no amount.
+
+    LONGER if D loads nothing of the cell's longest prompt, but something of one that is longer by so many
+    tokens; otherwise 0.
+
+    `found`: a hand-over of the cell. `longest`: tokens to add -> the observation of the longest prompt.
+    """
+    if found.failed or found.stuck or loads(found):
+        return 0
+    if not any(load_is_due(subject, r, block) for r in found.requests) or loads(longest(0)):
+        return 0
+    return LONGER if loads(longest(LONGER)) else 0

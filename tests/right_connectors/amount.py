@@ -1,0 +1,79 @@
+"""Connectors that load less than a whole prompt: right ones, and wrong ones beside them.
+
+All are ReferenceConnector but for what the docstring says. They are for models without recurrent states. How
+much is loaded is the connector's choice: D computes the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from reference_connector import ReferenceConnector
+
+CHUNK = 256
+
+
+class Right(ReferenceConnector):
+    """Nothing but ReferenceConnector."""
+
+
+class StopsElsewhere(ReferenceConnector):
+    """D's load ends at another token."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            scheduler, size = self._scheduler, vllm_config.cache_config.block_size
+            stop: Callable[[Any, int], int] = scheduler._stop
+            scheduler._stop = lambda handoff, prompt: self.stop(stop(handoff, prompt), size)
+
+    def stop(self, stop: int, block: int) -> int:
+        """Where the load ends, instead of token `stop`."""
+        raise NotImplementedError
+
+
+class OneBlockLess(StopsElsewhere):
+    """D loads whole blocks only, and leaves the last whole one to itself, as a store that keeps no block
+    which may still be written to.
+    """
+
+    def stop(self, stop: int, block: int) -> int:
+        return max(0, stop // block * block - block)
+
+
+class Threshold(ReferenceConnector):
+    """D loads nothing when fewer than 40 tokens are missing: to compute them is cheaper.
+
+    As vLLM's NixlConnector with kv_recompute_threshold.
+    """
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (tokens, asynchronous) if tokens and tokens >= 40 else (0, False)
+
+
+class Chunked(StopsElsewhere):
+    """D loads whole chunks of 256 tokens only, as LMCacheConnectorV1."""
+
+    def stop(self, stop: int, block: int) -> int:
+        return stop // CHUNK * CHUNK
+
+
+# ---- wrong ones --------------------------------------------------------------------------------------------
+
+
+class MovesNothing(ReferenceConnector):
+    """D loads nothing of any prompt."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 0, False
+
+
+class PartOfABlock(StopsElsewhere):
+    """The load ends inside the last whole block, and D computes the rest of this block."""
+
+    def stop(self, stop: int, block: int) -> int:
+        return max(0, stop // block * block - block // 2)

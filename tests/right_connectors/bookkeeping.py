@@ -1,0 +1,249 @@
+"""Right connectors whose records differ from those of NixlConnector.
+
+Each is the reference connector but for what its docstring says.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+
+from reference_connector import ReferenceConnector
+from reference_connector.connector import Metadata
+from reference_connector.messages import Load, Orders
+
+Ended = tuple[bool, dict[str, Any] | None]
+POLL_S = 0.01
+
+
+# ---- what is remembered of requests that have ended ----
+
+
+class Tombstones(ReferenceConnector):
+    """Remembers the last 64 requests that have ended, to tell late messages about them from nonsense."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: collections.deque[str] = collections.deque(maxlen=64)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.ended.append(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class ForgetsByTime(ReferenceConnector):
+    """Remembers requests that have ended for half a minute, as connectors do whose peers may ask late."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: dict[str, float] = {}
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        now = time.monotonic()
+        self.ended = {name: end for name, end in self.ended.items() if end > now - 30}
+        self.ended[request.request_id] = now
+        return super().request_finished_all_groups(request, block_ids)
+
+
+# ---- what the metadata of a step names ----
+
+
+class LevelTriggered(ReferenceConnector):
+    """Repeats every order for a load until it is reported. The workers take each once."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.open: dict[str, Load] = {}
+        self.taken: set[str] = set()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        orders = self._scheduler.take_orders()
+        self.open |= orders.loads
+        return Metadata(_with_loads(orders, dict(self.open)))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for name in connector_output.finished_recving or ():
+            self.open.pop(name, None)
+        super().update_connector_output(connector_output)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        loads = metadata.orders.loads
+        new = {name: load for name, load in loads.items() if name not in self.taken}
+        self.taken = set(loads)
+        self._worker.start(_with_loads(metadata.orders, new))
+
+
+def _with_loads(orders: Orders, loads: dict[str, Load]) -> Orders:
+    return Orders(loads=loads, leases=orders.leases, releases=orders.releases, renewals=orders.renewals)
+
+
+class RepeatsSends(ReferenceConnector):
+    """P names a lease in the metadata of every step until it is reported as sent."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.open: dict[int, str] = {}
+        self.taken: set[int] = set()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        orders = self._scheduler.take_orders()
+        self.open |= orders.leases
+        orders.leases = dict(self.open)
+        return Metadata(orders)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        sent = connector_output.finished_sending or ()
+        self.open = {number: name for number, name in self.open.items() if name not in sent}
+        super().update_connector_output(connector_output)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        leases = metadata.orders.leases
+        new = {number: name for number, name in leases.items() if number not in self.taken}
+        self.taken = set(leases)
+        orders = _with_loads(metadata.orders, metadata.orders.loads)
+        orders.leases = new
+        self._worker.start(orders)
+
+
+@dataclass
+class Met(Metadata):
+    requests: list[str] = field(default_factory=list)
+
+
+class PairsById(ReferenceConnector):
+    """Notes every request and tells its workers of it, with and without params, as a connector whose P and D
+    meet by the id of the request.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.met: set[str] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        self.met.add(request.request_id)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return Met(self._scheduler.take_orders(), sorted(self.met))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.met.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+
+# ---- params and ends ----
+
+
+class RanksInParams(ReferenceConnector):
+    """P's params list its layers, as those of connectors do that send layer by layer: small numbers."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        return kept, params | {"remote_layer_indices": list(range(32))} if params else params
+
+
+@dataclass
+class Draining(Metadata):
+    drain: list[str] = field(default_factory=list)
+
+
+class DrainsOnAbort(ReferenceConnector):
+    """P keeps the blocks of a prefill that is aborted while it runs, as a connector that pushes. Some steps
+    later its worker reports that no write is under way any more.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.drain: list[str] = []
+        self.steps_left: dict[str, int] = {}
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        asked = request.kv_transfer_params
+        asked = asked.get("do_remote_decode") if isinstance(asked, dict) else None
+        if not kept and asked and any(map(any, block_ids)):
+            self.drain.append(request.request_id)
+            return True, None
+        return kept, params
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        drain, self.drain = self.drain, []
+        return Draining(self._scheduler.take_orders(), drain)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.steps_left |= dict.fromkeys(metadata.drain, 3)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        self.steps_left = {name: left - 1 for name, left in self.steps_left.items()}
+        done = {name for name, left in self.steps_left.items() if left <= 0}
+        for name in done:
+            del self.steps_left[name]
+        sent = results.finished_sending | done
+        return KVConnectorTransferResults(sent, results.finished_recving, results.failed_recving)
+
+
+# ---- start, capabilities and shutdown ----
+
+
+class OwnEngineId(ReferenceConnector):
+    """Has an attribute engine_id of its own, host and port, as vLLM's MoRIIOConnector."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.engine_id = f"127.0.0.1:{vllm_config.kv_transfer_config.kv_port}"
+
+
+class TruthValues(ReferenceConnector):
+    """Answers with None, numbers and NumPy's values where vLLM tests the truth of an answer, counts with it
+    or looks a number up in it.
+    """
+
+    supports_divergent_local_hybrid_hits = np.bool_(True)
+
+    @property
+    def requires_kv_delivery(self) -> Any:
+        return int(self._kv_transfer_config.is_kv_producer)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> Any:
+        return extra_config.get("layerwise")
+
+    def has_pending_push_work(self) -> Any:
+        return np.bool_(super().has_pending_push_work())
+
+    def has_pending_block_frees(self) -> Any:
+        return None
+
+    def reset_cache(self) -> Any:
+        return 1
+
+    def get_finished_count(self) -> Any:
+        return np.int64(self._vllm_config.parallel_config.world_size)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> Any:
+        return np.array(super().get_loaded_kv_cache_group_ids(request))
+
+
+class EndsWhenCollected(ReferenceConnector):
+    """Has a thread that ends when Python collects the connector, as pools of threads and of sockets do."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        threading.Thread(target=_poll, args=(weakref.ref(self),), name="poller", daemon=True).start()
+
+
+def _poll(connector: Any) -> None:
+    while connector() is not None:
+        time.sleep(POLL_S)

@@ -1,0 +1,52 @@
+"""Connectors that answer later than at once, or more often than once, pass the cases that could alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import fixtures
+
+NONE = (
+    "returns_int_or_none_and_bool zero_tokens_is_never_async repeated_call_returns_the_same "
+    "call_without_free_blocks_starts_no_load load_without_room_starts_later none_is_followed_by_an_answer "
+    "loads_the_same_as_alone params_are_read_by_key"
+)
+CASES = {
+    "NoneBySteps": NONE,
+    "NoneByTime": NONE,
+    "NoneTrue": NONE,
+    "NoneForStrangers": f"{NONE} requests_without_own_params_are_ignored",
+    "StrictBookkeeping": "update_connector_output_takes_any_report",
+    "Retries": "failed_load_is_recomputed failed_load_ends_its_request",
+    "LoadsAgain": "announces_no_freed_blocks_after_the_load",
+    "OneLoadAtATime": (
+        "load_without_room_starts_later params_are_read_by_key shares_the_params_dict "
+        "abort_leaves_other_requests_alone"
+    ),
+    "OrdersLater": (
+        "load_fills_the_allocated_blocks load_is_in_one_step_only loads_the_same_as_alone "
+        "corrupted_lists_fail_only_their_request"
+    ),
+}
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.right_connectors.answers", "protocol", ("llama3_1_8b",), "full"),
+    lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
+)
+
+
+@pytest.mark.parametrize("connector", CASES)
+def test_a_right_connector_passes(run_cases: Callable[..., CellRun], connector: str) -> None:
+    names = set(CASES[connector].split())
+    run = run_cases(connector, "llama3_1_8b", only=lambda planned: planned.case.name in names)
+    reasons = {
+        f"{result.id} {result.outcome.value}": result.finding or result.reason
+        for result in run.results
+        if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
+    }
+    assert reasons == {}
+    passed = {name.partition("[")[0] for name, outcome in run.outcomes.items() if outcome == "PASS"}
+    assert passed == names

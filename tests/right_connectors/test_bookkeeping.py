@@ -1,0 +1,103 @@
+"""Connectors whose records differ from those of NixlConnector pass the cases that could alarm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import fixtures
+
+GEOMETRIES = ("llama3_1_8b", "gemma3_1b")
+MEMORY, ENDS = "memory_of_ended_requests_is_bounded", "every_block_is_freed"
+FEW = "plain-length p-length p-abort-running d-length d-failed missing begun"
+NOTHING_TO_LOAD = "load_is_not_ordered_into_freed_blocks[one_token]"
+# Connector -> cases of the scheduler tiers that could alarm.
+PROTOCOL = {
+    "Tombstones": (
+        MEMORY,
+        ENDS,
+        "abort_leaves_other_requests_alone",
+        "corrupted_params_fail_only_their_request",
+    ),
+    "ForgetsByTime": (MEMORY, ENDS),
+    "LevelTriggered": (
+        "load_is_not_ordered_into_freed_blocks",
+        "freed_blocks_are_in_no_order",
+        "metadata_does_not_change_after_its_step",
+        MEMORY,
+    ),
+    "RepeatsSends": ("freed_blocks_are_in_no_order", "metadata_does_not_change_after_its_step", MEMORY),
+    "PairsById": ("requests_without_own_params_are_ignored", "freed_blocks_are_in_no_order", MEMORY),
+    "RanksInParams": (
+        "params_name_the_final_blocks",
+        "handed_over_blocks_are_kept_until_sent",
+        "aborted_prefill_is_freed_at_once",
+        "params_are_read_by_key",
+    ),
+    "DrainsOnAbort": ("aborted_prefill_is_freed_at_once", "abort_leaves_other_requests_alone", ENDS, MEMORY),
+}
+INTERFACE = {
+    "OwnEngineId": ("halves_leave_engine_id_unchanged",),
+    "TruthValues": (
+        "requires_piecewise_for_cudagraph_answers_any_configuration",
+        "capability_properties_have_truth_values",
+        "get_loaded_kv_cache_group_ids_names_loaded_groups",
+        "optional_hooks_return_their_types",
+        "engine_starts_in_vllm_call_order",
+    ),
+    "EndsWhenCollected": (
+        "no_threads_ports_or_processes_left",
+        "shutdown_twice_is_harmless",
+        "next_engine_starts_on_same_port",
+    ),
+}
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
+    lambda case_runner: partial(_run, case_runner),
+)
+
+
+def _run(
+    case_runner: CaseRunner, tier: str, connector: str, geometry: str, cases: tuple[str, ...]
+) -> CellRun:
+    """Run these cases of a tier. Where many requests have to end, of few variants."""
+    runner = copy.copy(case_runner)
+    runner.tier = tier
+    variants = FEW if connector in ("Tombstones", "ForgetsByTime") else ""
+    return runner.run(
+        connector,
+        geometry,
+        variants=variants,
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name in cases,
+    )
+
+
+@pytest.mark.parametrize("connector", PROTOCOL)
+def test_a_right_scheduler_half_conforms(run_cases: Callable[..., CellRun], connector: str) -> None:
+    _all_pass(run_cases("protocol", connector, "llama3_1_8b", PROTOCOL[connector]), PROTOCOL[connector])
+
+
+@pytest.mark.parametrize("connector", INTERFACE)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_right_start_and_shutdown_conform(
+    run_cases: Callable[..., CellRun], geometry: str, connector: str
+) -> None:
+    cases = INTERFACE[connector]
+    run = run_cases("interface", connector, geometry, cases)
+    _all_pass(run, cases if geometry == GEOMETRIES[0] else ())
+
+
+def _all_pass(run: CellRun, cases: tuple[str, ...]) -> None:
+    other = {
+        name: outcome
+        for name, outcome in run.outcomes.items()
+        if outcome != ("NOT-APPLICABLE" if name == NOTHING_TO_LOAD else "PASS")
+    }
+    assert other == {}, {name: str(run.findings.get(name)) for name in other}
+    assert {name.partition("[")[0] for name in run.outcomes} >= set(cases)
