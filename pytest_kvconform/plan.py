@@ -114,10 +114,10 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
 def module_names() -> list[str]:
     """Return `<tier>/<module>` for every file of cases: tiers from cheap to expensive, then by name.
 
-    A name that begins with _ holds no cases.
+    A tier may have folders: `<tier>/<folder>/<module>`. A name that begins with _ holds no cases.
     """
     root = loading.package_folder(loading.suite_package())
-    paths = [path.relative_to(root).with_suffix("") for path in root.glob("*/*.py")]
+    paths = [path.relative_to(root).with_suffix("") for path in root.glob("*/**/*.py")]
     names = [path.as_posix() for path in paths if not any(part.startswith(("_", ".")) for part in path.parts)]
     return sorted(names, key=lambda name: (tier_order(name.split("/")[0]), name))
 
@@ -187,10 +187,11 @@ def _selected_by(
     return [planned for planned in selected if wanted & {PREFIX, *_selectors(planned)}]
 
 
-def _selectors(planned: PlannedCase) -> tuple[str, str, str, str]:
-    """Return every argument that selects the case, except kv:: itself: tier, module, case, id."""
-    module = f"{PREFIX}{planned.module}"
-    return module.rpartition("/")[0], module, f"{module}::{planned.case.name}", planned.id
+def _selectors(planned: PlannedCase) -> tuple[str, ...]:
+    """Return every argument that selects the case, except kv:: itself: tier, folder, module, case, id."""
+    parts = planned.module.split("/")
+    folders = [PREFIX + "/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return *folders, f"{folders[-1]}::{planned.case.name}", planned.id
 
 
 # ---- order ------------------------------------------------------------------------------------------------

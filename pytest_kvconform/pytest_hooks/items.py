@@ -55,7 +55,8 @@ class Tier(pytest.Collector):
     def collect(self) -> Iterator[pytest.Collector]:
         for name in dict.fromkeys(one.module for one in self.planned):
             path = Path(inspect.getfile(load_module(name)[0]))
-            node = CaseModule.from_parent(self, name=name.split("/")[1], nodeid=f"{PREFIX}{name}", path=path)
+            inside = name.partition("/")[2]
+            node = CaseModule.from_parent(self, name=inside, nodeid=f"{PREFIX}{name}", path=path)
             node.runner, node.planned = self.runner, [one for one in self.planned if one.module == name]
             yield node
 

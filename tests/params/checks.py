@@ -14,7 +14,7 @@ MODULES = (
     "protocol/prefix_cache_hits",
     "protocol/aborts",
     "protocol/multi_connector",
-    "protocol/stores",
+    "protocol/stores/saved_prompts",
 )
 
 

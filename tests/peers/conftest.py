@@ -8,7 +8,7 @@ from pytest_kvconform.result import CaseResult, Outcome
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
-MODULES = ("protocol/peers", "protocol/lease", "protocol/rank_reports")
+MODULES = ("protocol/peers/unreachable", "protocol/peers/lease", "protocol/peers/rank_reports")
 # Seconds. The suite gives NixlConnector itself a lease.
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another

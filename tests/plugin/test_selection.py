@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_kvconform.plan import make_plan, module_names
+from pytest_kvconform.settings import Settings
+
 
 def ids(run) -> list[str]:
     return [line for line in run.lines if line.startswith("kv::")]
@@ -109,3 +112,11 @@ def test_pytests_own_selection_works(kv, arguments, pytester):
 def test_last_failed(kv):
     kv(deeds={"arrive(gemma3-P1D2-n63*": "violate"})
     assert collect(kv, "--lf") == ["kv::engine/bytes::arrive[gemma3-P1D2-n63]"]
+
+
+def test_a_folder_of_a_tier_is_an_argument():
+    """`kv::protocol/peers` selects the cases of all files of the folder."""
+    plan = make_plan(Settings(), ["kv::protocol/peers"])
+    modules = {planned.module for planned in plan.selected}
+    assert modules == {name for name in module_names() if name.startswith("protocol/peers/")}
+    assert "protocol/peers/lease" in modules

@@ -79,7 +79,7 @@ def _check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
                             "second report for another rank's",
                         )
     if failed and any(_not_waiting(observed, role) for role in "PD"):
-        raise Blocked("depends on kv::protocol/rank_reports::only_waiting_requests_are_reported")
+        raise Blocked("depends on kv::protocol/peers/rank_reports::only_waiting_requests_are_reported")
     if failed:
         raise failed
 

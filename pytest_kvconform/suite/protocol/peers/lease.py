@@ -42,7 +42,9 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     """Observe a scenario in which P has freed the blocks of its request."""
     observed = _with_short_lease(bench, name, rule, owns)
     if not observed.numbers["freed"]:
-        raise Blocked("depends on kv::protocol/lease::expired_lease_frees_blocks: P has not freed the blocks")
+        raise Blocked(
+            "depends on kv::protocol/peers/lease::expired_lease_frees_blocks: P has not freed the blocks"
+        )
     return observed
 
 

@@ -1,0 +1,1 @@
+"""Cases about stores: what the scheduler half announces for prompts that were saved."""
