@@ -36,7 +36,7 @@ class Case:
 
     name: str  # the function's name: "rows_arrive"
     rule: str  # id of the rule it checks: "KV-BYTES-001"
-    tier: str  # the folder of its module: "engine"
+    tier: str  # the folder of `suite` that its module is in: "engine"
     rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers" or "scheduler"
     body: Body  # body(bench, variant)
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
@@ -60,7 +60,7 @@ def case(
     """
 
     def register(body: Body) -> Body:
-        tier = body.__module__.split(".")[-2]
+        tier = body.__module__.partition(".suite.")[2].partition(".")[0]
         rigs = RIGS_OF_TIERS.get(tier, ("engine",))
         if not rig and "scheduler" in rigs:
             raise ValueError(f"{body.__name__}: a case of tier {tier} names its rig: {', '.join(rigs)}")
