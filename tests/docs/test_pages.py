@@ -215,7 +215,7 @@ def test_every_field_of_a_family_is_described() -> None:
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 4,
+        "docs/authors.md": 5,
         "docs/families.md": 1,
         "docs/rules.md": 1,
     }
@@ -228,6 +228,13 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
     assert settings.timeout_scale == 2.0
     assert settings.report == str(tmp_path / "build" / "kv-report")
     assert resolve(settings).config == {"kv_connector_extra_config": {"chunk": 4}}
+
+
+def test_the_lines_about_the_amount_of_a_load(tmp_path: Path) -> None:
+    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "min_load" in block]
+    (tmp_path / "pyproject.toml").write_text(block)
+    subject = resolve(load({"kv_connector": "m:C"}, {}, tmp_path))
+    assert (subject.load_granularity, subject.min_load) == (256, 40)
 
 
 def test_the_table_for_a_store(tmp_path: Path) -> None:

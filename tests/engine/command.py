@@ -44,6 +44,8 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # a shell that starts a command in the background lets it ignore SIGINT
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
                 env=keep
                 | {
                     MARK: self.mark,

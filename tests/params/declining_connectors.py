@@ -56,17 +56,6 @@ class HandsNothingOver(WithWindows):
         return (False, None) if self.windows else super().request_finished_all_groups(request, block_ids)
 
 
-class NothingBehindHits(wrong_connectors.Right):
-    """D computes the rest of what it has in its own cache."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
-        return (
-            (0, False)
-            if num_computed_tokens
-            else super().get_num_new_matched_tokens(request, num_computed_tokens)
-        )
-
-
 # ---- no clean refusals ---------------------------------------------------------------------------
 
 
@@ -97,9 +86,9 @@ class DeclinesTooLate(WithWindows):
         return super().request_finished_all_groups(request, block_ids)
 
 
-class LoadsTooLittleBehindHits(wrong_connectors.Right):
-    """Announces a block less than there is where D has something in its own cache."""
+class LoadsTooMuchBehindHits(wrong_connectors.Right):
+    """Announces a block more than there is where D has something in its own cache."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return (count - 16 if num_computed_tokens and count and count > 16 else count), is_async
+        return (count + 16 if num_computed_tokens and count else count), is_async

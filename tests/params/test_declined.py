@@ -51,14 +51,6 @@ CLEAN = [
         "engine_starts_in_vllm_call_order[D]",
         "ValueError: this engine has sliding windows, and they are not supported",
     ),
-    Declines(
-        "NothingBehindHits",
-        "protocol/prefix_cache_hits",
-        "load_starts_after_the_local_hit[3b_b]",
-        "after a hit D loads nothing, and has computed the rest",
-        HIT,
-        "llama3_1_8b",
-    ),
 ]
 SILENT = [  # no case fails: there is nothing to look at
     Declines("AnnouncesNothing", LATER, "params_are_read_by_key[reordered]", ""),
@@ -69,7 +61,7 @@ WRONG = [
     Declines("SaysNoWord", START, "engine_starts_in_vllm_call_order[D]", ""),
     Declines("DeclinesTooLate", LATER, "params_are_read_by_key[reordered]", ""),
     Declines(
-        "LoadsTooLittleBehindHits",
+        "LoadsTooMuchBehindHits",
         "protocol/prefix_cache_hits",
         "load_starts_after_the_local_hit[3b_b]",
         "",

@@ -28,8 +28,7 @@ CASES = {
         "abort_leaves_other_requests_alone"
     ),
     "OrdersLater": (
-        "load_fills_the_allocated_blocks load_is_in_one_step_only loads_the_same_as_alone "
-        "corrupted_lists_fail_only_their_request"
+        "load_fills_the_allocated_blocks loads_the_same_as_alone corrupted_lists_fail_only_their_request"
     ),
 }
 case_runner, run_cases = fixtures(
