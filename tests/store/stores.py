@@ -25,7 +25,9 @@ class Right(ExampleConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
+        model = vllm_config.model_config
         self.shape = vllm_config.parallel_config.tensor_parallel_size, self._block_size
+        self.engine = model.model, str(model.dtype), vllm_config.cache_config.cache_dtype
         self.rank = vllm_config.parallel_config.rank
         self.known: dict[str, Any] = {}  # requests that are under way
         self.blocks: dict[str, list[int]] = {}
@@ -44,11 +46,27 @@ class Right(ExampleConnector):
 
     def found(self, request: Any) -> int:
         """Tokens of a prompt that are saved."""
-        tokens = torch.tensor(request.prompt_token_ids)
-        return self.whole(tokens) if self.saved(tokens[: self.whole(tokens)]) else 0
+        tokens = self.tokens(request)
+        return len(tokens) if self.saved(tokens, self.extra(request)) else 0
 
-    def saved(self, tokens: torch.Tensor) -> bool:
-        return len(tokens) > 0 and Path(self._generate_foldername_debug(tokens, [])).exists()
+    def tokens(self, request: Any) -> torch.Tensor:
+        """The tokens of a prompt that a store may keep; zeros in the place of embeddings."""
+        prompt = torch.tensor(request.all_token_ids[: request.num_prompt_tokens])
+        return prompt[: self.whole(prompt)]
+
+    def extra(self, request: Any) -> list[str]:
+        """All that tells a prompt from others of the same tokens."""
+        adapter = request.lora_request
+        embeddings = request.prompt_embeds
+        return [
+            f"salt {request.cache_salt}",
+            f"adapter {(adapter.lora_name, adapter.lora_path) if adapter else None}",
+            f"embeddings {None if embeddings is None else embeddings.float().numpy().tobytes().hex()}",
+            *(f"{image.identifier} at {image.mm_position.offset}" for image in request.mm_features),
+        ]
+
+    def saved(self, tokens: torch.Tensor, extra: list[str]) -> bool:
+        return len(tokens) > 0 and Path(self._generate_foldername_debug(tokens, extra)).exists()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -66,11 +84,11 @@ class Right(ExampleConnector):
             steps.append((name, done, blocks, name in cached.resumed_req_ids))
         for name, done, blocks, fresh in steps:
             self.blocks[name] = ([] if fresh else self.blocks[name]) + list(blocks[0] if blocks else [])
-            request, size = self.known[name], self.whole(self.known[name].prompt_token_ids)
-            tokens = torch.tensor(request.prompt_token_ids)[:size]
+            tokens, extra = self.tokens(self.known[name]), self.extra(self.known[name])
+            end = done + scheduler_output.num_scheduled_tokens[name]
             if name in self.loads:
                 meta.requests.append(self.part(tokens, name, self.loads.pop(name), is_store=False))
-            elif done < size <= done + scheduler_output.num_scheduled_tokens[name] and not self.saved(tokens):
+            elif done < len(tokens) <= end and not self.saved(tokens, extra):
                 meta.requests.append(self.part(tokens, name, 0, is_store=True))
         return meta
 
@@ -81,7 +99,7 @@ class Right(ExampleConnector):
             torch.tensor(self.blocks[name])[positions // self._block_size] * self._block_size
             + positions % self._block_size
         )
-        return ReqMeta(token_ids=tokens, slot_mapping=slots, is_store=is_store, mm_hashes=[])
+        return ReqMeta(tokens, slots, is_store, self.extra(self.known[name]))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         for of_requests in (self.known, self.blocks, self.loads):
@@ -95,7 +113,7 @@ class Right(ExampleConnector):
     ) -> str:
         return str(
             super()._generate_foldername_debug(
-                self.key(token_ids), [*mm_hashes, str(self.shape)], create_folder
+                self.key(token_ids), [*mm_hashes, str(self.shape), str(self.engine)], create_folder
             )
         )
 
@@ -111,15 +129,16 @@ class Right(ExampleConnector):
         layers = {name: layer.kv_cache for name, layer in forward_context.no_compile_layers.items()}
         for request in self._get_connector_metadata().requests:
             for name in () if request.is_store else layers:
-                saved = self.read(name, request.token_ids, list(layers))
+                saved = self.read(name, request, list(layers))
                 slots = self.slots(request.slot_mapping)
                 blocks, offsets = slots // self._block_size, slots % self._block_size
                 layers[name][blocks, :, offsets] = saved[
                     len(request.token_ids) - len(slots) : len(request.token_ids)
                 ]
 
-    def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
-        return safetensors.torch.load_file(self._generate_filename_debug(layer, tokens, []))["kv_cache"]
+    def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
+        file = self._generate_filename_debug(layer, request.token_ids, request.mm_hashes)
+        return safetensors.torch.load_file(file)["kv_cache"]
 
     def slots(self, slots: torch.Tensor) -> torch.Tensor:
         return slots
@@ -149,22 +168,22 @@ class LoadsNothing(Right):
 class LoadsLateByOne(Right):
     """Every block gets what belongs to the one before it."""
 
-    def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
-        return super().read(layer, tokens, layers).roll(self._block_size, 0)
+    def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
+        return super().read(layer, request, layers).roll(self._block_size, 0)
 
 
 class WrongLayer(Right):
     """The first layer gets what belongs to the second."""
 
-    def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
-        return super().read(layers[1] if layer == layers[0] else layer, tokens, layers)
+    def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
+        return super().read(layers[1] if layer == layers[0] else layer, request, layers)
 
 
 class SwapsPlanes(Right):
     """K and V are exchanged."""
 
-    def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
-        saved = super().read(layer, tokens, layers)
+    def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
+        saved = super().read(layer, request, layers)
         return saved.roll(saved.shape[-1] // 2, -1)
 
 

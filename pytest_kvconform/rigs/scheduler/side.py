@@ -52,13 +52,14 @@ class Side(SideState):
         *,
         stop: bool = False,
         read_cache: bool = True,
+        **fields: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
 
         `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
         is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
-        caches, as one that wants log-probabilities of its prompt. Raises HarnessError if the params are no
-        JSON.
+        caches, as one that wants log-probabilities of its prompt. `fields`: further ones of vLLM's
+        EngineCoreRequest. Raises HarnessError if the params are no JSON.
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -79,17 +80,14 @@ class Side(SideState):
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
         sampling.update_from_generation_config({}, END_OF_SEQUENCE)
-        request = EngineCoreRequest(
-            request_id=id,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=sampling,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        given = {
+            "request_id": id,
+            "prompt_token_ids": list(prompt),
+            "sampling_params": sampling,
+            "arrival_time": time.time(),
+        }
+        absent = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
+        request = EngineCoreRequest(**dict.fromkeys(absent) | given | fields)
         self.prompts[id] = tuple(prompt)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop

@@ -6,24 +6,33 @@ What a store announces depends on what its workers have saved.
     side.add(rig.prompt(40))
     side.run()
 
+    other = start_scheduler_half(rig, other="model")  # of an engine beside it, which finds what was saved
+
 It has one rank and no model. Its KV memory holds nothing in particular: the byte rig compares bytes.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pytest_kvconform.rigs.bytes.layers import metadata
-from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
 LONGEST = 8  # blocks of a request
+ENCODER_TOKENS = 1024
+EMBEDDING = 8  # numbers of a token
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
@@ -37,6 +46,57 @@ def start_engine_with_worker(rig: Rig) -> Side:
     half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
+
+
+def start_scheduler_half(rig: Rig, other: str = "") -> Side:
+    """Start the scheduler of a second engine, without a worker.
+
+    `other`: "model" or "dtype", in which the engine differs; "": in nothing.
+    """
+    config = rig.host.vllm_config("P")
+    config.model_config = copy.copy(config.model_config)
+    if other == "model":
+        config.model_config.model = config.model_config.served_model_name = "org/another-model"
+    elif other == "dtype":  # of the same size, so that every byte would fit
+        half = torch.float16
+        config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
+    first = first_block(1)
+    return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + BLOCKS + 1), first)
+
+
+def allow_images(side: Side) -> None:
+    """Give the scheduler room for the output of an image encoder, as for a model that has one."""
+    side.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
+    side.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
+
+
+def request_fields(what: str, length: int) -> dict[str, dict[str, Any]]:
+    """Fields of vLLM's EngineCoreRequest in which requests of the same tokens differ, by name.
+
+    `what`: "salt", "lora", "image" or "embeddings". `length`: tokens of the prompt; those of an embedding are
+    zeros.
+    """
+    if what == "salt":
+        return {f"cache_salt={salt!r}": {"cache_salt": salt} for salt in ("user 1", "user 2")}
+    if what == "lora":  # two adapters, and one of these names that was pointed to another path
+        named = (("a", "/adapters/a"), ("b", "/adapters/b"), ("a", "/adapters/a-retrained"))
+        return {
+            f"LoRA {name!r} of {path}": {"lora_request": LoRARequest(name, number, path)}
+            for number, (name, path) in enumerate(named, 1)
+        }
+    if what == "image":
+        place = PlaceholderRange(offset=0, length=length // 2)
+        return {
+            f"the image {name}": {"mm_features": [MultiModalFeatureSpec(None, "image", name, place)]}
+            for name in ("5eed0001", "5eed0002")
+        }
+    return {
+        f"embeddings of {value}": {
+            "prompt_token_ids": None,
+            "prompt_embeds": torch.full((length, EMBEDDING), value, dtype=torch.bfloat16),
+        }
+        for value in (0.25, 0.5)
+    }
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ReqMeta
 
 from tests.store import stores
 
@@ -35,7 +37,8 @@ class LooksUpOtherTokens(Store):
 
     def found(self, request: Any) -> int:
         tokens = torch.tensor(request.prompt_token_ids[:-1])
-        return self.whole(tokens) if self.saved(tokens[: self.whole(tokens)]) else 0
+        tokens = tokens[: self.whole(tokens)]
+        return len(tokens) if self.saved(tokens, self.extra(request)) else 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         self.known[request.request_id] = request
@@ -46,12 +49,13 @@ class AnnouncesTheRest(Store):
     """Takes a prompt whose first block is saved for saved, and loads what it finds."""
 
     def found(self, request: Any) -> int:
-        tokens = torch.tensor(request.prompt_token_ids)
-        return self.whole(tokens) if self.saved(tokens[: self._block_size]) else 0
+        tokens = self.tokens(request)
+        return len(tokens) if self.saved(tokens[: self._block_size], self.extra(request)) else 0
 
-    def read(self, layer: str, tokens: torch.Tensor, layers: list[str]) -> torch.Tensor:
-        found = super().read(layer, tokens[: self._block_size], layers)
-        return found.repeat(-(-len(tokens) // len(found)), 1, 1)
+    def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
+        first = replace(request, token_ids=request.token_ids[: self._block_size])
+        found = super().read(layer, first, layers)
+        return found.repeat(-(-len(request.token_ids) // len(found)), 1, 1)
 
 
 class CountsTokens(OwnFolder, stores.CountsTokens):

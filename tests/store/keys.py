@@ -1,0 +1,107 @@
+"""Stores whose key lacks one thing, or that do not forget; and right ones beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from tests.store import stores
+
+
+class Right(stores.Right):
+    """Has a folder for each process: what a case has saved is none of another one's. It resets nothing."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._storage_path += f"/{os.getpid()}"
+
+
+class Resets(Right):
+    """No mistake: reset_cache empties the folder."""
+
+    def reset_cache(self) -> bool | None:
+        shutil.rmtree(self._storage_path)
+        return True
+
+
+class Refuses(Right):
+    """No mistake: reset_cache returns that it cannot."""
+
+    def reset_cache(self) -> bool | None:
+        return False
+
+
+class Hashes(Right):
+    """No mistake: vLLM's own block hashes are the key, as in MooncakeStoreConnector."""
+
+    def extra(self, request: Any) -> list[str]:
+        return [request.block_hashes[self.whole(range(request.num_prompt_tokens)) // 16 - 1].hex()]
+
+
+class Lacks(Right):
+    """The key lacks what begins with a word."""
+
+    word = ""
+
+    def extra(self, request: Any) -> list[str]:
+        return [part for part in super().extra(request) if not part.startswith(self.word)]
+
+
+class LacksSalt(Lacks):
+    """The key has no cache_salt."""
+
+    word = "salt"
+
+
+class LacksAdapter(Lacks):
+    """The key has no LoRA adapter."""
+
+    word = "adapter"
+
+
+class LacksEmbeddings(Lacks):
+    """The key has no prompt embeddings: their token ids are zeros."""
+
+    word = "embeddings"
+
+
+class LacksImages(Right):
+    """The key has no images."""
+
+    def extra(self, request: Any) -> list[str]:
+        return super().extra(request)[:3]
+
+
+class LacksPathOfAdapter(Right):
+    """An adapter that was trained further is the same to it."""
+
+    def extra(self, request: Any) -> list[str]:
+        name = request.lora_request.lora_name if request.lora_request else None
+        salt, _, *rest = super().extra(request)
+        return [salt, f"adapter {name}", *rest]
+
+
+class LacksModel(Right):
+    """Engines of all models share what is saved."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.engine = "", *self.engine[1:]
+
+
+class LacksDtype(Right):
+    """The dtype "auto" of the configuration is that of all engines."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.engine = self.engine[0], "", self.engine[2]
+
+
+class ForgetsNothing(Right):
+    """reset_cache returns True, and every file stays."""
+
+    def reset_cache(self) -> bool | None:
+        return True

@@ -1,0 +1,88 @@
+"""The keys of stores: what is saved under one key is announced under no other, and a reset forgets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.wrong import Wrong, on
+
+OTHER_KEYS, RESET = "other_keys_match_nothing", "reset_store_forgets"
+MODEL, DTYPE = "other_models_match_nothing[model]", "other_models_match_nothing[dtype]"
+
+
+@pytest.fixture(scope="module")
+def case_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.store.keys", "protocol", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.fixture
+def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[[str], CellRun]:
+    """Run the cases about keys on a store."""
+
+    def run(store: str) -> CellRun:
+        return case_runner.run(
+            store,
+            "llama3_1_8b",
+            setup="b16",
+            profile="" if store == "ExampleConnector" else "store",
+            config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+            only=lambda planned: planned.module == "protocol/stores/keys",
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("store", "resets"), [("Right", False), ("Resets", True), ("Refuses", False), ("Hashes", False)]
+)
+def test_a_right_store_passes(run_cases: Callable[[str], CellRun], store: str, resets: bool) -> None:
+    run = run_cases(store)
+    assert {name for name, outcome in run.outcomes.items() if outcome != "PASS"} == set(
+        () if resets else (RESET,)
+    )
+    assert run.outcomes[RESET] == ("PASS" if resets else "NOT-APPLICABLE")
+    announced = [evidence.external_tokens for evidence in run.evidence.values()]
+    assert len(announced) >= 6 and min(announced) >= 48
+
+
+SAME = "48 of 53 tokens were announced for a prompt with .*, and the same tokens were saved with"
+WRONG = [
+    Wrong("LacksSalt", {f"{OTHER_KEYS}[salt]": SAME.replace(".*", "cache_salt='user 1'")}),
+    Wrong("LacksAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of /adapters/a")}),
+    Wrong("LacksPathOfAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of .*-retrained")}),
+    Wrong("LacksImages", {f"{OTHER_KEYS}[image]": SAME.replace(".*", "the image 5eed0001")}),
+    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings of 0.25")}),
+    Wrong("LacksModel", {MODEL: "48 tokens were announced on an engine with another model"}),
+    Wrong("LacksDtype", {DTYPE: "48 tokens were announced on an engine with another dtype"}),
+    Wrong("ForgetsNothing", {RESET: "reset_cache returned True, and then 48 of 53 tokens were announced"}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[[str], CellRun], wrong: Wrong) -> None:
+    run = run_cases(wrong.connector)
+    assert run.failed == set(wrong.fails)
+    for case, pattern in wrong.fails.items():
+        assert re.search(pattern, run.findings[case].happened)
+
+
+def test_vllms_example_connector_knows_tokens_and_images_only(run_cases: Callable[[str], CellRun]) -> None:
+    run = run_cases("ExampleConnector")
+    assert run.failed == {
+        *on(f"{OTHER_KEYS}[salt] {OTHER_KEYS}[lora] {OTHER_KEYS}[embeddings]", ""),
+        MODEL,
+        DTYPE,
+    }
+    assert run.outcomes[f"{OTHER_KEYS}[image]"] == "PASS"
+    assert "returned (-16, False)" in run.findings[f"{OTHER_KEYS}[embeddings]"].happened
