@@ -230,13 +230,6 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
     assert resolve(settings).config == {"kv_connector_extra_config": {"chunk": 4}}
 
 
-def test_the_lines_about_the_amount_of_a_load(tmp_path: Path) -> None:
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "min_load" in block]
-    (tmp_path / "pyproject.toml").write_text(block)
-    subject = resolve(load({"kv_connector": "m:C"}, {}, tmp_path))
-    assert (subject.load_granularity, subject.min_load) == (256, 40)
-
-
 def test_the_table_for_a_store(tmp_path: Path) -> None:
     [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "profile" in block]
     (tmp_path / "pyproject.toml").write_text(block)
@@ -253,10 +246,11 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
     text = "\n".join(
         block
         for block in blocks(PAGES["docs/authors.md"], "toml")
-        if ".features]" in block or ".known]" in block
+        if "min_load" in block or ".features]" in block or ".known]" in block
     )
     (tmp_path / "pyproject.toml").write_text(text)
     subject = resolve(load({"kv_connector": "m:C"}, {}, tmp_path))
+    assert (subject.load_granularity, subject.min_load) == (256, 40)
     assert subject.features == {
         "full-attention": "",
         "sliding-window": "",

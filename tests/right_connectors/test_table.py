@@ -1,0 +1,71 @@
+"""right.toml lists every right connector of this folder. ci/right_connectors.py runs the suite on each."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pytest_kvconform.declaration import read
+from tests.helpers.fixtures import ROOT, must_be_installed
+
+SCRIPT = ROOT / "ci" / "right_connectors.py"
+HERE = Path(__file__).parent
+# Classes of this folder that no run needs: bases, and the wrong connectors beside the right ones.
+OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "PartOfABlock"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("right_connectors", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def connectors_of(file: Path) -> set[str]:
+    """Classes of a file that derive from a class whose name ends with Connector, directly or not."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            if bases & found or any(re.search(r"Connector(Base)?(_V1|V1)?$", base) for base in bases):
+                found.add(node.name)
+    return found
+
+
+def test_every_right_connector_is_listed(script: ModuleType) -> None:
+    files = [file for file in HERE.glob("[!_]*.py") if not file.stem.startswith(("test_", "conftest"))]
+    found = {f"{file.stem}.{name}" for file in files for name in connectors_of(file) - OTHERS}
+    assert set(script.selected([])) == found
+
+
+def test_their_declarations_can_be_read(script: ModuleType) -> None:
+    for lines in script.selected([]).values():
+        declared = read(tomllib.loads(script.declaration(lines)), "right.toml")
+        assert declared.features["full-attention"] == ""
+
+
+def test_the_suite_runs_on_one(tmp_path: Path) -> None:
+    must_be_installed()
+    cases = "kv::protocol/prefix_cache_hits::load_starts_after_the_local_hit[llama3_1_8b-P1D1.b16-3b_b]"
+    command = [sys.executable, str(SCRIPT), "Threshold", "--out", str(tmp_path), "--", cases]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert re.search(r"^amount.Threshold +exit 0 .* CONFORMS: 1 case passed$", run.stdout, re.M), run
+    assert (run.returncode, run.stdout.splitlines()[-1]) == (0, "1 of 1 conform")
+    assert "1 passed" in (tmp_path / "amount.Threshold" / "output").read_text()
+
+
+def test_an_unknown_name(script: ModuleType) -> None:
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "Treshold"], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr.startswith("no right connector is called 'Treshold'")) == (2, True)
