@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.peers import scenarios
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.settings import Settings
-from pytest_kvconform.suite.protocol import peers
+from pytest_kvconform.suite.protocol.peers import unreachable
 
 
 def bench(scale: float) -> Any:
@@ -53,8 +53,10 @@ def test_what_counts_as_held_up_is_longer(
     def check(took_s: float) -> Evidence:
         """Check a request that took `took_s`, and that came together with one whose peer does not answer."""
         ended = DecodeResult("d", 0.0, 0.0, took_s, "length", Trace(id="d", prompt_tokens=55), ())
-        monkeypatch.setattr(peers, "completed", lambda *_: ScenarioObservation({"bad": ended, "own": ended}))
-        return peers.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")
+        monkeypatch.setattr(
+            unreachable, "completed", lambda *_: ScenarioObservation({"bad": ended, "own": ended})
+        )
+        return unreachable.unreachable_peer_delays_no_other_request(bench(scale), "silent_peer")
 
     assert check(limit - 0.1).looked_at == 1
     with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):

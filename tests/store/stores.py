@@ -193,6 +193,9 @@ class CountsTokens(Right):
     def key(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.full_like(tokens, 1)
 
+    def extra(self, request: Any) -> list[str]:
+        return []
+
 
 class FirstBlockOnly(Right):
     """Prompts that begin alike are the same to it."""
