@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
+from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.subject import merge_config
 
@@ -110,6 +111,13 @@ class RunContext:
         """The deadlines of this run."""
         return Deadlines.scaled(self.settings.timeout_scale)
 
+    @functools.cached_property
+    def slow(self) -> int:
+        """How many times as long a lease is that the suite asks for: more than 1 on a machine with more than
+        two busy processes for each core, measured once.
+        """
+        return max(1, int(slowness() / 2))
+
     def next_name(self) -> str:
         """A name that is unique in the run."""
         return next(self.names)
@@ -117,6 +125,10 @@ class RunContext:
     def scaled_seconds(self, seconds: float) -> float:
         """A wait that --kv-timeout-scale makes longer, and never shorter."""
         return seconds * max(1.0, self.settings.timeout_scale)
+
+    def asked_lease_s(self, seconds: float) -> float:
+        """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
+        return self.scaled_seconds(seconds) * self.slow
 
     def store_folder(self, name: str) -> Path:
         """The folder in which a store saves; it does not exist yet."""
@@ -133,7 +145,7 @@ class RunContext:
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
-        return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
+        return self.lease_s(asked_s) > self.asked_lease_s(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end, and

@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
@@ -109,7 +110,7 @@ def _run(
     store: bool,
 ) -> TransferObservation:
     transfer = observed.transfer
-    deadline = time.monotonic() + limits.request
+    deadline = Deadline(limits.request, (p.process.pid, d.process.pid))
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt, None if store else PREFILL)
@@ -140,7 +141,7 @@ def _run(
     for request in targets:
         d.add(request)
     if transfer.preempt == "D":
-        while not d.step().outputs and time.monotonic() < deadline:
+        while not d.step().outputs and not deadline.over():
             p.step()
         d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
@@ -243,7 +244,7 @@ def _until_finished(
     peer: ByteEngineHandle,
     names: list[str],
     ends: dict[str, Output],
-    deadline: float,
+    deadline: Deadline,
 ) -> tuple[str, ...]:
     """Step both engines until requests of the first have ended.
 
@@ -257,7 +258,7 @@ def _until_finished(
                 waiting.discard(output.id)
         if waiting:
             peer.step()
-        if waiting and time.monotonic() > deadline:
+        if waiting and deadline.over():
             stuck = tuple(
                 f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
                 for name in sorted(waiting)
@@ -273,14 +274,14 @@ def _release(p: ByteEngineHandle, d: ByteEngineHandle, seconds: float) -> tuple[
 
     Returns what they hold then.
     """
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds, (p.process.pid, d.process.pid))
     while True:
         d.step()
         p.step()
         usage = p.usage(), d.usage()
         if (
             all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or time.monotonic() > deadline
+            or deadline.over()
         ):
             return usage
         time.sleep(0.001)

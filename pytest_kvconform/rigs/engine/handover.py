@@ -25,6 +25,7 @@ from pytest_kvconform.rigs.engine.observation import (
     RequestObservation,
     logprob_distance,
 )
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
@@ -120,7 +121,7 @@ def _run(
     d.poison()
     prompts = scenario.expanded()
     run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
-    deadline = time.monotonic() + deadlines.request
+    deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
             _until_finished(
@@ -175,7 +176,7 @@ def _prefill(
     run: _Run,
     prompts: tuple[Prompt, ...],
     salt: str,
-    deadline: float,
+    deadline: Deadline,
 ) -> None:
     """Let P compute the prompts, all at once, and note its KV.
 
@@ -231,7 +232,7 @@ def _until_finished(
     engine: ModelEngineHandle,
     names: list[str],
     run: _Run,
-    deadline: float,
+    deadline: Deadline,
     peer: ModelEngineHandle | None = None,
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended.
@@ -249,7 +250,7 @@ def _until_finished(
                     waiting.discard(output.id)
         if waiting and peer is not None:
             peer.step(0)
-        if waiting and time.monotonic() > deadline:
+        if waiting and deadline.over():
             run.stuck = [
                 f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
                 for name in sorted(waiting)
@@ -272,7 +273,7 @@ def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tupl
 
     Returns what they hold then, and the seconds it took.
     """
-    started = time.monotonic()
+    started, deadline = time.monotonic(), Deadline(seconds, (p.process.pid, d.process.pid))
     while True:
         d.step(0)
         p.step(0)
@@ -280,7 +281,7 @@ def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tupl
         spent = time.monotonic() - started
         if (
             all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or spent > seconds
+            or deadline.over()
         ):
             return usage, spent
         time.sleep(0.002)

@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
@@ -229,11 +230,11 @@ class EngineProcess:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"
         threads, ports = self.before or (Counter(), frozenset())
-        deadline = time.monotonic() + 2.0  # threads may take a moment to end
+        deadline = Deadline(2.0)  # threads may take a moment to end
         if thread_names() - threads or children_of(os.getpid()):
             self.core.model_executor = self.scheduler.connector = None
             gc.collect()  # as vLLM does: some threads end with the objects that they serve
-        while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
+        while not deadline.over() and (thread_names() - threads or children_of(os.getpid())):
             time.sleep(0.02)
         return Leftovers(
             threads=tuple(sorted((thread_names() - threads).elements())),

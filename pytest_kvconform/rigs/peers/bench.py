@@ -67,7 +67,7 @@ class PeerBench:
     @property
     def _asked_lease_s(self) -> float:
         """Seconds of the lease that the suite asks for."""
-        return self.context.scaled_seconds(LEASE_S)
+        return self.context.asked_lease_s(LEASE_S)
 
     def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
         """Run every scenario of a cell, all at once."""

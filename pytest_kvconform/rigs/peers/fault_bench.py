@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, lengthened, tokens
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
@@ -88,8 +88,9 @@ class FaultBench:
             return ()
         self.context.require_short_lease(self._asked_lease_s)
         p, d = self._engines(cell, transfer.policy, longer)
-        deadline = time.monotonic() + self.lease_s + self.context.deadlines.release
-        while (held := mine & set(p.usage().requests)) and time.monotonic() < deadline:
+        pids = p.process.pid, d.process.pid
+        deadline = Deadline(self.lease_s + self.context.deadlines.release, pids)
+        while (held := mine & set(p.usage().requests)) and not deadline.over():
             p.step(0.05)
             d.step()
         return tuple(sorted(held))
@@ -101,8 +102,8 @@ class FaultBench:
 
     @property
     def _asked_lease_s(self) -> float:
-        """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
-        return self.context.scaled_seconds(LEASE_S)
+        """Seconds of the lease that the suite asks for."""
+        return self.context.asked_lease_s(LEASE_S)
 
     def _engines(
         self, cell: Cell, policy: str, longer: int = 0
@@ -200,7 +201,9 @@ def _observe(
         if found.failed or found.stuck:
             return found, reports
         mine = {r.prefill.id for r in found.requests}
-        usage = _until_quiet(transfer, p, d, time.monotonic() + deadlines.release, mine)
+        usage = _until_quiet(
+            transfer, p, d, Deadline(deadlines.release, (p.process.pid, d.process.pid)), mine
+        )
         reports = _report(p), _report(d)
         p_audits, d_audits = (
             _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
@@ -212,7 +215,7 @@ def _observe(
 
 
 def _until_quiet(
-    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
+    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: Deadline, mine: set[str]
 ) -> tuple[Usage, Usage]:
     """Step both engines until no transfer or message is under way and no block of this transfer is held."""
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
@@ -223,7 +226,7 @@ def _until_quiet(
         free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
         held = bool(mine & set(usage[0].requests)) and not may_keep
         quiet = free and not held and not any(_report(engine).pending for engine in (p, d))
-        if quiet or time.monotonic() > deadline:
+        if quiet or deadline.over():
             return usage
 
 

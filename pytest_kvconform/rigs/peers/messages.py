@@ -34,7 +34,9 @@ class RankObservation:
     steps: int
     idle_steps: int  # of these, without a token to compute
     load_error_polls: int  # calls of get_block_ids_with_load_errors
-    start_load_kv_calls: np.ndarray  # float64 [call, (start, seconds)]; start: seconds of the monotonic clock
+    # float64 [call, (start, seconds)]; start: of the monotonic clock; seconds: without those in which the
+    # thread waited for a core
+    start_load_kv_calls: np.ndarray
 
     def reports_of(self, field: str, request: str) -> list[RankReport]:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""

@@ -53,7 +53,7 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     """
     prefill = yield from engines.prefill(p)
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
-    by_itself = yield from until(lambda: request.id in d.outputs, engines.limits.release)
+    by_itself = yield from until(lambda: request.id in d.outputs, d.deadline(engines.limits.release))
     if not by_itself:
         yield from engines.decode(d, None)
     decode = yield from engines.finish_decode(d, request, added)

@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.peers.stepping import (
     Steps,
     until,
 )
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, tokens
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class ScenarioEngines:
         self.prefills_elsewhere = 0  # times that a scenario has let another one's engine compute a prompt
         self._specs: dict[str, ByteEngineSpec] = {}
         self._numbers = itertools.count()
+        self._deadlines: dict[str, Deadline] = {}  # request of D -> when it must have ended
         self._added: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
     def start(self, name: str, after: str = "") -> SteppedEngine:
@@ -180,7 +182,7 @@ class ScenarioEngines:
         request = self.make_request(self.new_prompt(), "p", PREFILL)
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
-        if not (yield from until(lambda: request.id in p.outputs, self.limits.request)):
+        if not (yield from until(lambda: request.id in p.outputs, p.deadline(self.limits.request))):
             sentence = (
                 f"P did not compute a prompt of {self.length} tokens within {self.limits.request:.0f} s"
             )
@@ -195,12 +197,14 @@ class ScenarioEngines:
         """Add D's request for a prompt that P has computed, or for a new prompt. Returns ByteRequest."""
         number = prefill.number if prefill else self.new_prompt()
         request = self.make_request(number, "d", params or (prefill.params if prefill else None))
+        self._deadlines[request.id] = d.deadline(self.limits.request)
         yield from d.call("add", request)
         return request
 
     def finish_decode(self, d: SteppedEngine, request: ByteRequest, added: float) -> Steps:
         """Wait for the end of a request of D. Returns DecodeResult."""
-        yield from until(lambda: request.id in d.outputs, self.limits.request - (time.monotonic() - added))
+        deadline = self._deadlines.get(request.id) or d.deadline(self.limits.request)
+        yield from until(lambda: request.id in d.outputs, deadline)
         output, ended = d.outputs.get(request.id, (None, time.monotonic()))
         trace = yield from d.call("trace", request.id)
         checks = yield from d.call("pop_checks", request.id)
@@ -240,8 +244,9 @@ class ScenarioEngines:
         yield from d.call("set_faults", (faults,))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, deadline, begun = faults.ranks or range(d.handle.ranks), added + self.limits.release, False
-        while not begun and time.monotonic() < deadline:
+        ranks, begun = faults.ranks or range(d.handle.ranks), False
+        deadline = d.deadline(self.limits.release)
+        while not begun and not deadline.over():
             reports = yield from d.call("fault_reports")
             begun = all(reports[rank].changed for rank in ranks)
         yield from d.call("set_faults", ())  # what is held stays held
@@ -252,19 +257,19 @@ class ScenarioEngines:
 
         Returns Usage.
         """
-        deadline = time.monotonic() + self.limits.release
+        deadline = engine.deadline(self.limits.release)
         while True:
             usage: Usage = yield from engine.call("usage")
             empty = usage.free_blocks == usage.total_blocks and not usage.requests
-            if empty or time.monotonic() > deadline:
+            if empty or deadline.over():
                 return usage
             yield
 
     def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
         """Wait until P no longer holds a request. Returns when; 0.0: not within `seconds`."""
-        deadline = time.monotonic() + seconds
+        deadline = p.deadline(seconds)
         while prefill.id in (yield from p.call("usage")).requests:
-            if time.monotonic() > deadline:
+            if deadline.over():
                 return 0.0
             yield
         return time.monotonic()

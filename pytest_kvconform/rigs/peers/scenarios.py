@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.peers.rank_scenarios import (
 )
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 
 STALL_S = 1.0  # for which P's process is stopped; a hook that waits for P takes as long
@@ -192,7 +193,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """D's request waits in the queue for longer than a lease before it is scheduled."""
     # D has met P by then: see `loading_past_lease`
-    yield from until(lambda: d.outputs, engines.limits.request)
+    yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
     added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
@@ -231,10 +232,11 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
     yield from until(
         lambda: engines.prefills_elsewhere == len(senders) or all(sender.done for sender in senders),
-        engines.limits.request,
+        p.deadline(engines.limits.request),
     )
     listeners = engines.silent_listeners
-    yield from until(lambda: any(one.received for one in listeners), engines.bench.scaled_seconds(CONTACT_S))
+    contact = Deadline(engines.bench.scaled_seconds(CONTACT_S))
+    yield from until(lambda: any(one.received for one in listeners), contact)
     valid = [frames for one in listeners for frames in one.received[:2]]
     before = yield from engines.prefill(p)
     listening = listening_ports(p.handle.process.pid)

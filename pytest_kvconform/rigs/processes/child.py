@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Collection
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
 from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
 
 LOG_LINES = 12
+POLL_S = 1.0  # between two looks at whether the process could run
 GONE = (
     "the zygote (the process that engines are forked from) is gone; "
     "did somebody kill it, or the machine for want of memory?"
@@ -45,8 +48,11 @@ class ChildProcess:
         self.pid: int = answer[1]
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time."""
-        if not self.connection.poll(deadline_s):
+        """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time.
+
+        Time in which the process waited for a core does not count.
+        """
+        if not poll(self.connection, Deadline(deadline_s, (getattr(self, "pid", os.getpid()),))):
             raise TimeoutError
         return self.connection.recv()
 
@@ -93,6 +99,14 @@ class ChildProcess:
             return self.log.read_bytes()[since:][-longest:].decode("utf-8", "backslashreplace")
         except OSError:
             return ""
+
+
+def poll(connection: Connection, deadline: Deadline) -> bool:
+    """Wait until a message, or the end of the connection, can be read. Returns whether it came in time."""
+    while not connection.poll(min(POLL_S, max(0.0, deadline.left()))):
+        if deadline.over():
+            return False
+    return True
 
 
 def connect(address: str, deadline_s: float) -> Connection:

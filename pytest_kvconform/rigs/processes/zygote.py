@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import (
     become_subreaper,
     children_of,
@@ -53,7 +54,7 @@ from pytest_kvconform.rigs.processes.linux import (
 )
 
 SOCKET = "zygote.sock"
-REQUEST_S = 5.0  # for a connected client to send its request
+REQUEST_S = 20.0  # for a connected client to send its request
 
 
 class ForkServer:
@@ -156,8 +157,8 @@ class ForkServer:
 
         Returns a sentence for each process that did not end.
         """
-        deadline = time.monotonic() + 5
-        while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
+        deadline = Deadline(5.0, (os.getpid(),))
+        while (pids := children_of(os.getpid())) and not deadline.over():
             self._note_shared_memory(pids)
             for pid in pids:
                 kill_session(pid)

@@ -13,11 +13,12 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import HostSpec
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
-GRACE_S = 10.0  # beyond a case's own deadline, which the host keeps
+GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
 HANGS = 3  # after so many cases that did not end in time, no other case is started
@@ -43,7 +44,8 @@ class SchedulerBench:
                 f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
             )
         deadline_s = CASE_PART * self.context.deadlines.call
-        end, in_time = self._ask(cell, (module, function, rule, variant, deadline_s), deadline_s + GRACE_S)
+        question = (module, function, rule, variant, deadline_s)
+        end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
         if not in_time:
             self._hung.append(function)
         return end

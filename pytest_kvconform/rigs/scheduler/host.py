@@ -28,6 +28,8 @@ from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes.child import poll
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
 from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
@@ -206,7 +208,7 @@ class Host:
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        in_time, end = line.poll(deadline_s), None
+        in_time, end = poll(line, Deadline(deadline_s, (pid, os.getpid()))), None
         if in_time:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end = line.recv()

@@ -8,6 +8,7 @@ before vLLM's own assertion ends the engine.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
@@ -29,14 +31,14 @@ class Call:
     step: int  # number of the side's step, from 1; 0: before the first
     arguments: dict[str, Any]  # numbers and block ids, copied: see `_arguments`
     result: Any
-    seconds: float
+    seconds: float  # without those in which the thread waited for a core
 
 
 @dataclass(frozen=True)
 class Unsure:
     """get_num_new_matched_tokens has answered None for a request, again and again."""
 
-    started: float  # time.monotonic()
+    since: Deadline  # without an end: how long it has done so
     times: int
     step: int  # of the last time
 
@@ -81,18 +83,18 @@ class Recorder:
             given = _arguments(hook, args, kwargs)
             before = _content(args[0]) if hook == "build_connector_meta" else None
             self.depth += 1
-            started = time.perf_counter()
+            started = time.perf_counter() - own_core_wait()
             try:
                 result = self.call(hook, method, *args, **kwargs)
             finally:
                 self.depth -= 1
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - own_core_wait() - started
             request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
             if hook == "update_state_after_alloc" or hook in FINISHED:
                 self.unsure.pop(request, None)
             elif hook == "update_connector_output" and given["finished_recving"]:
                 # The connector may have waited for the end of another load: the time begins anew.
-                now = time.monotonic()
+                now = Deadline(math.inf)
                 self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
             self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
             if hook == "get_num_new_matched_tokens":
@@ -109,8 +111,8 @@ class Recorder:
     def _note_match(self, request: str, answer: Any) -> None:
         """Note an answer of get_num_new_matched_tokens in `unsure`."""
         if isinstance(answer, tuple) and answer[:1] == (None,):
-            before = self.unsure.get(request, Unsure(time.monotonic(), 0, 0))
-            self.unsure[request] = Unsure(before.started, before.times + 1, self.step)
+            before = self.unsure.get(request, Unsure(Deadline(math.inf), 0, 0))
+            self.unsure[request] = Unsure(before.since, before.times + 1, self.step)
         else:
             self.unsure.pop(request, None)
 

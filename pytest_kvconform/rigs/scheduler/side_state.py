@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
@@ -190,7 +189,7 @@ class SideState:
         unsure = self.recorder.unsure.get(id)
         if unsure is None or unsure.times < ANSWER_STEPS:
             return False
-        return time.monotonic() - unsure.started > self.rig.scaled_seconds(ANSWER_S)
+        return unsure.since.passed() > self.rig.scaled_seconds(ANSWER_S)
 
     def matched_tokens(self, id: str) -> tuple[int, bool]:
         """The last answer of get_num_new_matched_tokens for a request, None not included; (0, False): there

@@ -9,6 +9,7 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
@@ -201,7 +202,9 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
 
     thread = threading.Thread(target=introduce, daemon=True)
     thread.start()
-    thread.join(waited := rig.scaled_seconds(FOREVER_S))
+    deadline = Deadline(waited := rig.scaled_seconds(FOREVER_S))
+    while thread.is_alive() and not deadline.over():
+        thread.join(max(0.0, deadline.left()))
     if thread.is_alive():
         raise rig.violation(
             "",
