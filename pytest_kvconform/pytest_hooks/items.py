@@ -102,6 +102,8 @@ class CaseItem(pytest.Item):
         """
         one, started = self.planned, time.perf_counter()
         end = run_case(self._call_body, one.case.name)
+        if end.ends_run:
+            self.runner.stop(end.reason)
         result = CaseResult(
             id=self.nodeid,
             rule=one.case.rule,

@@ -139,6 +139,10 @@ class CaseRunner:
                 )
         return self._bench
 
+    def stop(self, reason: str) -> None:
+        """Let every later case of this process end as HARNESS at once."""
+        self.link = ZygoteLink(outcome="HARNESS", reason=reason)
+
     def close(self) -> list[str]:
         """Close the bench of this process. Returns sentences about processes that did not end."""
         bench, self._bench = self._bench, None

@@ -6,12 +6,14 @@ Every call has a deadline. A process that dies or hangs raises EngineFailed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import HarnessError, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
@@ -21,9 +23,13 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
-from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
+
+LEAVE_S = 10.0  # for engines to shut down
+KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
 
 
 class EngineFailed(Exception):
@@ -68,7 +74,7 @@ class EngineHandle:
         except ForkRefused as refused:
             raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
-        self.dead = False
+        self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:
         """Wait until the engine has started."""
@@ -78,6 +84,7 @@ class EngineHandle:
     def send(self, name: str, *arguments: Any) -> None:
         """Call a method without waiting, so that two engines can work at once; `answer` waits."""
         self.process.mark()
+        self.asked = True
         try:
             self.process.connection.send((name, arguments))
         except OSError:
@@ -119,6 +126,20 @@ class EngineHandle:
         """Shut the engine down and return what its process still has. The process itself ends with `end`."""
         return self.call("shutdown")
 
+    def leave(self) -> bool:
+        """Let the engine shut down and end, without waiting: see `leave_all`. False: it cannot, or has.
+
+        An engine that has not answered a call may hang.
+        """
+        if self.dead or self.asked:
+            return False
+        self.dead = True
+        try:
+            self.process.connection.send(("leave", ()))
+        except OSError:
+            return False
+        return True
+
     def end(self) -> None:
         """Kill the process, whatever it does."""
         self.dead = True
@@ -131,8 +152,11 @@ class EngineHandle:
             self._hung(name, deadline_s)
         except (EOFError, OSError):
             self._died(name)
+        self.asked = False
         if kind == "ok":
             return rest[0]
+        if rest[0] == "WorkerDied" and KILLED in rest[1]:
+            raise ProcessKilled(f"a rank of the engine {self.process.name}", self.process.pid)
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
         stack, (kind, message) = self.process.stack(IN_STACKS), rest
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
@@ -146,14 +170,17 @@ class EngineHandle:
 
     def _died(self, name: str) -> None:
         self.dead = True
-        status = self.process.end()
+        status = self.process.end(gone=True)
         if status is None:
             raise HarnessError(GONE)
-        how = (
-            f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-            if os.WIFSIGNALED(status)
-            else (f"left with exit code {os.WEXITSTATUS(status)}")
-        )
+        if status == LIVED:
+            how = "closed its connection to the suite"
+        elif os.WIFSIGNALED(status):
+            how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        else:
+            how = f"left with exit code {os.WEXITSTATUS(status)}"
+        if status == signal.SIGKILL:
+            raise ProcessKilled(f"the engine {self.process.name}", self.process.pid)
         stack = self.process.stack(IN_STACKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
         raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
@@ -175,6 +202,22 @@ class EngineHandle:
             self.process.last_lines(),
             _lines(stack),
         )
+
+
+def leave_all(engines: Sequence[EngineHandle], folder: str = "") -> None:
+    """End engines as an operator does: by vLLM's shutdown, with which a connector signs off.
+
+    Nobody waits for it: the next engines start meanwhile. Those that have failed are killed, as is what has
+    not ended after LEAVE_S. `folder`: removed in the end.
+    """
+    leaving = [engine for engine in engines if engine.leave()]
+    for engine in engines:
+        if engine not in leaving:
+            engine.end()
+    if leaving:
+        leave(leaving[0].process.address, [engine.process for engine in leaving], LEAVE_S, folder)
+    elif folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class ModelEngineHandle(EngineHandle):

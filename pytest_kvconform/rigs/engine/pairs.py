@@ -6,7 +6,6 @@ another cell start, or until the bench ends it. A pair that did not start is not
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from model_matrix import parse_topology
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 
 Handle = TypeVar("Handle", bound=EngineHandle)
@@ -78,11 +77,9 @@ class EnginePairs(Generic[Handle]):
         return self._started.get((cell, word))
 
     def end(self, cell: Cell, word: str = "") -> None:
-        """End the engines of one pair."""
-        for engine in self._pairs.pop((cell, word), ()):
-            engine.end()
-        if (folder := self._folders.pop((cell, word), None)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Let the engines of one pair shut down, see `leave_all`."""
+        folder = self._folders.pop((cell, word), None)
+        leave_all(self._pairs.pop((cell, word), ()), str(folder or ""))
 
     def end_all(self) -> None:
         """End the engines of all pairs."""

@@ -14,7 +14,7 @@ from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import PREFILL, Trace, Usage
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import SilentListener
@@ -147,9 +147,11 @@ class ScenarioEngines:
         return found
 
     def close(self) -> None:
-        """End engines and listeners."""
+        """Let the engines shut down, and end those that are stopped or ended; end listeners."""
         for engine in self.by_name.values():
-            engine.handle.end()
+            if engine.stopped:
+                engine.handle.end()
+        leave_all([engine.handle for engine in self.by_name.values()])
         for listener in self.silent_listeners:
             listener.close()
 

@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
 from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
 
 LOG_LINES = 12
+END_S = 60.0  # for the zygote to kill and reap a process
 POLL_S = 1.0  # between two looks at whether the process could run
 GONE = (
     "the zygote (the process that engines are forked from) is gone; "
@@ -56,18 +57,26 @@ class ChildProcess:
             raise TimeoutError
         return self.connection.recv()
 
-    def end(self) -> int | None:
-        """Kill the process and everything it started. Returns its wait status. Can be called again."""
+    def end(self, gone: bool = False) -> int | None:
+        """Kill the process and everything it started. Returns its wait status, None without a zygote.
+
+        `gone`: its connection has ended. Returns zygote.LIVED if the process was still alive.
+        Can be called again.
+        """
         try:
             with connect(self.address, 0.0) as connection:
-                connection.send(("end", self.pid))
-                return connection.recv()[1] if connection.poll(10.0) else None
+                connection.send(("end", self.pid, gone))
+                return connection.recv()[1] if connection.poll(END_S) else None
         except (OSError, EOFError):
             return None  # the zygote is gone, and its children ended with it
         finally:
             # Last: without a connection the process would end by itself, and the zygote would not see what
             # the process leaves.
             self.connection.close()
+
+    def close(self) -> None:
+        """Forget the process, whose end the zygote looks after (`leave`)."""
+        self.connection.close()
 
     def mark(self) -> None:
         """Let `stack` look at what the process logs from now on."""
@@ -99,6 +108,21 @@ class ChildProcess:
             return self.log.read_bytes()[since:][-longest:].decode("utf-8", "backslashreplace")
         except OSError:
             return ""
+
+
+def leave(address: str, processes: Collection[ChildProcess], seconds: float, folder: str = "") -> None:
+    """Give processes that have been told to shut down this time to end, without waiting for them.
+
+    The zygote kills those that have not ended by then, and removes what they leave. `folder`: removed then.
+    """
+    try:
+        with connect(address, 0.0) as connection:
+            connection.send(("leave", tuple(process.pid for process in processes), seconds, folder))
+            connection.poll(END_S)
+    except OSError:
+        pass  # the zygote is gone, and its children ended with it
+    for process in processes:
+        process.close()
 
 
 def poll(connection: Connection, deadline: Deadline) -> bool:

@@ -26,10 +26,11 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
-from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, ProcessKilled, Violation
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
 from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
@@ -215,6 +216,7 @@ class Host:
         else:
             os.kill(pid, signal.SIGUSR1)  # the child writes its stack to the log
             time.sleep(STACK_S)
+        killed = end is None and in_time and not has_ended(pid, Deadline(GONE_S, (pid,)))
         try:
             os.killpg(pid, signal.SIGKILL)  # with the processes that the connector has started
         except ProcessLookupError:
@@ -223,6 +225,8 @@ class Host:
         if end is not None:
             return end, in_time
         self._killed, status = [], os.waitpid(pid, 0)[1]
+        if in_time and status == signal.SIGKILL and not killed:
+            return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
         how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 
