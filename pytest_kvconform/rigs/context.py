@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
+SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ended in vain
 # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
@@ -59,12 +60,17 @@ class Deadlines:
     release: float  # from the last token to the return of every block; far below any lease
     call: float  # one call of an engine
     start: float  # until an engine is up
+    shutdown: float  # of an engine
 
     @classmethod
     def scaled(cls, scale: float) -> Deadlines:
         """The deadlines of a run with --kv-timeout-scale."""
         return cls(
-            request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale
+            request=REQUEST_S * scale,
+            release=RELEASE_S * scale,
+            call=CALL_S * scale,
+            start=START_S * scale,
+            shutdown=CALL_S * scale,
         )
 
 
@@ -101,15 +107,19 @@ class RunContext:
     facts: SubjectFacts
     progress: Callable[[str], None]  # shows the user a sentence at once
     running: RunningEngines = field(default_factory=RunningEngines)
+    # Kinds of waits, by their names in `Deadlines`, of which one of full length has ended in vain. The cause
+    # is established then, and a connector that hangs does not make every cell wait as long.
+    in_vain: set[str] = field(default_factory=set)
     # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
     )
 
-    @functools.cached_property
+    @property
     def deadlines(self) -> Deadlines:
-        """The deadlines of this run."""
-        return Deadlines.scaled(self.settings.timeout_scale)
+        """The deadlines of this run. Kinds of waits in `in_vain` are shorter."""
+        full = Deadlines.scaled(self.settings.timeout_scale)
+        return replace(full, **{name: getattr(full, name) * SHORTER for name in self.in_vain})
 
     @functools.cached_property
     def slow(self) -> int:
@@ -117,6 +127,11 @@ class RunContext:
         two busy processes for each core, measured once.
         """
         return max(1, int(slowness() / 2))
+
+    def note(self, kind: str, in_vain: bool) -> None:
+        """Note whether a wait of this kind, a name in `Deadlines`, has ended in vain."""
+        if in_vain:
+            self.in_vain.add(kind)
 
     def next_name(self) -> str:
         """A name that is unique in the run."""

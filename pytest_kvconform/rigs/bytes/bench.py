@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
@@ -30,7 +31,7 @@ class ByteBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, ByteEngineHandle, call_deadline(context))
+        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
@@ -61,10 +62,14 @@ class ByteBench:
             store = self.context.subject.profile == "store"
             found = observe_transfer(transfer, p, d, self.context.deadlines, self.context.next_name, store)
             self._observations[key] = found
+            self.context.note("request", bool(found.stuck))
+            self.context.note("call", found.failed is not None and found.failed.how == "hung")
             if found.failed or found.stuck or found.refused:
                 self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]", found.declined
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
+            elif is_half_full(p):
+                self.pairs.end(cell, LONG if longer else "")
         return self._observations[key]
 
     def facts_of_engines(self, cell: Cell, longest: int) -> tuple[EngineFacts, EngineFacts]:

@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.engine.release import Release, until_released
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
 
@@ -49,6 +50,8 @@ class TransferObservation:
     # the whole pool of every rank of P and of D, after the end
     audits: tuple[tuple[Check, ...], tuple[Check, ...]] = ((), ())
     usage: tuple[Usage, Usage] | None = None
+    released: Release | None = None  # the wait for that
+    request_s: float = 0.0  # for which requests were waited at most
     failed: EngineFailed | None = None
     stuck: tuple[str, ...] = ()
     logged: tuple[str, ...] = ()
@@ -90,7 +93,7 @@ def observe_transfer(
     transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
     started = time.monotonic()
     logs = [(engine, engine.process.position()) for engine in (p, d)]
-    observed = TransferObservation(transfer, p.facts, d.facts)
+    observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
         observed = _run(observed, p, d, limits, ids(), store)
     except EngineFailed as failed:
@@ -128,7 +131,7 @@ def _run(
         return replace(observed, stuck=stuck)
     source = p.source()
     if store:
-        _release(p, d, limits.release)  # saving in the background holds blocks
+        until_released(p, d, limits.release)  # saving in the background holds blocks
     for i, prompt in enumerate(transfer.prompts):  # only now, so that P finds nothing that D has saved
         if prompt.warm:
             warm = make(i, "w", tokens=prompt.warm)
@@ -161,8 +164,9 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    usage = _release(p, d, limits.release if not any(r.finish == "error" for r in received) else 0.0)
-    return replace(observed, usage=usage, audits=_both(p, d, "audit"))
+    seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
+    released = until_released(p, d, seconds)
+    return replace(observed, usage=released.usage, released=released, audits=_both(p, d, "audit"))
 
 
 def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
@@ -267,21 +271,3 @@ def _until_finished(
                 engine.abort(name)
             return stuck
     return ()
-
-
-def _release(p: ByteEngineHandle, d: ByteEngineHandle, seconds: float) -> tuple[Usage, Usage]:
-    """Step both engines until neither holds a block or a request, or until time is up.
-
-    Returns what they hold then.
-    """
-    deadline = Deadline(seconds, (p.process.pid, d.process.pid))
-    while True:
-        d.step()
-        p.step()
-        usage = p.usage(), d.usage()
-        if (
-            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or deadline.over()
-        ):
-            return usage
-        time.sleep(0.001)

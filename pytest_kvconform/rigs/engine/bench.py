@@ -10,6 +10,7 @@ from pytest_kvconform.rigs.engine.handover import observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
 
@@ -29,7 +30,7 @@ class EngineBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, ModelEngineHandle, context.deadlines.call)
+        self.pairs = EnginePairs(context, ModelEngineHandle)
         self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
             None  # engines that have handed something over
         )
@@ -75,10 +76,14 @@ class EngineBench:
                     f"an engine failed in the oracle's run, without the connector: {failed.sentence}"
                 ) from None
             self._observations[key], self._introduced = observation, pair
+            self.context.note("request", bool(observation.stuck))
+            self.context.note("call", observation.failed is not None and observation.failed.how == "hung")
             if observation.failed:
                 self._bury(cell, observation.failed.sentence)
             elif observation.stuck:
                 self._bury(cell, observation.stuck[0])
+            elif is_half_full(pair[0]):
+                self.pairs.end(cell, LONG if longer else "")
         return self._observations[key]
 
     def leftovers(self, cell: Cell) -> tuple[Leftovers, Leftovers]:
@@ -92,9 +97,11 @@ class EngineBench:
             try:
                 p.send("shutdown")  # both at once: each waits for threads of its own
                 d.send("shutdown")
-                self._ends[cell] = p.answer("shutdown"), d.answer("shutdown")
+                seconds = self.context.deadlines.shutdown
+                self._ends[cell] = p.answer("shutdown", seconds), d.answer("shutdown", seconds)
             except EngineFailed as failed:
                 self._ends[cell] = failed
+                self.context.note("shutdown", failed.how == "hung")
             self.pairs.end(cell)
         found = self._ends[cell]
         if isinstance(found, EngineFailed):

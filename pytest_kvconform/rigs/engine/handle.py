@@ -74,6 +74,7 @@ class EngineHandle:
         except ForkRefused as refused:
             raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
+        self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
         self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:
@@ -90,9 +91,9 @@ class EngineHandle:
         except OSError:
             self._died(name)
 
-    def answer(self, name: str) -> Any:
-        """Wait for the answer to a call."""
-        return self._answer(name, self.deadline_s)
+    def answer(self, name: str, deadline_s: float = 0.0) -> Any:
+        """Wait for the answer to a call; 0: for as long as for any call."""
+        return self._answer(name, deadline_s or self.deadline_s)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method and wait for its answer."""

@@ -18,13 +18,14 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output, Request, Snapshot, Trace
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
     RequestObservation,
     logprob_distance,
 )
+from pytest_kvconform.rigs.engine.release import until_released
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Prompt, Scenario
 
@@ -46,7 +47,7 @@ def observe(
     A failure of an engine in the subject's run is part of the observation.
     """
     started = time.monotonic()
-    base = Observation(scenario, p.facts, d.facts)
+    base = Observation(scenario, p.facts, d.facts, request_s=deadlines.request)
     logs = [(engine, engine.process.position()) for engine in (p, d)]
     try:
         subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
@@ -56,10 +57,11 @@ def observe(
         )
         if subject.stuck:
             return replace(base, stuck=tuple(subject.stuck))
-        usage, released = _release(p, d, deadlines.release)
+        released = until_released(p, d, deadlines.release)
     except EngineFailed as failed:
         return replace(base, failed=failed)
-    base = replace(base, usage=usage, released_s=released, seconds={"subject": time.monotonic() - started})
+    seconds = {"subject": time.monotonic() - started}
+    base = replace(base, usage=released.usage, released=released, seconds=seconds)
     if scenario.abort:
         return base
     wants = _oracle(scenario, p, d, deadlines, ids())
@@ -93,7 +95,7 @@ def _oracle(
             f"the oracle's run of {scenario} did not end within {deadlines.request:.0f} s: "
             + "; ".join(run.stuck)
         )
-    _release(p, d, deadlines.release)
+    until_released(p, d, deadlines.release)
     return [_generated(run.outputs[name]) for name in run.names]
 
 
@@ -266,25 +268,6 @@ def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
         d.step(0)
     for name in run.names:
         d.abort(f"{name}-{ON_D}")
-
-
-def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
-    """Step both engines until neither holds a block or a request, or until time is up.
-
-    Returns what they hold then, and the seconds it took.
-    """
-    started, deadline = time.monotonic(), Deadline(seconds, (p.process.pid, d.process.pid))
-    while True:
-        d.step(0)
-        p.step(0)
-        usage = p.usage(), d.usage()
-        spent = time.monotonic() - started
-        if (
-            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or deadline.over()
-        ):
-            return usage, spent
-        time.sleep(0.002)
 
 
 def _params(outputs: list[Output]) -> dict[str, Any] | None:

@@ -23,12 +23,12 @@ Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
 class EnginePairs(Generic[Handle]):
     """Pairs of engines with handles of one class."""
 
-    def __init__(self, context: RunContext, handle: type[Handle], call_s: float, remark: str = ""):
-        """`call_s`: seconds that one call of an engine may take.
+    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, remark: str = ""):
+        """`calls`: how many times as long as usual one call of an engine may take.
 
         `remark`: what the progress line adds about these engines.
         """
-        self.context, self.handle, self.call_s, self.remark = context, handle, call_s, remark
+        self.context, self.handle, self.calls, self.remark = context, handle, calls, remark
         self._pairs: dict[Key, tuple[Handle, Handle]] = {}
         self._folders: dict[Key, Path] = {}  # where the store of a pair saves
         self._started: dict[Key, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
@@ -48,18 +48,18 @@ class EnginePairs(Generic[Handle]):
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         self.context.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}){self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
+        call_s = self.calls * self.context.deadlines.call
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
             for role in "PD":
                 made = spec(role, tp[role], str(folder))
-                pair.append(
-                    self.handle(self.context.address, f"{cell}-{role}-{name}", made, self.call_s, start_s)
-                )
+                pair.append(self.handle(self.context.address, f"{cell}-{role}-{name}", made, call_s, start_s))
             self._started[key] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
             for engine in pair:
                 engine.end()
+            self.context.note("start", failed.how == "hung")
             self._started[key] = failed
             raise
         self._pairs[key] = pair[0], pair[1]

@@ -101,6 +101,10 @@ class PeerBench:
             logs = {name: engine.handle.process.exceptions(0) for name, engine in engines.by_name.items()}
         finally:
             engines.close()
+        ended = [one for one in engines.running.values() if one.result]
+        self.context.note("request", any(not d.finish for one in ended for d in one.result.decodes.values()))
+        failures = [engine.failed for engine in engines.by_name.values() if engine.failed]
+        self.context.note("call", any(failed.how == "hung" for failed in failures))
         refusals = (engine.failed for engine in first if engine.failed and engine.failed.how == "refused")
         if refused := next(refusals, None):
             raise Blocked(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.bench import call_deadline
+from pytest_kvconform.rigs.bytes.bench import SLOW_CALLS
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import (
+    SOON_S,
+    Release,
+    is_half_full,
+    note_kept,
+    seconds_to_wait,
+)
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -44,9 +51,12 @@ class FaultBench:
     def __init__(self, context: RunContext):
         self.context = context
         remark = " with a transport that can fail"
-        self.pairs = EnginePairs(context, FaultyEngineHandle, call_deadline(context), remark)
+        self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
+        # Requests that P has kept beyond their lease, of transfers whose engines have ended.
+        self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
+        self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
 
     def agents(self, cell: Cell, policy: str) -> int:
         """NIXL agents that the connector makes in the engines of a cell."""
@@ -70,9 +80,14 @@ class FaultBench:
                 lengthened(AFTER, longer),
             )
             last = found.after or found.transfer
+            self.context.note("request", bool(last.stuck))
+            self.context.note("call", last.failed is not None and last.failed.how == "hung")
             if last.failed or last.stuck:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
+                self.pairs.end(cell, _word(transfer.policy, longer))
+            elif is_half_full(p) and not self.context.has_long_lease(self._asked_lease_s):
+                self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
                 self.pairs.end(cell, _word(transfer.policy, longer))
         return self._observations[key]
 
@@ -81,18 +96,30 @@ class FaultBench:
 
         Raises Blocked if that would take too long.
         """
-        found = self.observe(cell, transfer, longer).transfer
+        found, key = self.observe(cell, transfer, longer).transfer, (cell, transfer.name, longer)
         assert found.usage is not None
-        mine = {r.prefill.id for r in found.requests}
-        if not mine & set(found.usage[0].requests):
+        if key in self._beyond_lease:
+            return self._beyond_lease[key]
+        if not {r.prefill.id for r in found.requests} & set(found.usage[0].requests):
             return ()
         self.context.require_short_lease(self._asked_lease_s)
-        p, d = self._engines(cell, transfer.policy, longer)
-        pids = p.process.pid, d.process.pid
-        deadline = Deadline(self.lease_s + self.context.deadlines.release, pids)
+        return self._wait_for_lease(cell, *self._engines(cell, transfer.policy, longer), found)
+
+    def _wait_for_lease(
+        self, cell: Cell, p: FaultyEngineHandle, d: FaultyEngineHandle, found: TransferObservation
+    ) -> tuple[str, ...]:
+        """Requests of a transfer that P still holds when their lease is over.
+
+        Once P has kept a request for so long, the cause is established in this cell, and the wait is short.
+        """
+        mine = {r.prefill.id for r in found.requests}
+        seconds = SOON_S if cell in self._keeps else self.lease_s + self.context.deadlines.release
+        deadline = Deadline(seconds, (p.process.pid, d.process.pid))
         while (held := mine & set(p.usage().requests)) and not deadline.over():
             p.step(0.05)
             d.step()
+        if held:
+            self._keeps.add(cell)
         return tuple(sorted(held))
 
     @property
@@ -201,23 +228,22 @@ def _observe(
         if found.failed or found.stuck:
             return found, reports
         mine = {r.prefill.id for r in found.requests}
-        usage = _until_quiet(
-            transfer, p, d, Deadline(deadlines.release, (p.process.pid, d.process.pid)), mine
-        )
+        released = _until_quiet(transfer, p, d, seconds_to_wait(p, deadlines.release), mine)
         reports = _report(p), _report(d)
         p_audits, d_audits = (
             _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
         )
-        found = replace(found, usage=usage, audits=(p_audits, d_audits))
+        found = replace(found, usage=released.usage, released=released, audits=(p_audits, d_audits))
     except EngineFailed as failed:
         found = replace(found, failed=failed)
     return found, reports
 
 
 def _until_quiet(
-    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: Deadline, mine: set[str]
-) -> tuple[Usage, Usage]:
+    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, seconds: float, mine: set[str]
+) -> Release:
     """Step both engines until no transfer or message is under way and no block of this transfer is held."""
+    began, deadline = time.monotonic(), Deadline(seconds, (p.process.pid, d.process.pid))
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -227,7 +253,9 @@ def _until_quiet(
         held = bool(mine & set(usage[0].requests)) and not may_keep
         quiet = free and not held and not any(_report(engine).pending for engine in (p, d))
         if quiet or deadline.over():
-            return usage
+            if held or not free:
+                note_kept(p, usage, seconds)
+            return Release(usage, time.monotonic() - began, seconds)
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import HostSpec
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
+AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
@@ -43,7 +44,7 @@ class SchedulerBench:
             raise Blocked(
                 f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
             )
-        deadline_s = CASE_PART * self.context.deadlines.call
+        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
         end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
         if not in_time:

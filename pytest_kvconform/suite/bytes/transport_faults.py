@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size
-from pytest_kvconform.rigs.context import RELEASE_S, declared_addition, declared_amount
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.peers.fault_bench import FaultObservation
 from pytest_kvconform.rigs.scenario import (
     LATE,
@@ -141,12 +141,13 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """D frees every block as soon as the request has ended, and P at the latest when its lease ends."""
     found = _completed(bench, transfer)
     assert found.transfer.usage is not None
+    assert found.transfer.released is not None
     p, d = found.transfer.usage
     if d.free_blocks != d.total_blocks or d.requests:
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
-                happened=f"{_fault_sentence(transfer)}: {RELEASE_S * bench.settings.timeout_scale:.0f} s "
+                happened=f"{_fault_sentence(transfer)}: {found.transfer.released.waited_s:.3g} s "
                 f"later D still holds {d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and "
                 f"{len(d.requests)} requests",
                 diagnosis="a failed load was not reported in finished_recving by every rank",
@@ -157,7 +158,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
             Finding(
                 rule="KV-FAIL-005",
                 happened=f"{_fault_sentence(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} "
-                f"requests, and its lease of {bench.faults.lease_s:.0f} s has ended",
+                f"requests. P keeps requests although their lease of {bench.faults.lease_s:.0f} s has ended",
                 diagnosis="P waits for a notification that will not come, without a deadline",
             )
         )
