@@ -70,7 +70,10 @@ def _watch(node: Any, process: Any) -> None:
 
 def _end_forks(process: Any) -> None:
     """End processes that a worker has forked and left: those that hold the pipe from it."""
-    pipe = os.readlink(f"/proc/self/fd/{process.stdout.fileno()}")
+    try:
+        pipe = os.readlink(f"/proc/self/fd/{process.stdout.fileno()}")
+    except (OSError, ValueError):
+        return  # execnet has closed it: it came to its end, and nobody else holds it
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
             files = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]

@@ -103,8 +103,8 @@ class SignsOn(Right):
     makes a file in /dev/shm that it does not map.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         name = f"{self.role.name}-{os.getpid()}"
         self.signed_on = Path(tempfile.gettempdir(), MASTER, name)
         self.signed_on.parent.mkdir(exist_ok=True)
