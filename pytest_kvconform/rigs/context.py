@@ -110,6 +110,7 @@ class RunContext:
     # Kinds of waits, by their names in `Deadlines`, of which one of full length has ended in vain. The cause
     # is established then, and a connector that hangs does not make every cell wait as long.
     in_vain: set[str] = field(default_factory=set)
+    keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
     # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())

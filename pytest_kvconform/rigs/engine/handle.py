@@ -74,6 +74,7 @@ class EngineHandle:
         except ForkRefused as refused:
             raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
+        self.keeps = False  # of P: earlier engines of the cell have kept something, see release.py
         self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
         self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 

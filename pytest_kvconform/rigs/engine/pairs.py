@@ -62,6 +62,7 @@ class EnginePairs(Generic[Handle]):
             self.context.note("start", failed.how == "hung")
             self._started[key] = failed
             raise
+        pair[0].keeps = cell in self.context.keeping
         self._pairs[key] = pair[0], pair[1]
         return self._pairs[key]
 
@@ -79,7 +80,11 @@ class EnginePairs(Generic[Handle]):
     def end(self, cell: Cell, word: str = "") -> None:
         """Let the engines of one pair shut down, see `leave_all`."""
         folder = self._folders.pop((cell, word), None)
-        leave_all(self._pairs.pop((cell, word), ()), str(folder or ""))
+        pair = self._pairs.pop((cell, word), ())
+        if pair and pair[0].kept:
+            self.context.keeping.add(cell)
+            self.context.note("release", True)
+        leave_all(pair, str(folder or ""))
 
     def end_all(self) -> None:
         """End the engines of all pairs."""

@@ -1,8 +1,8 @@
 """The wait until engines hold nothing, and what they are known to keep.
 
 A connector that keeps blocks for ever would make every scenario wait as long as the first. So the first wait
-of a pair of engines is of full length. After it has ended in vain, the cause is established in this cell:
-what is kept is known, and a later wait ends when nothing else is held, or soon.
+of a cell is of full length. After it has ended in vain, the cause is established in this cell: what engines
+keep is known, and a later wait ends when they hold nothing else, or soon.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float) -> Release:
 
 def seconds_to_wait(p: EngineHandle, seconds: float) -> float:
     """How long to wait at most for engines to release something."""
-    return min(seconds, SOON_S) if p.kept else seconds
+    return min(seconds, SOON_S) if p.kept or p.keeps else seconds
 
 
 def note_kept(p: EngineHandle, usage: tuple[Usage, Usage], seconds: float) -> None:
