@@ -12,10 +12,10 @@ from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scheduler.host import HostSpec
+from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
@@ -54,7 +54,7 @@ class SchedulerBench:
     def drop(self) -> None:
         """End the host."""
         if self._host is not None:
-            self._host.end()
+            leave(self.context.address, [self._host], LEAVE_S)
         self._host = self._cell = None
 
     def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, bool]:

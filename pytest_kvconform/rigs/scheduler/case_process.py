@@ -25,7 +25,10 @@ DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SI
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
-    """Receive (module, function, rule, variant), run this case, and send its CaseEnd. Ends the process."""
+    """Receive (module, function, rule, variant) and run this case. Ends the process.
+
+    Sends its CaseEnd, and whether a worker half is left that this process shuts down then.
+    """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))
     try:
@@ -38,7 +41,10 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(end)
+        leaves = _has_worker_half()
+        connection.send((end, leaves))
+        if leaves:
+            _shut_down()
         os._exit(0)
 
 
@@ -49,6 +55,24 @@ def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> ob
     except (HookRaised, SchedulerStopped):
         traceback.print_exc()  # to the log
         raise
+
+
+def _has_worker_half() -> bool:
+    """Whether the case has built a worker half that it has not shut down."""
+    state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
+    return state is not None and state.has_kv_transfer_group()
+
+
+def _shut_down() -> None:
+    """Let vLLM shut the worker half down, so that it signs off where it has signed on."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    try:
+        ensure_kv_transfer_shutdown()
+    except BaseException:
+        traceback.print_exc()  # to the log: cases about shutdown judge it
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _prepare_process() -> None:
