@@ -8,6 +8,7 @@ and its deadline passes as on an idle machine. Where Linux does not count, every
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, pids: Iterable[int] = ()):
-        """`pids`: the watched processes; their child processes are watched, too. Empty: this process."""
+        """`pids`: the watched processes. Empty: this process."""
         self.seconds = seconds
         self._pids = tuple(pids) or (os.getpid(),)
         self._at = time.monotonic()
@@ -67,18 +68,24 @@ def _lost(before: dict[int, dict[str, float]], now: dict[int, dict[str, float]])
 
 
 def core_waits(pids: Iterable[int]) -> dict[int, dict[str, float]]:
-    """Seconds that each thread of these processes and of their children has waited for a core.
+    """Seconds that each thread of these processes has waited for a core, and of their children, such as the
+    ranks of an engine; not of the children of this process.
 
     Returns process -> thread -> seconds, without what has ended.
     """
     found: dict[int, dict[str, float]] = {}
+    own = os.getpid()
     todo = list(dict.fromkeys(pids))
     while todo:
         pid, waits = todo.pop(), dict[str, float]()
         try:
             for task in os.listdir(f"/proc/{pid}/task"):
-                waits[task] = _waited(_read(f"/proc/{pid}/task/{task}/schedstat"))
-            todo += [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
+                with contextlib.suppress(
+                    OSError, IndexError
+                ):  # the thread has ended, or Linux does not count
+                    waits[task] = _waited(_read(f"/proc/{pid}/task/{task}/schedstat"))
+            if pid != own:
+                todo += map(int, _read(f"/proc/{pid}/task/{pid}/children").split())
         except OSError:
             pass  # the process has ended, or Linux lists no children
         found[pid] = waits
@@ -93,7 +100,10 @@ def own_core_wait() -> float:
             if thread not in _files:
                 _files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             return _waited(os.pread(_files[thread], 64, 0))
-        except OSError:  # Linux does not count, or another thread that has ended had the same id
+        except (
+            OSError,
+            IndexError,
+        ):  # Linux does not count, or another thread that has ended had the same id
             if (stale := _files.pop(thread, None)) is not None:
                 os.close(stale)
     return 0.0
