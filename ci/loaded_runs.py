@@ -24,7 +24,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Outcomes = dict[str, str]
-BUSY = "while True: pass"
+# Ends with its parent, however that ends.
+BUSY = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1000000):
+        pass
+"""
 
 
 @contextlib.contextmanager
