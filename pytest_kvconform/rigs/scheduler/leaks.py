@@ -57,16 +57,18 @@ def walk(root: Any) -> Iterator[tuple[Path, Any]]:
             todo += [((*path, "item"), inner) for inner in list(value)]
         elif type(value).__name__ == "ndarray":
             todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
-        elif not _not_ours(value):
-            todo += [((*path, name), inner) for name, inner in _attributes(value)]
+        elif not is_not_ours(value):
+            todo += [((*path, name), inner) for name, inner in attributes(value)]
 
 
-def _not_ours(value: Any) -> bool:
+def is_not_ours(value: Any) -> bool:
+    """Whether `walk` does not enter an object: a class, a function, or an object of the engine's."""
     kinds = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     return isinstance(value, kinds) or str(type(value).__module__).startswith(NOT_OURS)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
+    """Name and value of every attribute that an object itself has."""
     names = [
         *getattr(value, "__dict__", ()),
         *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),

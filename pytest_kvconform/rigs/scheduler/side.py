@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.result import Blocked, HarnessError, Violation
 from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
-from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
+from pytest_kvconform.rigs.scheduler.steps import (
+    END_OF_SEQUENCE,
+    RequestOutput,
+    Step,
+    WorkerReport,
+    engine_request,
+)
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 
 if TYPE_CHECKING:
@@ -25,8 +31,7 @@ if TYPE_CHECKING:
 STEPS = 200  # that a run may take, without those in which the connector's answer is awaited
 PAUSE_S = 0.001  # after a step that computes nothing, as vLLM's EngineCore._process_engine_step makes it
 MAX_LOADS = 5  # of one request; more are no chance
-END_OF_SEQUENCE = 2
-SAMPLED = 7  # the token that the scripted worker samples
+SAMPLED, POOLED = 7, (1.0,)  # the token that the scripted worker samples, and what it pools
 
 
 class Side(SideState):
@@ -52,17 +57,16 @@ class Side(SideState):
         *,
         stop: bool = False,
         read_cache: bool = True,
+        kind: str = "",
         **fields: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
 
         `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
         is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
-        caches, as one that wants log-probabilities of its prompt. `fields`: further ones of vLLM's
-        EngineCoreRequest. Raises HarnessError if the params are no JSON.
+        caches, as one that wants log-probabilities of its prompt. `kind`: see `steps.engine_request`.
+        `fields`: further ones of vLLM's EngineCoreRequest. Raises HarnessError if the params are no JSON.
         """
-        from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.request import Request
 
         id = id or f"cmpl-{self.name}-{len(self.prompts):04d}"
@@ -71,23 +75,7 @@ class Side(SideState):
                 params = json.loads(json.dumps(params))
             except (TypeError, ValueError) as error:
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            detokenize=False,
-            ignore_eos=not stop,
-            skip_reading_prefix_cache=not read_cache,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
-        sampling.update_from_generation_config({}, END_OF_SEQUENCE)
-        given = {
-            "request_id": id,
-            "prompt_token_ids": list(prompt),
-            "sampling_params": sampling,
-            "arrival_time": time.time(),
-        }
-        absent = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
-        request = EngineCoreRequest(**dict.fromkeys(absent) | given | fields)
+        request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
@@ -306,15 +294,18 @@ class Side(SideState):
     def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        sampled = []
+        sampled, pooled = [], []
         for id in ids:
             request = self.scheduler.requests[id]
             token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
-            sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled.append([token] if done and not request.pooling_params else [])
+            pooled.append(POOLED if done and request.pooling_params else None)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={id: index for index, id in enumerate(ids)},
             sampled_token_ids=sampled,
+            pooler_output=pooled if any(pooled) else None,
             kv_connector_output=KVConnectorOutput(
                 finished_sending=set(report.sent) or None,
                 finished_recving=set(report.received) or None,

@@ -1,12 +1,19 @@
-"""Records of a side's steps: what its workers report, and what a step did."""
+"""What goes into a side and comes out: requests, reports of its workers, and records of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
+
+END_OF_SEQUENCE = 2
+# Kinds of requests that are not plain text: their prompt is embeddings (it has no token ids), they ask for
+# a pooled output instead of tokens, or they are computed with a LoRA adapter.
+KINDS = ("embeds", "pooling", "lora")
+WIDTH = 8  # of an embedding
 
 
 @dataclass(frozen=True)
@@ -54,3 +61,48 @@ class Step:
         They are what the metadata orders for the request's load or save.
         """
         return integers(self.metadata) if self.mentions(request) else frozenset()
+
+
+def engine_request(
+    id: str,
+    prompt: list[int],
+    params: dict[str, Any] | None,
+    max_tokens: int,
+    stop: bool = False,
+    read_cache: bool = True,
+    kind: str = "",
+    fields: Mapping[str, Any] | None = None,
+) -> Any:
+    """vLLM's EngineCoreRequest, as the API server sends it. `kind`: one of KINDS, "": plain text. `fields`:
+    further fields, which win.
+
+    Embeddings are made of the numbers of the prompt, so different prompts have different embeddings.
+    """
+    import torch
+    from vllm import PoolingParams, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine import EngineCoreRequest
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=not stop,
+        skip_reading_prefix_cache=not read_cache,
+        extra_args=None if params is None else {"kv_transfer_params": params},
+    )
+    sampling.update_from_generation_config({}, END_OF_SEQUENCE)
+    embeds = torch.tensor(prompt, dtype=torch.float32)[:, None].repeat(1, WIDTH)
+    given = {
+        "request_id": id,
+        "prompt_token_ids": None if kind == "embeds" else prompt,
+        "mm_features": None,
+        "sampling_params": None if kind == "pooling" else sampling,
+        "pooling_params": PoolingParams(task="embed") if kind == "pooling" else None,
+        "arrival_time": time.time(),
+        "lora_request": LoRARequest("adapter", 1, "/nowhere") if kind == "lora" else None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+        "prompt_embeds": embeds if kind == "embeds" else None,
+    }
+    return EngineCoreRequest(**given | dict(fields or {}))
