@@ -11,5 +11,6 @@ complete.
 | `engine` | `LiveEngine`: one engine, and what a case can do with it |
 | `config` | its vLLM configuration: speculation, ranks, large pools |
 | `pair` | `live_engines`: P and D (a store: one engine), P in a forked process |
+| `clocks` | the clocks of a process, which a case may set |
 | `sizes` | what both halves remember: containers that grow with the number of requests |
 """

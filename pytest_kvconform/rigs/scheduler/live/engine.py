@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from pytest_kvconform.rigs.bytes.layers import metadata
+from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes
+from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-
-if TYPE_CHECKING:
-    from pytest_kvconform.rigs.scheduler.rig import Rig
 
 OWNERS = 251  # numbers of requests that words can tell apart
 LONGEST = 8  # blocks of a request
@@ -40,13 +40,15 @@ class LiveEngine:
 
     def __init__(self, rig: Rig, spec: LiveSpec, config: Any):
         self.rig, self.spec = rig, spec
+        # Prompts are longer for a connector that loads long ones only.
+        more = -(-declared_addition(rig.subject, BLOCK) // rig.host.spec.memory[spec.role].block)
         self.half = half = WorkerHalf(
             rig,
             spec.role,
             port=spec.port,
-            longest=LONGEST,
+            longest=LONGEST + more,
             config=config,
-            blocks=spec.first_block + spec.blocks,
+            blocks=spec.first_block + spec.blocks * (1 + more // 2),
             few=True,
             scratch=spec.speculates,
         )
@@ -128,6 +130,10 @@ class LiveEngine:
         """Whether no request is left, also none whose blocks are kept, and nothing is to be pushed."""
         return not self.side.scheduler.has_requests()
 
+    def kept(self) -> set[str]:
+        """Requests that have ended and whose blocks are kept."""
+        return set(self.side.delayed_free_requests())
+
     def evict_prefix_cache(self) -> None:
         """Let the engine forget what it computed. The connector is not notified."""
         self.side.evict_prefix_cache()
@@ -165,12 +171,8 @@ class LiveEngine:
         return [id for step in self.side.steps for id in step.preempted]
 
     def set_clock_ahead(self, seconds: float, monotonic: bool = False) -> None:
-        """Let the wall clock of this process show another time from now on. The monotonic clock is right
-        unless it is set, too.
-        """
-        clocks = (*WALL, *MONOTONIC) if monotonic else WALL
-        for name, clock in clocks:
-            setattr(time, name, _ahead(clock, int(seconds * 10**9) if name.endswith("_ns") else seconds))
+        """Let clocks of this process show another time: see clocks.py."""
+        set_ahead(seconds, monotonic)
 
     def sizes(self) -> dict[str, int]:
         """What both halves of the connector remember: see sizes.py."""
@@ -324,14 +326,6 @@ class LiveEngine:
                 slots.append(table[tokens // size] * size + tokens % size)
             made[name] = metadata(layer.spec, np.concatenate(slots))
         return made
-
-
-WALL = (("time", time.time), ("time_ns", time.time_ns))
-MONOTONIC = (("monotonic", time.monotonic), ("monotonic_ns", time.monotonic_ns))
-
-
-def _ahead(clock: Callable[[], Any], by: float) -> Callable[[], Any]:
-    return lambda: clock() + by
 
 
 def _slot(table: np.ndarray, tokens: int, size: int) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,9 @@ class Live:
     p: Any
     d: Any
     others: tuple[Any, ...] = ()
+    # Of the prompts of this case: see `prompts_of` of the cases.
+    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 30))
+    aborted: set[str] = field(default_factory=set)  # P's requests of which D aborted the load
 
     @property
     def store(self) -> bool:

@@ -34,6 +34,15 @@ def with_states(cell: Cell) -> bool:
     return p == d and any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
+def prompts_of(live: Any, lengths: Iterable[int], first: int = 0) -> Prompts:
+    """Prompts of these lengths in tokens, owner -> prompt, the first of number `first`. No other case has
+    them: a store may keep what earlier cases have saved.
+    """
+    return {
+        owner: live.rig.prompt(length, seed=live.seed + owner) for owner, length in enumerate(lengths, first)
+    }
+
+
 def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int, str]:
     """Let P compute prompts. Returns owner -> id. A store has saved everything then, and forgotten its
     prefix cache. `p`: another engine than P. `more`: of `LiveEngine.add`.

@@ -15,7 +15,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
-from pytest_kvconform.suite.protocol.stress._live import decode, plain, prefill, settle
+from pytest_kvconform.suite.protocol.stress._live import decode, plain, prefill, prompts_of
 
 
 @case("KV-KIND-001", variants=first_in_quick("embeds", "pooling", "lora"), rig="scheduler")
@@ -58,8 +58,8 @@ def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
     is_store(rig) if way == "saved" else needs_hand_over(rig)
     with live_engines(rig) as live:
         block = rig.host.spec.memory["P"].block
-        prompts = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(3)}
+        prompts = prompts_of(live, [3 * block + 5] * 3)
         ids = prefill(live, prompts, kind="embeds")
         found = decode(live, prompts, ids, kind="embeds")
-        settle(live, found)
+        live.settle(lambda: live.d.ended(found), "requests of D")
         return Evidence(looked_at=len(found), unit="requests", external_tokens=live.check())

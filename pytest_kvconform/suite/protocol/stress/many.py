@@ -14,6 +14,7 @@ from pytest_kvconform.suite.protocol.stress._live import (
     loaded,
     plain,
     prefill,
+    prompts_of,
     settle,
 )
 
@@ -24,10 +25,9 @@ MORE = 6  # rounds of AT_ONCE, if something has grown: a memory of some hundred 
 LATER_S = 86_400.0  # a connector may forget requests after some time
 
 
-def _prompts(rig: Rig, count: int) -> Prompts:
+def _prompts(live: Any, count: int) -> Prompts:
     """Prompts of two blocks."""
-    block = rig.host.spec.memory["D"].block
-    return {owner: rig.prompt(block + 5, seed=owner) for owner in range(count)}
+    return prompts_of(live, [live.rig.host.spec.memory["D"].block + 5] * count)
 
 
 @case("KV-MANY-001", applies=plain, variants=in_full, rig="scheduler")
@@ -36,14 +36,16 @@ def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
     with live_engines(rig) as live:
-        prompts = _prompts(rig, AT_ONCE)
+        prompts = _prompts(live, AT_ONCE)
         ids = decode(live, prompts, prefill(live, prompts))
         live.d.step()
         settle(live, ids)
         evidence = loaded(live, ids)
         for engine in live.engines:
             if left := engine.leaks():
-                raise rig.violation("KV-FINISH-003", f"after {AT_ONCE} loads at once {left[0]}")
+                raise rig.violation(
+                    "KV-FINISH-003", f"after {AT_ONCE} loads at once, on {engine.name()} {left[0]}"
+                )
         return evidence
 
 
@@ -57,12 +59,12 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live.sizes import growth
 
     with live_engines(rig) as live:
-        prompts = _prompts(rig, ROUND)
+        prompts = _prompts(live, ROUND)
         before = _after(live, prompts, ROUNDS)
         after, number = _after(live, prompts, ROUNDS), ROUND * ROUNDS
         if any(growth(*sizes, number) for sizes in zip(before, after, strict=True)):
             number += AT_ONCE * MORE
-            after = _after(live, _prompts(rig, AT_ONCE), MORE)
+            after = _after(live, _prompts(live, AT_ONCE), MORE)
         if any(growth(*sizes, number) for sizes in zip(before, after, strict=True)):
             for engine in live.engines:
                 engine.set_clock_ahead(LATER_S, monotonic=True)
@@ -70,7 +72,7 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
         for engine, *sizes in zip(live.engines, before, after, strict=True):
             if found := growth(*sizes, number):
                 raise rig.violation("", f"after {number} more requests, {engine.name()}: {found}")
-        return Evidence(looked_at=number, unit="requests", notes={"places": sum(map(len, after))})
+        return Evidence(looked_at=2 * ROUND * ROUNDS, unit="requests", notes={"places": sum(map(len, after))})
 
 
 def _after(live: Any, prompts: Prompts, rounds: int) -> list[dict[str, int]]:
@@ -81,12 +83,20 @@ def _after(live: Any, prompts: Prompts, rounds: int) -> list[dict[str, int]]:
 
 
 def _round(live: Any, prompts: Prompts) -> None:
-    """Hand all prompts over at once; some are aborted while they load. Then the harness forgets them."""
-    ids = decode(live, prompts, prefill(live, prompts))
+    """Hand all prompts over at once; some are aborted while they load. Then the harness forgets them.
+
+    P may keep the blocks of aborted ones until a lease ends: that is judged by other cases.
+    """
+    prefills = prefill(live, prompts)
+    ids = decode(live, prompts, prefills)
     live.d.step()
-    for id in ids[: ABORTED if len(ids) > ABORTED else 0]:
+    aborted = ABORTED if len(ids) > ABORTED else 0
+    for id in ids[:aborted]:
         live.d.abort(id)
-    settle(live, ids)
+    live.aborted |= set(list(prefills.values())[:aborted])
+    live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
+    live.settle(lambda: live.p.kept() <= live.aborted, "releases")
+    live.check()
     for engine in live.engines:
         engine.step()
         engine.forget()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol.stress._live import decode, first_alone, loaded, plain, prefill, settle
+from pytest_kvconform.suite.protocol.stress._live import (
+    decode,
+    first_alone,
+    loaded,
+    plain,
+    prefill,
+    prompts_of,
+    settle,
+)
 
 FAR = 70_000  # blocks that are never used: ids above 2 ** 16, and 64 KiB each above 4 GiB
 HOUR_S = 3600.0
@@ -26,7 +34,7 @@ def large_block_ids_and_offsets_arrive(rig: Rig, role: str) -> Evidence:
     d = LiveSpec("D", engine=1, port=1, first_block=FAR if role == "D" else 0)
     with live_engines(rig, p, d) as live:
         block = rig.host.spec.memory["D"].block
-        prompts = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(2)}
+        prompts = prompts_of(live, [3 * block + 5] * 2)
         ids = decode(live, prompts, prefill(live, prompts))
         settle(live, ids)
         return loaded(live, ids)
@@ -61,7 +69,7 @@ def _with_clocks(rig: Rig, how: str) -> Evidence:
 
     block = rig.host.spec.memory["P"].block
     with live_engines(rig, LiveSpec("P", blocks=24)) as live:
-        before = {9: rig.prompt(3 * block + 5, seed=9)}
+        before = prompts_of(live, [3 * block + 5], first=2)
         control = decode(live, before, prefill(live, before))
         settle(live, control)
         loaded(live, control)
@@ -69,13 +77,15 @@ def _with_clocks(rig: Rig, how: str) -> Evidence:
             live.p.set_clock_ahead(-HOUR_S)
         if how == "d_ahead":
             live.d.set_clock_ahead(HOUR_S)
-        prompts = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(2)}
+        prompts = prompts_of(live, [3 * block + 5] * 2)
         ids = prefill(live, prompts)
         live.p.step(2)  # the workers learn that blocks are kept
         if how == "p_jumps":
             live.p.set_clock_ahead(HOUR_S)
         live.p.step(2)
-        others = [live.p.add(rig.prompt(3 * block, seed=seed), seed) for seed in range(2, 9)]
+        others = [
+            live.p.add(prompt, owner) for owner, prompt in prompts_of(live, [3 * block] * 7, first=3).items()
+        ]
         live.settle(lambda: live.p.ended(others), "other requests of P")
         found = decode(live, prompts, ids)
         if how == "d_jumps_back":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, settle
+from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prompts_of, settle
 
 
 @case("KV-PREEMPT-001", applies=plain, rig="scheduler")
@@ -18,7 +18,7 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
 
     with live_engines(rig) as live:
         p, b = live.p, rig.host.spec.memory["P"].block
-        prompts = {0: rig.prompt(6 * b + 3), 1: rig.prompt(5 * b + 7, seed=1)}
+        prompts = prompts_of(live, (6 * b + 3, 5 * b + 7))
         asked = None if live.store else rig.prefill_params()
         p.set_token_budget(4 * b, each=2 * b)
         ids = {owner: p.add(prompt, owner, asked) for owner, prompt in prompts.items()}

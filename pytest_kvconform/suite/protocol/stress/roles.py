@@ -13,6 +13,7 @@ from pytest_kvconform.suite.protocol.stress._live import (
     loaded,
     plain,
     prefill,
+    prompts_of,
     settle,
 )
 
@@ -28,8 +29,8 @@ def two_engines_hand_over_both_ways(rig: Rig, variant: None) -> Evidence:
     try:
         with live_engines(rig, one, two) as live:
             block = rig.host.spec.memory["P"].block
-            there = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(3)}
-            back = {owner: rig.prompt(2 * block + 7, seed=owner) for owner in range(3, 6)}
+            there = prompts_of(live, [3 * block + 5] * 3)
+            back = prompts_of(live, [2 * block + 7] * 3, first=3)
             first, second = prefill(live, there), prefill(live, back, live.d)
             to_d = decode(live, there, first)
             to_p = decode(live, back, second, live.d, live.p)
@@ -52,7 +53,7 @@ def data_parallel_ranks_are_told_apart(rig: Rig, variant: None) -> Evidence:
     try:
         with live_engines(rig, ranks[0], None, ranks[1]) as live:
             block = rig.host.spec.memory["P"].block
-            prompts = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(4)}
+            prompts = prompts_of(live, [3 * block + 5] * 4)
             even = {owner: prompt for owner, prompt in prompts.items() if owner % 2 == 0}
             odd = {owner: prompt for owner, prompt in prompts.items() if owner % 2}
             other = live.others[0]

@@ -12,6 +12,7 @@ from pytest_kvconform.suite.protocol.stress._live import (
     loaded,
     plain,
     prefill,
+    prompts_of,
     settle,
     with_states,
 )
@@ -43,10 +44,8 @@ def kv_arrives_beside_slots_of_drafts(rig: Rig, sides: str) -> Evidence:
     with live_engines(rig, p, d) as live:
         block = live.d.side.block_size
         near = NEAR if plain(rig.cell) else NEAR[1:2]
-        prompts = {
-            owner: rig.prompt((3 if plain(rig.cell) else 1) * block + more, seed=owner)
-            for owner, more in enumerate(near)
-        }
+        blocks = 3 if plain(rig.cell) else 1
+        prompts = prompts_of(live, [blocks * block + more for more in near])
         ids = decode(live, prompts, prefill(live, prompts))
         settle(live, ids)
         return loaded(live, ids)
@@ -62,9 +61,10 @@ def wait_for_save_may_come_after_the_results(rig: Rig, variant: None) -> Evidenc
     d = LiveSpec("D", engine=1, port=1, speculates=PROPOSED, finalize_late=True)
     with live_engines(rig, p, d) as live:
         block = rig.host.spec.memory["P"].block
-        prompts = {owner: rig.prompt(3 * block + 5, seed=owner) for owner in range(2)}
+        prompts = prompts_of(live, [3 * block + 5] * 2)
         ids = prefill(live, prompts)
-        others = [live.p.add(rig.prompt(3 * block, seed=seed), seed) for seed in range(2, 6)]
+        more = prompts_of(live, [3 * block] * 4, first=2)
+        others = [live.p.add(prompt, owner) for owner, prompt in more.items()]
         live.settle(lambda: live.p.ended(others), "other requests of P")
         if live.store:
             live.p.evict_prefix_cache()
