@@ -67,14 +67,14 @@ WRONG = [
     ("PacksOldBlocks", PREEMPTED, "KV-PREEMPT-001", OF_ANOTHER),
     ("ForgetsLoads", MANY, "KV-MANY-001", r"did not come to their end: .* WAITING_FOR_REMOTE_KVS"),
     ("TagsOfFiveBits", MANY, "KV-MANY-001", r"\(request 0\), token 0 .* is token 0 of request 32, computed"),
-    ("KeepsBlockIds", BOUNDED, "KV-MANY-002", MORE.format("P0", "scheduler", "tables")),
+    ("KeepsBlockIds", BOUNDED, "KV-MANY-002", MORE.format("P0", "scheduler", r"tables\.\*")),
     ("KeepsHandles", BOUNDED, "KV-MANY-002", MORE.format("D0", "worker", "handles")),
     ("KeepsResults", BOUNDED, "KV-MANY-002", MORE.format("P0", "worker", "records")),
     ("PacksInto16Bits", f"{FAR}[P]", "KV-NUMBERS-001", r"is zeros: it was never written|no word"),
     ("LeasesByWallClock", f"{CLOCKS}[p_jumps]", "KV-CLOCK-001", r"ended with an error"),
     (
         "ExpiresByWallClock",
-        f"{CLOCKS}[d_ahead]",
+        f"{DIFFER}[d_ahead]",
         "KV-CLOCK-002",
         r"D loads nothing since a wall clock is wrong",
     ),
@@ -107,6 +107,7 @@ def test_a_mistake_is_found_and_named(run: Run, connector: str, case: str, rule:
     assert re.search(said, found.findings[case].happened), found.findings[case].happened
 
 
+UNFIT = EMBEDS, EMBEDS.replace("saved", "handed_over")
 # Right connector -> modules whose cases must pass.
 RIGHT = {
     "Right": "",
@@ -122,7 +123,12 @@ RIGHT = {
 def test_a_right_connector_passes(run: Run, connector: str) -> None:
     for module in RIGHT[connector].split() or ("",):
         found = run(connector, module)
-        other = {name: outcome for name, outcome in found.outcomes.items() if outcome != "PASS"}
+        other = {
+            name: outcome
+            for name, outcome in found.outcomes.items()
+            # prompts of embeddings are either saved or handed over
+            if outcome != ("NOT-APPLICABLE" if name == UNFIT[connector in STORES] else "PASS")
+        }
         assert other == {}, [
             (result.reason, result.finding) for result in found.results if result.outcome != "PASS"
         ]

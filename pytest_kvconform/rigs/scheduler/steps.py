@@ -66,7 +66,7 @@ class Step:
 def engine_request(
     id: str,
     prompt: list[int],
-    params: dict[str, Any] | None,
+    params: Mapping[str, Any] | None,
     max_tokens: int,
     stop: bool = False,
     read_cache: bool = True,

@@ -178,7 +178,8 @@ def live_engines(
     try:
         engine = LiveEngine(rig, own, live_config(rig, own))
         yield Live(rig, remote[0], engine, tuple(remote[1:]))
-        for one in (engine, *remote):
+        engine.close()
+        for one in remote:
             one.close()
     finally:
         for one in remote:

@@ -69,8 +69,8 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
             for engine in live.engines:
                 engine.set_clock_ahead(LATER_S, monotonic=True)
             after = _after(live, dict(list(prompts.items())[:2]), 1)
-        for engine, *sizes in zip(live.engines, before, after, strict=True):
-            if found := growth(*sizes, number):
+        for engine, early, late in zip(live.engines, before, after, strict=True):
+            if found := growth(early, late, number):
                 raise rig.violation("", f"after {number} more requests, {engine.name()}: {found}")
         return Evidence(looked_at=2 * ROUND * ROUNDS, unit="requests", notes={"places": sum(map(len, after))})
 

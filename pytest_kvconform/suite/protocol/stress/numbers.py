@@ -91,7 +91,7 @@ def _with_clocks(rig: Rig, how: str) -> Evidence:
         if how == "d_jumps_back":
             live.d.step()
             live.d.set_clock_ahead(-HOUR_S)
-        settle(live, found)
+        settle(live, found, released=False)  # P may keep what D did not load
         if rig.rule == "KV-CLOCK-002" and not any(live.d.announced(found).values()):
             raise rig.violation(
                 "",
