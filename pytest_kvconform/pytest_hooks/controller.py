@@ -212,6 +212,7 @@ class Controller:
             self._selected,
             self.runner.plan().manifest,
             sorted(self._troubles),
+            self.runner.plan().limited,
         )
 
     def _close(self) -> list[str]:

@@ -50,6 +50,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # "cpu" or "cuda": what this vLLM runs on
     # packages of this environment that do not load beside its torch, and what was done about it
     mended: str = ""
+    kernels: str = ""  # vLLM's library of kernels for CPUs: "_C", "_C_AVX512" or "_C_AVX2"
 
 
 @dataclass(frozen=True)

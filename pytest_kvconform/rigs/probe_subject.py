@@ -9,7 +9,7 @@ import importlib.machinery
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import SubjectFacts, transfer_config
@@ -67,4 +67,5 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
         process.end()
     if kind != "ok":
         raise BadSubject(answer)
-    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
+    of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
+    return SubjectFacts(**answer, **of_vllm)

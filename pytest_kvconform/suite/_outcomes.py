@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.result import Blocked, Finding, Violation
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 
 
@@ -13,6 +13,8 @@ class Ended(Protocol):
 
     @property
     def failed(self) -> EngineFailed | None: ...
+    @property
+    def excuse(self) -> str: ...
     @property
     def stuck(self) -> tuple[str, ...]: ...
     @property
@@ -24,8 +26,11 @@ class Ended(Protocol):
 def check_all_ended(observed: Ended) -> None:
     """Check the part of KV-HANDOVER-001 that needs no answers.
 
-    Raises Violation if an engine failed or a request is stuck.
+    Raises Violation if an engine failed or a request is stuck, Blocked if the same happens without the
+    connector.
     """
+    if observed.excuse:
+        raise Blocked(observed.excuse)
     if observed.failed:
         raise Violation(
             Finding(

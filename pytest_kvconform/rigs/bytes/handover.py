@@ -53,6 +53,7 @@ class TransferObservation:
     released: Release | None = None  # the wait for that
     request_s: float = 0.0  # for which requests were waited at most
     failed: EngineFailed | None = None
+    excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
     stuck: tuple[str, ...] = ()
     logged: tuple[str, ...] = ()
     source: Source | None = None  # where P's rows lay, for the diagnosis

@@ -10,6 +10,8 @@
 | `model_engine` | `ModelEngineProcess`: an engine with a checkpoint, its snapshots, the oracle's writes |
 | `kv_access` | reads and writes a worker's KV cache in logical coordinates |
 | `handover` | one scenario: the subject's run, then the oracle's |
+| `control` | `Control`: whether the same fails without the connector, when an engine fails |
+| `no_connector` | the connector of engines without a connector |
 | `observation` | what a scenario showed, and the comparison of D's answers |
 | `messages` | the records that travel between pytest and an engine |
 

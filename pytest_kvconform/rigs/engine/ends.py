@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.rigs.engine.messages import Leftovers
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.processes.stacks import Frame, stack_of
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.engine.process import EngineProcess
@@ -45,21 +46,21 @@ def note_environment() -> Before:
     return before
 
 
-def end_core(engine: EngineProcess) -> str:
-    """Shut down as vLLM's EngineCore.shutdown does. Returns what a hook raised, or ""."""
+def end_core(engine: EngineProcess) -> tuple[str, tuple[Frame, ...]]:
+    """Shut down as vLLM's EngineCore.shutdown does. Returns what was raised, or "", and its stack."""
     try:
         engine.core.structured_output_manager.clear_backend()
         engine.core.model_executor.shutdown()
         engine.scheduler.shutdown()
     except Exception as raised:
         traceback.print_exc()
-        return f"{type(raised).__name__}: {raised}"
-    return ""
+        return f"{type(raised).__name__}: {raised}", stack_of(raised)
+    return "", ()
 
 
 def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
     """Shut down, and return what the process still has."""
-    error, pid = end_core(engine), os.getpid()
+    (error, frames), pid = end_core(engine), os.getpid()
     deadline = Deadline(MOMENT_S)
     if thread_names() - before.threads or children_of(pid):
         engine.core.model_executor = engine.scheduler.connector = None
@@ -70,5 +71,6 @@ def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
         threads=tuple(sorted((thread_names() - before.threads).elements())),
         children=tuple(children_of(pid)),
         error=error,
+        frames=frames,
         listening=tuple(a for a in listening_sockets(pid) if a not in before.ports),
     )

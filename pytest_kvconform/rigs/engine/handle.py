@@ -33,13 +33,23 @@ KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
 
 
 class EngineFailed(Exception):
-    """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised."""
+    """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised.
+
+    `stack` is for people. `frames` are those of the exception, or of the threads that died or hung.
+    """
 
     def __init__(
-        self, role: str, how: str, sentence: str, log: tuple[str, ...] = (), stack: tuple[str, ...] = ()
+        self,
+        role: str,
+        how: str,
+        sentence: str,
+        log: tuple[str, ...] = (),
+        stack: tuple[str, ...] = (),
+        frames: tuple[Frame, ...] = (),
     ):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
+        self.frames = frames
 
     @property
     def refusal(self) -> str:
@@ -160,7 +170,9 @@ class EngineHandle:
         if rest[0] == "WorkerDied" and KILLED in rest[1]:
             raise ProcessKilled(f"a rank of the engine {self.process.name}", self.process.pid)
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
-        stack, (kind, message) = self.process.stack(IN_STACKS), rest
+        kind, message, frames = rest
+        frames = (*frames, *self.process.last_stacks())  # the latter of a rank that died
+        stack = self.process.stack(IN_STACKS)
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
         raise EngineFailed(
             self.role,
@@ -168,6 +180,7 @@ class EngineHandle:
             f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}",
             self.process.last_lines(),
             _lines(stack),
+            frames,
         )
 
     def _died(self, name: str) -> None:
@@ -185,7 +198,8 @@ class EngineHandle:
             raise ProcessKilled(f"the engine {self.process.name}", self.process.pid)
         stack = self.process.stack(IN_STACKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
-        raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
+        lines, frames = self.process.last_lines(), self.process.last_stacks()
+        raise EngineFailed(self.role, "died", sentence, lines, _lines(stack), frames)
 
     def _hung(self, name: str, deadline_s: float) -> None:
         self.dead = True
@@ -203,6 +217,7 @@ class EngineHandle:
             f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
             self.process.last_lines(),
             _lines(stack),
+            self.process.last_stacks(),
         )
 
 

@@ -51,7 +51,8 @@ class Observation:
     prefiller: EngineFacts
     decoder: EngineFacts
     requests: tuple[RequestObservation, ...] = ()
-    failed: EngineFailed | None = None  # an engine died, hung or raised in the subject's run
+    failed: EngineFailed | None = None  # an engine died, hung or raised
+    excuse: str = ""  # if one failed: how the same fails without the connector, see `control`
     stuck: tuple[str, ...] = ()  # requests that did not end in time, with their last status
     logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs in the subject's run
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled

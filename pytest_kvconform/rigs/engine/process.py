@@ -18,6 +18,7 @@ import numpy as np
 
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
+    CONV_LAYOUT,
     EngineFacts,
     Group,
     Leftovers,
@@ -27,6 +28,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
+from pytest_kvconform.rigs.processes.stacks import stack_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -36,14 +38,14 @@ IDLE_S = 0.001
 def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
     """Start an engine and answer calls (name, arguments) until the connection ends.
 
-    An answer is ("ok", value) or ("error", type, message); the first one answers the start.
+    An answer is ("ok", value) or ("error", type, message, frames); the first one answers the start.
     """
     try:
         engine = kind(spec)
         connection.send(("ok", engine.facts()))
     except Exception as error:
         traceback.print_exc()
-        connection.send(("error", type(error).__name__, str(error)))
+        connection.send(_error(error))
         return
     while True:
         try:
@@ -57,8 +59,12 @@ def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
             answer: tuple[Any, ...] = ("ok", getattr(engine, name)(*arguments))
         except Exception as error:
             traceback.print_exc()
-            answer = ("error", type(error).__name__, str(error))
+            answer = _error(error)
         connection.send(answer)
+
+
+def _error(error: Exception) -> tuple[Any, ...]:
+    return "error", type(error).__name__, str(error), stack_of(error)
 
 
 class EngineProcess:
@@ -118,6 +124,7 @@ class EngineProcess:
             hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager,
             prefix_caching=self.manager.enable_caching,
             pid=os.getpid(),
+            conv_layout=os.environ.get(CONV_LAYOUT, ""),
         )
 
     def add(self, request: Request) -> None:
@@ -127,8 +134,9 @@ class EngineProcess:
 
         sampling = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=0.0 if request.seed is None else 1.0,
-            seed=request.seed,
+            temperature=0.0,
+            # No seed: on CPU vLLM raises for a seed where a prefill takes several steps (docs/findings.md).
+            allowed_token_ids=list(request.allowed) or None,
             logprobs=-1,
             detokenize=False,
             ignore_eos=True,

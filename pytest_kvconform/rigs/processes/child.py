@@ -13,7 +13,7 @@ from typing import Any
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
-from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
+from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
 
 LOG_LINES = 12
 END_S = 60.0  # for the zygote to kill and reap a process
@@ -101,6 +101,10 @@ class ChildProcess:
     def stack(self, functions: Collection[str]) -> tuple[Frame, ...]:
         """The stack since the last `mark` that tells most, see `stacks.most_telling_stack`."""
         return most_telling_stack(self._text(self.asked_at, 60_000), functions)
+
+    def last_stacks(self) -> tuple[Frame, ...]:
+        """Frames of the threads that ended or hung the process since the last `mark`."""
+        return last_stacks(self._text(self.asked_at, 60_000))
 
     def _text(self, since: int, longest: int) -> str:
         """The log from a position on, at most the last `longest` bytes."""

@@ -28,6 +28,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.stacks import FRAMES, stack_of
 
 REAP_S = 2.0  # for a worker to end after the end of its connection
 
@@ -186,6 +187,7 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
                     result = result.get_output()
             except Exception as error:
                 traceback.print_exc()
+                setattr(error, FRAMES, stack_of(error))  # a traceback does not travel
                 result = error
             connection.send_bytes(cloudpickle.dumps(result))
         code = 0

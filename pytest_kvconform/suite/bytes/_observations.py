@@ -63,6 +63,8 @@ def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Rec
 def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
     """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     observed = observe(bench, transfer)
+    if observed.excuse:
+        raise Blocked(observed.excuse)
     if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
             f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
