@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 
 class ByteEngineHandle(EngineHandle):
@@ -30,6 +31,10 @@ class ByteEngineHandle(EngineHandle):
     def source(self) -> Source:
         """Where the rows of rank 0 lie, for the diagnosis of what D received."""
         return self.call("source")
+
+    def statistics(self) -> StatisticsTrace:
+        """What became of the statistics that the connector has reported since the last call."""
+        return self.call("statistics")
 
     def preempt(self, request_id: str) -> None:
         """Preempt a running request in the next step."""

@@ -20,6 +20,7 @@ from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, EngineFac
 from pytest_kvconform.rigs.engine.release import Release, until_released
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
 
@@ -52,6 +53,8 @@ class TransferObservation:
     usage: tuple[Usage, Usage] | None = None
     released: Release | None = None  # the wait for that
     request_s: float = 0.0  # for which requests were waited at most
+    # what became of the statistics of P and of D
+    statistics: tuple[StatisticsTrace, StatisticsTrace] = (StatisticsTrace(), StatisticsTrace())
     failed: EngineFailed | None = None
     excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
     stuck: tuple[str, ...] = ()
@@ -167,7 +170,9 @@ def _run(
         return observed
     seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
     released = until_released(p, d, seconds)
-    return replace(observed, usage=released.usage, released=released, audits=_both(p, d, "audit"))
+    observed = replace(observed, usage=released.usage, released=released)
+    statistics = p.statistics(), d.statistics()
+    return replace(observed, statistics=statistics, audits=_both(p, d, "audit"))
 
 
 def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:

@@ -30,6 +30,7 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str = "auto"  # vLLM's kv_cache_dtype
     conv_layout: str = "DS"  # of convolution states: "DS" = (channel, token), "SD" = (token, channel)
     prefix_caching: bool = True
+    in_flight: bool = False  # vLLM's asynchronous scheduling
     # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
     content: str = BACKEND
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16

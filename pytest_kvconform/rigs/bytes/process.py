@@ -20,6 +20,7 @@ from pytest_kvconform.rigs.engine.messages import Request
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -47,6 +48,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.preempting = ""
         self.reusing = False
         super().__init__(spec)
+        self.statistics_path = StatisticsPath(self.config, self.scheduler)
         # group whose content a block has
         self.owner_of_block = np.full(self.kv_config.num_blocks, -1, dtype=np.int8)
         self._watch_blocks()
@@ -73,6 +75,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             prefix_caching=spec.prefix_caching,
             more=spec.engine_arguments,
         )
+        config.scheduler_config.async_scheduling = spec.in_flight  # vLLM turns it off on CPUs
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config
 
@@ -113,6 +116,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
+
+    def statistics(self) -> StatisticsTrace:
+        """What became of the statistics that the connector has reported since the last call."""
+        return self.statistics_path.trace()
 
     # ---- watching ------------------------------------------------------------------------------------------
 
@@ -223,11 +230,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                self.preempting
-                and (victim := self.scheduler.requests.get(self.preempting)) in self.scheduler.running
-            ):
+            victim = self.scheduler.requests.get(self.preempting)
+            if victim is not None and victim.num_preemptions:
                 self.preempting = ""
+            elif victim in self.scheduler.running:  # with a step in flight vLLM cannot preempt it yet
                 self.scheduler.running.remove(victim)
                 self.scheduler.running.append(victim)  # the last one is the one to go
                 return None

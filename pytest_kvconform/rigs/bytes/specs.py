@@ -48,6 +48,7 @@ def byte_engine_spec(
         content=side.content,
         kernel_block=side.kernel,
         prefix_caching=side.prefix_caching,
+        in_flight=side.in_flight,
         device=context.facts.device,
         store=context.subject.profile == "store",
     )

@@ -7,6 +7,7 @@ called by vLLM's own code (v1/worker/gpu/kv_connector.py), in the order of v1/wo
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
@@ -35,9 +37,10 @@ from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
-from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
+from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of, select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
+WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
 spec_of_process: ByteEngineSpec | None = None  # set by the engine before ranks are forked
 
@@ -120,6 +123,7 @@ class ByteWorker(WorkerBase):
         )
         self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
+        self._sampled: list[ModelRunnerOutput] = []  # steps in flight
 
     def kernel_blocks(self, config: Any) -> list[int]:
         """Tokens of a kernel block per group, as in `prepare_kernel_block_sizes` (v1/worker/utils.py)."""
@@ -144,6 +148,16 @@ class ByteWorker(WorkerBase):
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        """What the connector sees of vLLM's warm-up and of the capture of CUDA graphs.
+
+        The connector is not there while dummy steps run (v1/worker/gpu/warmup.py; model_runner.py:
+        _dummy_run, capture_model). Capture changes the state of a worker, which it resets in the end.
+        """
+        self.connector.set_disabled(True)
+        self.connector.no_forward(SchedulerOutput.make_empty())
+        time.sleep(WARM_UP_S)
+        self.connector.set_disabled(False)
+        self.connector.reset_capture_state()
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def shutdown(self) -> None:
@@ -165,7 +179,7 @@ class ByteWorker(WorkerBase):
             return output
         checker, before, states = self.checker, len(self.checker.checks), self.groups.states
         with set_forward_context(self._metadata(work), self.vllm_config):
-            self.connector.pre_forward(scheduler_output)
+            self.connector.pre_forward(scheduler_output, input_batch_of(scheduler_output))
             group = get_kv_transfer_group()
             if work.after_load:
                 for name in (name for name in self.layers if name not in states):
@@ -191,13 +205,21 @@ class ByteWorker(WorkerBase):
             checker.failed -= failed
         tokens = {part.request: part.token for part in work.parts}
         ids = list(scheduler_output.num_scheduled_tokens)
-        return ModelRunnerOutput(
+        sampled = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
             sampled_token_ids=[[] if tokens[name] is None else [tokens[name]] for name in ids],
             prompt_logprobs_dict={},
             kv_connector_output=output,
         )
+        if not self.spec.in_flight:
+            return sampled
+        self._sampled.append(sampled)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """What vLLM's EngineCore.step_with_batch_queue calls after a step that computes tokens."""
+        return self._sampled.pop(0)
 
     def _note_failures(self, output: Any) -> None:
         if output is not None:

@@ -76,6 +76,15 @@ class Recorder:
         finally:
             self.note("")
 
+    def last_answer(self) -> str:
+        """The connector's last answer about a request, as the end of a sentence; "" without one."""
+        answers = (
+            f"; the connector's last answer was {call.result!r} of {call.hook}"
+            for call in reversed(self.calls)
+            if call.request
+        )
+        return next(answers, "")
+
     def _wrap(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.depth:

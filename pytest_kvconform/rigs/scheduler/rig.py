@@ -59,6 +59,8 @@ class Rig:
 
     host: Host
     rule: str  # of the case
+    # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
+    asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
 
     @property
@@ -101,6 +103,7 @@ class Rig:
         vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
+        vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(
             self.host.spec.ports[len(self._sides) % len(self.host.spec.ports)]

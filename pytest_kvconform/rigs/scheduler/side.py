@@ -18,10 +18,12 @@ from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import (
     END_OF_SEQUENCE,
+    Flight,
     RequestOutput,
     Step,
     WorkerReport,
     engine_request,
+    rank_output,
 )
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 
@@ -43,7 +45,11 @@ class Side(SideState):
         self.worker: Callable[[Any], Any] | None = None
         # Whether the scripted workers report every load in the step in which it is ordered.
         self.report_loads_at_once = False
-        self._preempting, self._taken = "", list[Any]()
+        # Whether a step is in flight when the next one is scheduled: vLLM's asynchronous scheduling.
+        self.asynchronous = bool(config.scheduler_config.async_scheduling)
+        self._in_flight: Flight | None = None
+        self._ending: list[str] = []
+        self._preempting, self._preemptions, self._taken = "", 0, list[Any]()
         self._watch_allocations()
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -94,47 +100,65 @@ class Side(SideState):
         """Take one step of the engine: schedule(), the reports of the workers, update_from_output().
 
         Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as
-        well. `ranks` gives the reports of each rank instead. Raises Violation if vLLM's scheduler cannot go
+        well. `ranks` gives the reports of each rank instead. With asynchronous scheduling they are those of
+        the step before, which is in flight during schedule(). Raises Violation if vLLM's scheduler cannot go
         on with what the connector answered.
         """
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
-        reports = ranks or (report,) * self.ranks
+        if self.asynchronous and self._in_flight is None:
+            self._in_flight = self._schedule()  # EngineCore.step_with_batch_queue first fills its queue
+        ending = flight = self._schedule()
+        if self.asynchronous:
+            assert self._in_flight is not None
+            ending, self._in_flight = self._in_flight, flight
+        self._update(ending, ranks or (report,) * self.ranks)
+        if self.recorder.unsure and not flight.sampled:
+            time.sleep(PAUSE_S)
+        return self.steps[-1]
+
+    def end_flight(self) -> None:
+        """Give the scheduler the output of the step that is in flight, if there is one."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            self._update(flight, (WorkerReport(),) * self.ranks)
+
+    def _schedule(self) -> Flight:
+        """Call schedule(), run a real worker, and note the step."""
         self.recorder.step = len(self.steps) + 1
         output = self._guarded(self.scheduler.schedule)
         given = output.kv_connector_metadata
         metadata = pickle.loads(pickle.dumps(given))
         ended, preempted = frozenset(output.finished_req_ids), frozenset(output.preempted_req_ids or ())
-        outputs: dict[str, RequestOutput] = {}
-        scheduled = {
-            id: (
-                self.scheduler.requests[id].num_computed_tokens - number,
-                self.scheduler.requests[id].num_computed_tokens,
-            )
-            for id, number in output.num_scheduled_tokens.items()
-        }
+        scheduled, sampled, pooled, outputs = {}, {}, {}, dict[str, RequestOutput]()
+        for id, number in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[id]
+            scheduled[id] = request.num_computed_tokens - number, request.num_computed_tokens
+            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled[id] = [token] if done and not request.pooling_params else []
+            pooled[id] = POOLED if done and request.pooling_params else None
+        ordered = tuple(self.ordered_loads(metadata)) if self.report_loads_at_once else ()
+        reported = self.worker(output) if self.worker is not None else None
+        synchronous = output.has_sync_kv_loads
+        self.steps.append(
+            Step(len(self.steps) + 1, scheduled, outputs, metadata, synchronous, ended, preempted, given)
+        )
+        return Flight(output, sampled, pooled, outputs, ordered, reported)
+
+    def _update(self, flight: Flight, reports: tuple[WorkerReport, ...]) -> None:
+        """Call update_from_output() with the reports of the workers."""
         if self.report_loads_at_once:
-            reports = (WorkerReport(received=self.ordered_loads(metadata)),) * self.ranks
-        made = [self._rank_output(list(scheduled), one) for one in reports]
+            reports = (WorkerReport(received=flight.ordered),) * self.ranks
+        made = [flight.rank_output(one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
         if self.worker is not None:
-            whole.kv_connector_output = self.worker(output)
-        for batch in self._guarded(self.scheduler.update_from_output, output, whole).values():
-            for one in batch.outputs:
-                finish = None if one.finish_reason is None else str(one.finish_reason)
-                outputs[one.request_id] = RequestOutput(
-                    tuple(one.new_token_ids), finish, one.kv_transfer_params
-                )
-        self.results |= {id: one for id, one in outputs.items() if one.finish}
+            whole.kv_connector_output = flight.worker
+        for id in self._ending:
+            self.abort(id)
+        self._ending = []
+        flight.note_outputs(self._guarded(self.scheduler.update_from_output, flight.output, whole))
+        self.results |= {id: one for id, one in flight.outputs.items() if one.finish}
         self._note_ends()
-        has_sync_kv_loads = output.has_sync_kv_loads
-        self.steps.append(
-            Step(
-                len(self.steps) + 1, scheduled, outputs, metadata, has_sync_kv_loads, ended, preempted, given
-            )
-        )
-        if self.recorder.unsure and not scheduled:
-            time.sleep(PAUSE_S)
-        return self.steps[-1]
 
     def run(
         self,
@@ -195,9 +219,16 @@ class Side(SideState):
         self._guarded(self.scheduler.finish_requests, id, RequestStatus[how])
         self._note_ends()
 
+    def abort_in_next_step(self, id: str) -> None:
+        """Abort a request in the next step after schedule(), as EngineCore does with its queue of aborts."""
+        self._ending.append(id)
+
     def preempt(self, id: str) -> None:
-        """Preempt a running request in the next step: allocate_slots finds no block."""
-        self._preempting = id
+        """Preempt a running request: allocate_slots finds no block in the next step.
+
+        With a step in flight, it finds none until vLLM may free the blocks of the request.
+        """
+        self._preempting, self._preemptions = id, self.scheduler.requests[id].num_preemptions
 
     def take_all_free_blocks(self) -> None:
         """Take every free block from the pool, so that vLLM can allocate none.
@@ -233,6 +264,7 @@ class Side(SideState):
         Takes one empty step first, in which the connector notifies its workers of the ends.
         """
         self.step()
+        self.end_flight()
         return leaks(self)
 
     def require_standard_reports(self) -> None:
@@ -258,7 +290,7 @@ class Side(SideState):
 
         Raises HookRaised.
         """
-        self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
+        self.call_hook("update_connector_output", rank_output({}, {}, report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
         """Call vLLM's reset_prefix_cache for the connector's cache, too.
@@ -281,38 +313,7 @@ class Side(SideState):
         except Exception as error:
             if f"{os.sep}vllm{os.sep}" not in traceback.extract_tb(error.__traceback__)[-1].filename:
                 raise
-            last = next(
-                (
-                    f"; the connector's last answer was {c.result!r} of {c.hook}"
-                    for c in reversed(self.calls)
-                    if c.request
-                ),
-                "",
-            )
-            raise SchedulerStopped(self.name, error, last) from error
-
-    def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        sampled, pooled = [], []
-        for id in ids:
-            request = self.scheduler.requests[id]
-            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
-            done = request.num_computed_tokens >= request.num_tokens
-            sampled.append([token] if done and not request.pooling_params else [])
-            pooled.append(POOLED if done and request.pooling_params else None)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={id: index for index, id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            pooler_output=pooled if any(pooled) else None,
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=set(report.sent) or None,
-                finished_recving=set(report.received) or None,
-                failed_recving=set(report.failed),
-                invalid_block_ids=set(report.invalid),
-            ),
-        )
+            raise SchedulerStopped(self.name, error, self.recorder.last_answer()) from error
 
     def _note_ends(self) -> None:
         self.finished += [
@@ -324,8 +325,9 @@ class Side(SideState):
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             victim = self.scheduler.requests.get(self._preempting)
-            if victim is not None and victim in self.scheduler.running:
+            if victim is not None and victim.num_preemptions > self._preemptions:
                 self._preempting = ""
+            elif victim is not None and victim in self.scheduler.running:
                 self.scheduler.running.remove(victim)
                 self.scheduler.running.append(victim)  # vLLM preempts the last one
                 return None

@@ -43,7 +43,6 @@ class SideState:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"
         self.config, self.kv_config, self.first_block = config, kv_config, first_block
@@ -60,7 +59,7 @@ class SideState:
 
         KVConnectorFactory.create_connector = create_connector
         try:
-            self.scheduler: Any = Scheduler(
+            self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 kv_cache_config=kv_config,
                 structured_output_manager=rig.host.structured_output,

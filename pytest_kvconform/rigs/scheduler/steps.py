@@ -39,12 +39,54 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class Flight:
+    """A step between schedule() and update_from_output()."""
+
+    output: Any  # vLLM's SchedulerOutput
+    sampled: dict[str, list[int]]  # scheduled request -> the tokens that its model samples, one or none
+    pooled: dict[str, Any]  # scheduled request -> what is pooled of it, or None
+    outputs: dict[str, RequestOutput]  # of the Step, to be filled
+    ordered: tuple[str, ...]  # requests whose loads the metadata has ordered by now
+    worker: Any  # KVConnectorOutput of a real worker; None: the reports are scripted
+
+    def rank_output(self, report: WorkerReport) -> Any:
+        """The ModelRunnerOutput of one rank that reports this."""
+        return rank_output(self.sampled, self.pooled, report)
+
+    def note_outputs(self, batches: dict[int, Any]) -> None:
+        """Note what update_from_output returned: EngineCoreOutputs by client."""
+        for one in (one for batch in batches.values() for one in batch.outputs):
+            finish = None if one.finish_reason is None else str(one.finish_reason)
+            self.outputs[one.request_id] = RequestOutput(
+                tuple(one.new_token_ids), finish, one.kv_transfer_params
+            )
+
+
+def rank_output(sampled: dict[str, list[int]], pooled: dict[str, Any], report: WorkerReport) -> Any:
+    """A ModelRunnerOutput: tokens and pooled output by request, and the report of one rank."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=list(sampled),
+        req_id_to_index={id: index for index, id in enumerate(sampled)},
+        sampled_token_ids=list(sampled.values()),
+        pooler_output=list(pooled.values()) if any(pooled.values()) else None,
+        kv_connector_output=KVConnectorOutput(
+            finished_sending=set(report.sent) or None,
+            finished_recving=set(report.received) or None,
+            failed_recving=set(report.failed),
+            invalid_block_ids=set(report.invalid),
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class Step:
     """What one step did."""
 
     number: int  # from 1
     scheduled: dict[str, tuple[int, int]]  # request -> tokens [first, end) that are computed in it
-    outputs: dict[str, RequestOutput]
+    outputs: dict[str, RequestOutput]  # filled by update_from_output; with a step in flight one step later
     metadata: Any  # of build_connector_meta, after the way to a worker (pickle)
     has_sync_kv_loads: bool  # of the SchedulerOutput: a synchronous load happens in this step
     finished: frozenset[str]  # finished_req_ids: requests of whose end the workers are notified

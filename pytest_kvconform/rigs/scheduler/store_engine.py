@@ -1,4 +1,4 @@
-"""An engine of the scheduler rig with a real worker half, for stores.
+"""An engine of the scheduler rig with a real worker half, mostly for stores.
 
 What a store announces depends on what its workers have saved.
 
@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
 
 LONGEST = 8  # blocks of a request
 ENCODER_TOKENS = 1024
@@ -36,10 +37,15 @@ EMBEDDING = 8  # numbers of a token
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
-def start_engine_with_worker(rig: Rig) -> Side:
-    """Start it. Raises Blocked if the worker half cannot run on this machine."""
+def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None = None) -> Side:
+    """Start it. Raises Blocked if the worker half cannot run on this machine.
+
+    `durations`: gets the seconds of every call of the worker half, by hook.
+    """
     half = WorkerHalf(rig, "P", longest=LONGEST)
     half.construct()
+    if durations is not None:
+        half.time_hooks(durations)
     caches = half.allocate_kv_caches()
     half.register_kv_caches(caches)
     side = half.scheduler_side()
@@ -99,6 +105,14 @@ def request_fields(what: str, length: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def end_engine_with_worker(side: Side) -> None:
+    """Shut both halves down as vLLM does, workers first, so that another engine can start."""
+    assert isinstance(side.worker, functools.partial)
+    side.worker.args[0].shutdown()
+    side.scheduler.shutdown()
+    side.worker = side.scheduler.connector = side.connector = None
+
+
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
     """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model.
 
@@ -117,7 +131,7 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
         if name in half.layers
     }
     with set_forward_context(context, half.config):
-        guard("start_load_kv", half.active.pre_forward, output)
+        guard("start_load_kv", half.active.pre_forward, output, input_batch_of(output))
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):
                 half.call_hook("wait_for_layer_load", name)

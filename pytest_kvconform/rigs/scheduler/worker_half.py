@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ from msgspec import structs
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +140,16 @@ class WorkerHalf:
         self.connector = get_kv_transfer_group()
         return self.connector
 
+    def time_hooks(self, durations: dict[str, list[float]]) -> None:
+        """Note from now on the seconds that each call of a hook takes, by hook.
+
+        Those in which the thread waits for a core do not count.
+        """
+        for name in calls_of(WORKER, BOTH):
+            setattr(
+                self.connector, name, _timed(getattr(self.connector, name), durations.setdefault(name, []))
+            )
+
     def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -168,6 +181,7 @@ class WorkerHalf:
 
         `first_block`: the block id below those that it may use.
         """
+        self.config.scheduler_config.async_scheduling = self.rig.asynchronous
         kv_config = generate_scheduler_kv_cache_config([self.kv_config])
         return Side(self.rig, self.role, index, self.config, kv_config, first_block)
 
@@ -216,6 +230,17 @@ class WorkerHalf:
 
         self.recorder.call("shutdown of the worker half", ensure_kv_transfer_shutdown)
         self.active = self.connector = None
+
+
+def _timed(hook: Any, durations: list[float]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started, waited = time.perf_counter(), own_core_wait()
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            durations.append(time.perf_counter() - started - (own_core_wait() - waited))
+
+    return call
 
 
 def few_layers(geometry: Geometry) -> Geometry:
