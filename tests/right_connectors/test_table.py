@@ -19,7 +19,7 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = Path(__file__).parent
 # Classes of this folder that no run needs: bases, and the wrong connectors beside the right ones.
-OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "PartOfABlock"}
+OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing"}
 
 
 @pytest.fixture(scope="module")

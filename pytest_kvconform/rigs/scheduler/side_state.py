@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
+from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
@@ -147,7 +147,7 @@ class SideState:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def kv_transfer_params(self, id: str) -> dict[str, Any]:
-        """kv_transfer_params that P returned for a request that has ended, after the way through JSON.
+        """kv_transfer_params that P returned for a request that has ended, as they reach D.
 
         Raises NotApplicable if P returned none.
         """
@@ -156,8 +156,7 @@ class SideState:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"
             raise NotApplicable(sentence, refused=len(self.prompts.get(id, ())) > self.block_size)
-        found: dict[str, Any] = json.loads(json.dumps(output.params))
-        return found
+        return params_after_the_way(output.params)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -202,7 +201,7 @@ class SideState:
         answer.
         """
         calls = self.calls_of("get_num_new_matched_tokens", id)[since:]
-        return [call.result for call in calls if call.result[0] is not None]
+        return [(call.result[0], bool(call.result[1])) for call in calls if call.result[0] is not None]
 
     def declined_to_load(self, id: str) -> bool:
         """Whether get_num_new_matched_tokens answered 0 although this side lacks a whole block or more."""

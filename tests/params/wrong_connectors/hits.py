@@ -19,13 +19,14 @@ class SilentWithoutALoad(Right):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 
-class StopsEarly(Right):
-    """Loads one block less where D has some already, and so ends inside a block."""
+class ForgetsTheBackoff(Right):
+    """Loads the last token, too, where D has some already: P leaves it to D."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        size = self._vllm_config.cache_config.block_size
-        return (count - size, is_async) if num_computed_tokens and count > size else (count, is_async)
+        return (
+            request.num_tokens - num_computed_tokens if num_computed_tokens and count else count
+        ), is_async
 
 
 class LeavesStatesOut(Right):
