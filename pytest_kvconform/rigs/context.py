@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
-from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ende
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
 MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
+CHILDREN = "connectors"  # key of MultiConnector's kv_connector_extra_config: its connectors
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
 
@@ -112,6 +114,8 @@ class RunContext:
     # is established then, and a connector that hangs does not make every cell wait as long.
     in_vain: set[str] = field(default_factory=set)
     keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
+    # what engines have shown that this environment lacks: one attempt is enough
+    missing: list[str] = field(default_factory=list)
     # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
@@ -135,6 +139,18 @@ class RunContext:
         if in_vain:
             self.in_vain.add(kind)
 
+    def require_nothing_missing(self) -> None:
+        """Raise Blocked if engines could not start because this environment lacks something."""
+        if self.missing:
+            raise Blocked(self.missing[0])
+
+    def require_known_handover(self, tier: str, store: bool = False) -> None:
+        """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores."""
+        subject = self.subject
+        if subject.handover == "none" and not (store and subject.profile == "store"):
+            known = "'handoff', 'rendezvous' and stores" if store else "'handoff' and 'rendezvous'"
+            raise Blocked(f"hand-over 'none' is declared, and the {tier} tier knows only {known}")
+
     def next_name(self) -> str:
         """A name that is unique in the run."""
         return next(self.names)
@@ -157,8 +173,11 @@ class RunContext:
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
+        key = self.subject.lease or LEASE_KEY
         extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
-        return float(extra.get(self.subject.lease or LEASE_KEY, DEFAULT_LEASE_S))
+        children = extra.get(CHILDREN, ()) if self.subject.connector == "MultiConnector" else ()
+        parts = [child.get("kv_connector_extra_config", {}) for child in children] or [extra]
+        return max(float(part.get(key, DEFAULT_LEASE_S)) for part in parts)
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
@@ -210,14 +229,27 @@ def transfer_config(
     }
     if port:
         ours["kv_port"] = port
+    if subject.handover == "rendezvous":
+        ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
     if extra:
         ours["kv_connector_extra_config"] = extra
-    return merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
+    config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
+    # each connector of a MultiConnector reads keys of its own; what the user gave one wins here, too
+    whole = config.get("kv_connector_extra_config", {})
+    children = whole.get(CHILDREN) if subject.connector == "MultiConnector" else None
+    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+        return config
+    given = [merge_config(child, {"kv_connector_extra_config": extra}) for child in children]
+    return config | {"kv_connector_extra_config": whole | {CHILDREN: given}}
 
 
-def port_environment(port: int = 0) -> dict[str, str]:
-    """The environment variable that names the port of an engine's side channel; 0: a free one."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port())}
+def port_environment() -> dict[str, str]:
+    """The environment variables that name the ports of an engine's side channels, free ones."""
+    port = free_port()
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + APART // 2),
+    }
 
 
 # ---- how much a connector loads ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -50,6 +51,15 @@ def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         VOCABULARY[((i * 2654435761 + (0 if i < shared else (seed + 1) * 40503)) >> 7) % size]
         for i in range(length)
     )
+
+
+def with_other_tokens(prompt: tuple[int, ...], secret: int) -> tuple[int, ...]:
+    """A prompt of the same length in tokens that no other secret gives.
+
+    Prompts of one secret share the prefixes that they shared before.
+    """
+    by, first, size = random.Random(secret), VOCABULARY.start, len(VOCABULARY)
+    return tuple(first + (token - first + by.randrange(size)) % size for token in prompt)
 
 
 # How a transfer fails: its state is "ERR"; transfer() raises; check_xfer_state() raises.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.apply_declaration import Criteria, feature_results
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong, on
@@ -30,14 +31,14 @@ def case_runner() -> Iterator[CaseRunner]:
 def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[[str], CellRun]:
     """Run the cases about keys on a store."""
 
-    def run(store: str) -> CellRun:
+    def run(store: str, module: str = "protocol/stores/keys") -> CellRun:
         return case_runner.run(
             store,
             "llama3_1_8b",
             setup="b16",
             profile="" if store == "ExampleConnector" else "store",
             config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-            only=lambda planned: planned.module == "protocol/stores/keys",
+            only=lambda planned: planned.module == module,
         )
 
     return run
@@ -54,6 +55,23 @@ def test_a_right_store_passes(run_cases: Callable[[str], CellRun], store: str, r
     assert run.outcomes[RESET] == ("PASS" if resets else "NOT-APPLICABLE")
     announced = [evidence.external_tokens for evidence in run.evidence.values()]
     assert len(announced) >= 6 and min(announced) >= 48
+
+
+def test_a_folder_that_persists_has_no_prompt_of_another_case_or_run(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    for module in ("protocol/stores/keys", "protocol/stores/saved_prompts"):
+        first, second = run_cases("Right", module), run_cases("Right", module)
+        assert first.outcomes == second.outcomes and first.failed == set(), second.findings
+
+
+def test_abort_may_be_declared_of_a_store(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("Right", "protocol/aborts")
+    assert run.failed == set()
+    [abort] = [
+        row for row in feature_results(run.results, Criteria(features={"abort": ""})) if row.name == "abort"
+    ]
+    assert (abort.observed, abort.rule) in (("works", ""), ("not looked at", ""))
 
 
 SAME = "48 of 53 tokens were announced for a prompt with .*, and the same tokens were saved with"

@@ -55,6 +55,7 @@ class ByteBench:
         """
         key = (cell, transfer.name, longer)
         if key not in self._observations:
+            self.context.require_known_handover("byte", store=True)
             if cell in self._over:
                 reason, declined = self._over[cell]
                 raise Blocked(reason, refused=declined)

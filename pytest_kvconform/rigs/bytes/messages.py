@@ -35,6 +35,7 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     content: str = BACKEND
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
+    handover: str = "handoff"  # how D learns which KV to load: "handoff", "rendezvous" or "none"
     store: bool = False  # loads may bring what either engine has computed and saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 

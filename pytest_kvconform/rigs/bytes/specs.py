@@ -50,6 +50,7 @@ def byte_engine_spec(
         prefix_caching=side.prefix_caching,
         in_flight=side.in_flight,
         device=context.facts.device,
+        handover=context.subject.handover,
         store=context.subject.profile == "store",
     )
 

@@ -12,6 +12,7 @@
 | `handover` | one scenario: the subject's run, then the oracle's |
 | `control` | `Control`: whether the same fails without the connector, when an engine fails |
 | `no_connector` | the connector of engines without a connector |
+| `router` | the kv_transfer_params that a router gives P and D, by the hand-over that is declared |
 | `observation` | what a scenario showed, and the comparison of D's answers |
 | `messages` | the records that travel between pytest and an engine |
 
@@ -29,6 +30,6 @@ The way of one hand-over:
 7. The `Observation` has rows and states that differ, D's answers in both runs, traces, usage and logged
    exceptions.
 
-This room imports `processes`, `vllm_setup`, `kvspace`, `context.py` and `scenario.py`. Modules that run in
-pytest import neither torch nor vLLM; `process` and `model_engine` import them inside functions.
+This room imports `processes`, `vllm_setup`, `kvspace`, `context.py`, `missing.py` and `scenario.py`. Modules
+that run in pytest import neither torch nor vLLM; `process` and `model_engine` import them inside functions.
 """

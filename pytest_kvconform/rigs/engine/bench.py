@@ -64,6 +64,7 @@ class EngineBench:
         """
         key = (cell, scenario.name, longer)
         if key not in self._observations:
+            self.context.require_known_handover("engine")
             self._refuse_dead(cell)
             try:
                 pair = self.engines(cell, longer)
@@ -198,6 +199,7 @@ class EngineBench:
             max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
+            handover=self.context.subject.handover,
         )
 
 

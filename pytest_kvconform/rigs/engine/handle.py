@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pytest_kvconform.result import HarnessError, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
+    Output,
     Request,
     Snapshot,
     Step,
@@ -24,12 +27,16 @@ from pytest_kvconform.rigs.engine.messages import (
     Usage,
 )
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 LEAVE_S = 10.0  # for engines to shut down
 KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
+# `step_beside`: how long a step lasts before the peer steps, too; the pause after the peer's first step,
+# which doubles with each step; the longest pause
+ALONE_S, BESIDE_S, SELDOM_S = 0.02, 0.005, 0.05
 
 
 class EngineFailed(Exception):
@@ -78,7 +85,7 @@ class EngineHandle:
     target = ""  # "module:function" that the zygote calls in the child
 
     def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
-        self.role, self.deadline_s = spec.role, deadline_s
+        self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
         try:
             self.process = ChildProcess(address, name, self.target, spec, start_s)
         except ForkRefused as refused:
@@ -116,6 +123,21 @@ class EngineHandle:
 
     def step(self, seconds: float = 0.0) -> Step:
         return self.call("step", seconds)
+
+    def step_beside(self, peer: EngineHandle, seconds: float = 0.0) -> Step:
+        """`step`, during which the peer takes steps of its own if it lasts: a connector may load within the
+        step, and need its peer for that. The result has the outputs of both.
+        """
+        self.send("step", seconds)
+        deadline = Deadline(self.deadline_s, (self.process.pid,))
+        wait, pause, outputs = ALONE_S, BESIDE_S, tuple[Output, ...]()
+        while not self.process.connection.poll(wait):
+            if deadline.over():
+                self._hung("step", self.deadline_s)
+            outputs += peer.step().outputs
+            wait, pause = pause, min(2 * pause, SELDOM_S)
+        step: Step = self.answer("step")
+        return msgspec.structs.replace(step, outputs=(*outputs, *step.outputs)) if outputs else step
 
     def abort(self, request_id: str) -> None:
         self.call("abort", request_id)

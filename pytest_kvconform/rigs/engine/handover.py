@@ -18,7 +18,7 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output, Request, Snapshot, Trace
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Request, Snapshot, Trace
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.engine.observation import (
     logprob_distance,
 )
 from pytest_kvconform.rigs.engine.release import until_released
+from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
 
@@ -135,9 +136,8 @@ def _run(
     deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
-            _until_finished(
-                d, [_add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)], run, deadline
-            )
+            warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)
+            _until_finished(d, p, [warm], run, deadline)
     if run.stuck:
         raise HarnessError(
             f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: "
@@ -151,7 +151,8 @@ def _run(
     handed = {name: _params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
-        params = handed[name if scenario.n == 1 else run.names[0]]
+        source = name if scenario.n == 1 else run.names[0]
+        params = decode_params(p.spec.handover, source, p.spec, handed[source])
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
@@ -165,9 +166,9 @@ def _run(
             )
         )
     if scenario.abort:
-        _abort_decode(scenario, d, run)
+        _abort_decode(scenario, p, d, run)
         return run
-    _until_finished(d, [f"{name}-{ON_D}" for name in run.names], run, deadline, peer=p)
+    _until_finished(d, p, [f"{name}-{ON_D}" for name in run.names], run, deadline)
     for name, prompt in zip(run.names, prompts, strict=True):
         run.decode[name] = d.trace(f"{name}-{ON_D}")
         if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
@@ -208,17 +209,17 @@ def _prefill(
                 max_tokens=1,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=PREFILL if mode == SUBJECT else None,
+                kv_transfer_params=prefill_params(p.spec.handover, name, d.spec) if mode == SUBJECT else None,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []
     if scenario.abort == "prefill":
-        p.step(0)
+        p.step_beside(d)
         for name in names:
             p.abort(f"{name}-{ON_P}")
         p.budget(0)
         return
-    _until_finished(p, [f"{name}-{ON_P}" for name in names], run, deadline, peer=d)
+    _until_finished(p, d, [f"{name}-{ON_P}" for name in names], run, deadline)
     p.budget(0)
     for name in names:
         run.prefill[name] = p.trace(f"{name}-{ON_P}")
@@ -241,10 +242,10 @@ def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: st
 
 def _until_finished(
     engine: ModelEngineHandle,
+    peer: ModelEngineHandle,
     names: list[str],
     run: _Run,
     deadline: Deadline,
-    peer: ModelEngineHandle | None = None,
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended.
 
@@ -254,13 +255,12 @@ def _until_finished(
     for name in names:
         run.outputs.setdefault(name, [])
     while waiting:
-        for output in engine.step(POLL_S).outputs:
-            if output.id in waiting:
-                run.outputs[output.id].append(output)
-                if output.finish is not None:
-                    waiting.discard(output.id)
-        if waiting and peer is not None:
-            peer.step(0)
+        for steps, beside, poll in ((engine, peer, POLL_S), (peer, engine, 0.0)):
+            for output in steps.step_beside(beside, poll).outputs if waiting else ():
+                if output.id in waiting:
+                    run.outputs[output.id].append(output)
+                    if output.finish is not None:
+                        waiting.discard(output.id)
         if waiting and deadline.over():
             run.stuck = [
                 f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
@@ -271,10 +271,10 @@ def _until_finished(
             return
 
 
-def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
+def _abort_decode(scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, run: _Run) -> None:
     """Abort D's requests before the first step, or once their load is under way."""
     if scenario.abort == "loading":
-        d.step(0)
+        d.step_beside(p)
     for name in run.names:
         d.abort(f"{name}-{ON_D}")
 

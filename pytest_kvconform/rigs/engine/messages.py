@@ -38,6 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int  # tokens a step; smaller than a prompt: chunked prefill
     kv_transfer_config: dict[str, Any]  # the fields of vLLM's KVTransferConfig
     environment: dict[str, str]  # set before the engine is built: ports
+    handover: str = "handoff"  # how D learns which KV to load: "handoff" or "rendezvous"
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 

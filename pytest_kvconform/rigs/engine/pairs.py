@@ -15,6 +15,7 @@ from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
+from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
 
 Handle = TypeVar("Handle", bound=EngineHandle)
 Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
@@ -35,7 +36,8 @@ class EnginePairs(Generic[Handle]):
         context.running.register(self.end_all)
 
     def pair(self, cell: Cell, spec: Callable[[str, int, str], Any], word: str = "") -> tuple[Handle, Handle]:
-        """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before.
+        """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before, and
+        Blocked at once if engines have shown that this environment lacks something.
 
         `spec`: role, tensor parallel size and folder of a store -> specification of one engine.
         """
@@ -44,6 +46,7 @@ class EnginePairs(Generic[Handle]):
             return self._pairs[key]
         if isinstance(before := self._started.get(key), EngineFailed):
             raise before
+        self.context.require_nothing_missing()
         self.context.running.make_room(cell)
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         self.context.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}){self.remark}")
@@ -61,10 +64,23 @@ class EnginePairs(Generic[Handle]):
                 engine.end()
             self.context.note("start", failed.how == "hung")
             self._started[key] = failed
+            self.note_what_is_missing(failed)
             raise
         pair[0].keeps = cell in self.context.keeping
         self._pairs[key] = pair[0], pair[1]
         return self._pairs[key]
+
+    def note_what_is_missing(self, failed: EngineFailed) -> None:
+        """Note it and raise Blocked, if engines did not start because this environment lacks something."""
+        subject, reason = self.context.subject, failed.sentence.partition("did not start: ")[2]
+        lacks = what_is_missing(
+            reason.partition(" ")[0].rstrip(":"), reason, subject.module or "", subject.packages
+        )
+        if failed.how == "hung" and waits_for_server(failed.stack):
+            lacks = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
+        if lacks:
+            self.context.missing.append(f"{subject.connector} cannot start here: {lacks}")
+            self.context.require_nothing_missing()
 
     def running(self, cell: Cell, word: str = "") -> bool:
         """Whether a pair is running."""

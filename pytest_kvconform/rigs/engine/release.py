@@ -31,8 +31,8 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float) -> Release:
     began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
     deadline = Deadline(seconds, (p.process.pid, d.process.pid))
     while True:
-        d.step()
-        p.step()
+        d.step_beside(p)
+        p.step_beside(d)
         usage = p.usage(), d.usage()
         if all(map(_holds_no_more, usage, p.kept or (None, None))):
             break

@@ -98,6 +98,8 @@ class PeerBench:
 
     def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
         """Run every scenario of a cell, all at once."""
+        self.context.require_known_handover("protocol")
+        self.context.require_nothing_missing()
         long_lease = self.context.has_long_lease(self._asked_lease_s)
         scenarios = {
             name: scenario

@@ -136,6 +136,7 @@ class FaultBench:
         self, cell: Cell, policy: str, longer: int = 0
     ) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
+        self.context.require_known_handover("byte")
         word = _word(policy, longer)
         if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")

@@ -9,7 +9,6 @@ import time
 
 from msgspec.structs import replace
 
-from pytest_kvconform.rigs.engine.messages import PREFILL
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
@@ -37,7 +36,7 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
         yield from d.call("start_held_transfers")
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
-    aborted = engines.make_request(engines.new_prompt(), "p", PREFILL)
+    aborted = engines.make_request(engines.new_prompt(), "p", engines.prefill_params())
     yield from p.call("add_and_abort", aborted)
     last = yield from engines.prefill(p)
     decodes["last"] = yield from engines.decode(d, last)

@@ -15,7 +15,8 @@ from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
-from pytest_kvconform.rigs.engine.messages import PREFILL, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import Trace, Usage
+from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
@@ -39,11 +40,17 @@ KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
 HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
 NO_AGENT = "needs a connector that moves bytes with NIXL: no agent was made"
 NO_TRANSFER = "the connector began no transfer that could be held"
+WITHIN_STEP = "D loads within the step that reads the KV, so that no step can run while a load is held"
 
 
 def prompt_length(context: RunContext) -> int:
     """Tokens of a prompt: more if the connector declares that it loads nothing of so short a prompt."""
     return LENGTH + declared_addition(context.subject, BLOCK)
+
+
+def loaded_within_step(trace: Trace) -> bool:
+    """Whether D loaded KV of a request within the step that read it."""
+    return bool(trace.external_tokens) and not trace.asynchronous
 
 
 @dataclass(frozen=True)
@@ -179,9 +186,14 @@ class ScenarioEngines:
             number=number,
         )
 
+    def prefill_params(self) -> dict[str, Any] | None:
+        """The kv_transfer_params of a new request of P. Which engine decodes it is not decided yet."""
+        decoder = next(spec for name, spec in self._specs.items() if name.startswith("D"))
+        return prefill_params(decoder.handover, self.bench.context.next_name(), decoder)
+
     def prefill(self, p: SteppedEngine) -> Steps:
         """Let P compute a new prompt to hand over. Returns PrefillResult."""
-        request = self.make_request(self.new_prompt(), "p", PREFILL)
+        request = self.make_request(self.new_prompt(), "p", self.prefill_params())
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
         if not (yield from until(lambda: request.id in p.outputs, p.deadline(self.limits.request))):
@@ -190,7 +202,9 @@ class ScenarioEngines:
             )
             raise DeadlinePassed(sentence)
         trace = yield from p.call("trace", request.id)
-        params = p.outputs[request.id][0].kv_transfer_params
+        spec, returned = p.handle.spec, p.outputs[request.id][0].kv_transfer_params
+        transfer_id = (request.kv_transfer_params or {}).get("transfer_id", "")
+        params = decode_params(spec.handover, transfer_id, spec, returned)
         return PrefillResult(request.id, request.number, params, trace, added)
 
     def add_decode(
@@ -243,6 +257,8 @@ class ScenarioEngines:
         """
         if not sum(report.agents for report in (yield from d.call("fault_reports"))):
             return NO_AGENT
+        if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
+            return WITHIN_STEP
         yield from d.call("set_faults", (faults,))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)

@@ -114,7 +114,8 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         yield from p.stop_process()
         numbers[f"{what}_from"] = added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
-        own = yield from engines.add_decode(d, None)
+        own = engines.make_request(engines.new_prompt(), "d", None)
+        d.queue("add", own)  # D may stand in a step until P goes on
         yield from pause(engines.bench.scaled_seconds(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()

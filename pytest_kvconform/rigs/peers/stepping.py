@@ -124,9 +124,14 @@ class SteppedEngine:
         self.pause = EMPTY_STEP_S[0] if busy else min(2 * self.pause, EMPTY_STEP_S[1])
         return busy
 
+    def queue(self, name: str, *arguments: Any) -> Call:
+        """Call a method of the engine when it can, and do not wait."""
+        self.queued.append(call := Call(name, arguments))
+        return call
+
     def call(self, name: str, *arguments: Any) -> Steps:
         """Call a method of the engine, and wait for its answer."""
-        self.queued.append(call := Call(name, arguments))
+        call = self.queue(name, *arguments)
         while not call.done:
             if self.failed:
                 raise ScenarioEngineFailed(self)

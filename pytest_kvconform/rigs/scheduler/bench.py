@@ -9,7 +9,7 @@ from typing import Any
 
 from model_matrix import parse_topology
 from pytest_kvconform.case_outcome import CaseEnd
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, HarnessError, Outcome
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
@@ -38,8 +38,10 @@ class SchedulerBench:
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
 
-        Raises Blocked after several cases that hung, HarnessError without a host.
+        Raises Blocked after several cases that hung, or one that waits for a server; HarnessError without a
+        host.
         """
+        self.context.require_nothing_missing()
         if len(self._hung) >= HANGS:
             raise Blocked(
                 f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
@@ -47,7 +49,9 @@ class SchedulerBench:
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
         end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
-        if not in_time:
+        if not in_time and end.outcome is Outcome.BLOCKED:
+            self.context.missing.append(end.reason)
+        elif not in_time:
             self._hung.append(function)
         return end
 

@@ -13,13 +13,15 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_kvconform.case_outcome import end_of, run_case
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised, SchedulerStopped
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
+    from pytest_kvconform.subject import Subject
 
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
@@ -52,8 +54,10 @@ def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> ob
     try:
         case = getattr(importlib.import_module(module), function).__wrapped__
         return case(Rig(host, rule), variant)
-    except (HookRaised, SchedulerStopped):
+    except (HookRaised, SchedulerStopped) as raised:
         traceback.print_exc()  # to the log
+        if isinstance(raised, HookRaised) and (lacks := _what_is_missing(host.spec.subject, raised)):
+            raise Blocked(f"{host.spec.subject.connector} cannot start here: {lacks}") from None
         raise
 
 
@@ -73,6 +77,14 @@ def _shut_down() -> None:
         traceback.print_exc()  # to the log: cases about shutdown judge it
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _what_is_missing(subject: Subject, raised: HookRaised) -> str:
+    """Return what this environment lacks, if a hook of the start has raised because of it."""
+    if not raised.hook.startswith(("__init__", *START_HOOKS)):
+        return ""
+    error = raised.error
+    return what_is_missing(type(error).__name__, str(error), subject.module or "", subject.packages)
 
 
 def _prepare_process() -> None:

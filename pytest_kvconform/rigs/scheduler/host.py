@@ -26,10 +26,20 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
-from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, ProcessKilled, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    Cell,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    ProcessKilled,
+    Violation,
+)
+from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.stacks import most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
@@ -231,6 +241,11 @@ class Host:
         self._killed, status = [], os.waitpid(pid, 0)[1]
         if in_time and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
+        if not in_time and self._hook[:].startswith(b"__init__") and waits_for_server(_stack_lines(log_from)):
+            sentence = "waits for a server: start it, or configure its address"
+            return end_of(
+                Blocked(f"{self.spec.subject.connector} cannot start here: its start {sentence}")
+            ), in_time
         how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 
@@ -319,6 +334,12 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)  # the child does not lead a group yet
+
+
+def _stack_lines(since: int) -> list[str]:
+    """The last stack that the child wrote, innermost first: "file:line in function"."""
+    frames = most_telling_stack(_log_text(since), ("__init__",))
+    return [f"{file.rpartition('/')[2]}:{line} in {name}" for file, line, name in frames]
 
 
 def _log_text(since: int) -> str:

@@ -83,6 +83,7 @@ class Side(SideState):
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
         request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
+        self.transfer_ids[id] = params.get("transfer_id", "") if isinstance(params, dict) else ""
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
         self._guarded(self.scheduler.add_request, made)

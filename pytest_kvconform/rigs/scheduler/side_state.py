@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
@@ -51,6 +52,7 @@ class SideState:
         self.finished: list[str] = []
         self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.transfer_ids: dict[str, str] = {}  # of requests on which P and D meet by an id
         self.block_size, hash_size = resolve_kv_cache_block_sizes(kv_config, config)
         create = KVConnectorFactory.create_connector
 
@@ -149,13 +151,17 @@ class SideState:
     def kv_transfer_params(self, id: str) -> dict[str, Any]:
         """kv_transfer_params that P returned for a request that has ended, as they reach D.
 
-        Raises NotApplicable if P returned none.
+        With rendezvous the router adds the id and P's address. Raises NotApplicable if P returned none.
         """
         output = self.results.get(id)
+        if self.rig.subject.handover == RENDEZVOUS and output is not None:
+            given = self.rig.rendezvous_params(self, self.transfer_ids.get(id, ""))
+            return (output.params or {}) | given
         if output is None or output.params is None:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"
-            raise NotApplicable(sentence, refused=len(self.prompts.get(id, ())) > self.block_size)
+            long = len(self.prompts.get(id, ())) > self.block_size
+            raise NotApplicable(sentence, refused=long and self.rig.subject.profile != "store")
         return params_after_the_way(output.params)
 
     @property

@@ -104,7 +104,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     """
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))
-    if finishes and not hma:
+    if finishes and not issubclass(found, class_named("SupportsHMA")):
         raise rig.violation(
             "",
             f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM "
@@ -120,8 +120,8 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     if on != hma or (groups > 1) != hma:
         raise rig.violation(
             "",
-            f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid "
-            "memory allocator is "
+            f"vLLM turns the hybrid memory allocator {'on' if hma else 'off'} for {found.__name__} "
+            "(supports_hma_config), and it is "
             f"{'on' if on else 'off'} with {groups} KV cache groups",
             diagnosis="the connector changed what vLLM decides about the hybrid memory allocator",
         )

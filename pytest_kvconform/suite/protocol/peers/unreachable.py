@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, HarnessError
+from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import REQUEST_S
+from pytest_kvconform.rigs.peers.scenario_engines import loaded_within_step
 from pytest_kvconform.rigs.peers.scenarios import MESSAGES, STALL_S
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
@@ -93,6 +94,8 @@ def unreachable_peer_delays_no_new_peer(bench: Bench, variant: None) -> Evidence
 
 def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
     observed = completed(bench, scenario, rule, "")
+    if any(loaded_within_step(ended.trace) for ended in observed.decodes.values()):
+        raise NotApplicable("D loads within the step that reads the KV: a step lasts as long as its loads")
     bad = seconds(observed.decodes["bad"])
     # A request that nothing is in the way of: on a busy machine it takes long, too.
     usual = max((seconds(observed.decodes[name]) for name in CONTROLS & observed.decodes.keys()), default=0.0)
