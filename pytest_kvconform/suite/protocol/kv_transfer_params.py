@@ -93,7 +93,8 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
         p, d = rig.side("P"), rig.side("D")
         p_id = p.add(prompt, asked)
         p.run()
-        if asked is few and (p_id not in p.results or p.results[p_id].params is None):
+        returned = p.results[p_id].params if p_id in p.results else None
+        if asked is few and returned is None and rig.subject.handover == "handoff":
             raise rig.violation("", f"asked with {asked}, P hands nothing over")
         d_id = d.add(prompt, p.kv_transfer_params(p_id))
         d.run()
