@@ -13,6 +13,7 @@
 | `control` | `Control`: whether the same fails without the connector, when an engine fails |
 | `no_connector` | the connector of engines without a connector |
 | `router` | the kv_transfer_params that a router gives P and D, by the hand-over that is declared |
+| `release` | the wait until engines hold nothing, and what they are known to keep |
 | `observation` | what a scenario showed, and the comparison of D's answers |
 | `messages` | the records that travel between pytest and an engine |
 
