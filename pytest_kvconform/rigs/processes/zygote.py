@@ -126,10 +126,11 @@ class ForkServer:
             connection.send(("pid", os.getpid()))
             run(target, connection, argument)
 
-    def _end(self, pid: int, gone: bool = False) -> int | None:
+    def _end(self, pid: int, gone: bool = False, last: bool = True) -> int | None:
         """Kill the session of one child. Returns its wait status, or None for a process that is no child.
 
-        `gone`: the child should have ended by itself. Returns LIVED if it has not.
+        `gone`: the child should have ended by itself. Returns LIVED if it has not. `last`: no other child is
+        ended right after it.
         """
         if pid not in self.ended:
             self.shared_memory.note([pid])
@@ -143,7 +144,8 @@ class ForkServer:
             self.ended.setdefault(pid, status)
         kill_session(pid)  # what the child itself forked, and what it left to its own children
         self._reap()
-        self.shared_memory.remove()
+        if last:
+            self.shared_memory.remove()
         return self.ended[pid]
 
     def _let_leave(self, pids: tuple[int, ...], seconds: float, folder: str) -> None:
@@ -157,7 +159,7 @@ class ForkServer:
             if all(pid in self.ended or has_ended(pid) for pid in one.pids) or one.deadline.over():
                 self.leaving.remove(one)
                 for pid in one.pids:
-                    self._end(pid)
+                    self._end(pid, last=pid == one.pids[-1])
                 if one.folder:
                     shutil.rmtree(one.folder, ignore_errors=True)
 
