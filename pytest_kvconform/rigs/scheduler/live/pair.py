@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import CaseEnd, end_of
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.rigs.processes.child import poll
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
@@ -57,7 +58,7 @@ class RemoteEngine:
         self._line.close()
 
     def _answer(self, name: str) -> Any:
-        if not self._line.poll(self.rig.scaled_seconds(ANSWER_S)):
+        if not poll(self._line, Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))):
             raise self.rig.violation(
                 "KV-HOOK-002", f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
             )
@@ -132,14 +133,15 @@ class Live:
         deadline without any change of a request's status.
         """
         limit, before, steps = self.rig.scaled_seconds(SETTLE_S), None, 0
-        deadline = time.monotonic() + limit
+        pids = [os.getpid(), *(engine.pid for engine in self.engines if isinstance(engine, RemoteEngine))]
+        deadline = Deadline(limit, pids)
         while not done():
             steps += 1
             for engine in self.engines:
                 engine.step()
             if (now := [engine.statuses() for engine in self.engines]) != before:
-                before, deadline, steps = now, time.monotonic() + limit, 0
-            elif time.monotonic() > deadline and steps > SETTLE_STEPS:
+                before, deadline, steps = now, Deadline(limit, pids), 0
+            elif deadline.over() and steps > SETTLE_STEPS:
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
                 raise self.rig.violation(
                     "",

@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
@@ -65,8 +66,8 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
 
 def _announced(rig: Rig, side: Side, prompt: tuple[int, ...]) -> int:
     """The tokens that a scheduler half announces for a prompt, 0 if it answers None for long."""
-    id, deadline = side.add(prompt), time.monotonic() + rig.scaled_seconds(ANSWER_S)
-    while (found := side.call_hook(ASKED, side.request(id), 0)[0]) is None and time.monotonic() < deadline:
+    id, deadline = side.add(prompt), Deadline(rig.scaled_seconds(ANSWER_S))
+    while (found := side.call_hook(ASKED, side.request(id), 0)[0]) is None and not deadline.over():
         time.sleep(PAUSE_S)
     return found or 0
 
