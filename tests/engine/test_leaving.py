@@ -22,18 +22,8 @@ SOON_S = 20.0
 
 
 def left(master: Path) -> list[str]:
-    """Names of engines that are signed on, and of files in /dev/shm."""
-    found = [*master.iterdir(), *Path("/dev/shm").glob("segment-of-a-store-*")]
-    return sorted(file.name for file in found if file.name.endswith(tuple(map(str, _pids(master)))))
-
-
-def _pids(master: Path) -> set[int]:
-    """Processes that have ever signed on there, as far as this test has seen."""
-    SEEN.update(int(file.name.rpartition("-")[2]) for file in master.iterdir())
-    return SEEN
-
-
-SEEN: set[int] = set()
+    """Names of halves of engines that are signed on."""
+    return sorted(file.name for file in master.iterdir())
 
 
 @pytest.mark.parametrize(("connector", "signs_off"), [("SignsOn", True), ("SignsOnAndHangs", False)])
@@ -46,17 +36,23 @@ def test_engines_sign_off_while_the_next_cell_starts(
     bench = Bench(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
     master = case_runner.zygote.run_dir / "master"
     bench.engine.engines(Cell("llama", "P1D1"))
-    assert len(left(master)) == 8  # a name and a file of each half of two engines
+    assert len(left(master)) == 4  # both halves of two engines
     began = time.monotonic()
     bench.close()
     assert time.monotonic() - began < 1.0  # nobody waits for them
     end = time.monotonic() + SOON_S
-    while (now := left(master)) and time.monotonic() < end and (signs_off or len(now) > 4):
+    while left(master) and signs_off and time.monotonic() < end:
         time.sleep(0.02)
-    assert not [name for name in now if name.startswith("segment")]
-    assert not now or not signs_off
+    assert bool(left(master)) is not signs_off
     for file in master.iterdir():
         file.unlink()
+
+
+def test_files_in_shared_memory_go_with_the_run(command: Run) -> None:
+    before = set(Path("/dev/shm").glob("segment-of-a-store-*"))  # of the zygote of other tests
+    run = command("wrong_connectors:SignsOn", "-k", "n64", "--kv-family=llama", "--kv-topology=P1D1")
+    assert run.outcomes, run.text
+    assert set(Path("/dev/shm").glob("segment-of-a-store-*")) <= before
 
 
 def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run) -> None:

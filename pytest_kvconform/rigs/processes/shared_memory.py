@@ -35,10 +35,14 @@ class SharedMemory:
         """Note the files that these sessions have mapped or open, before they end."""
         self._noted |= {file for session in sessions for file in shared_memory_of(session)}
 
-    def remove(self) -> None:
-        """Remove files that ended processes left, unless another process uses them."""
-        with contextlib.suppress(OSError):
-            self._noted |= set(filter(None, self._made.read_text("utf-8", "surrogateescape").split("\0")))
+    def remove(self, at_the_end: bool = False) -> None:
+        """Remove files that ended processes left, unless another process uses them.
+
+        A store may open again what it has made and closed: such files are removed at the end of the run.
+        """
+        if at_the_end:
+            with contextlib.suppress(OSError):
+                self._noted |= set(filter(None, self._made.read_text("utf-8", "surrogateescape").split("\0")))
         self._noted = {file for file in self._noted if self._is_ours(file)}
         if self._noted:
             for file in self._noted - open_shared_memory():

@@ -189,7 +189,7 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)
             self._reap()
             time.sleep(0.005)
-        self.shared_memory.remove()
+        self.shared_memory.remove(at_the_end=True)
         return [f"process {pid} would not end" for pid in children_of(os.getpid())]
 
 
