@@ -44,7 +44,7 @@ RUN_SECONDS = 300  # 20 on two idle cores
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
-JOINING = ("context", "scenario", "launch", "probe_subject", "bench")
+JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
 KINDS = {"full_attention": "full attention", "sliding_attention": "window", "linear_attention": "state"}
 
 

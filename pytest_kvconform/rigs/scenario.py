@@ -99,7 +99,7 @@ class Transfer:
     name: str  # the last word of a case's id
     prompts: tuple[Prompt, ...]
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
-    reuse: bool = False  # P overwrites blocks the moment they are free
+    reuse: bool = False  # other requests of P overwrite blocks as soon as they are free
     generates: int = 1  # tokens P generates before it hands over
     # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
     preempt: str = ""

@@ -299,7 +299,7 @@ def test_the_case_is_one() -> None:
 
 def test_every_program_compiles() -> None:
     programs = [(page, code) for page, text in PAGES.items() for code in blocks(text, "python")]
-    assert {page for page, _ in programs} == {"docs/findings.md", "docs/rules.md"}
+    assert {page for page, _ in programs} == {"docs/authors.md", "docs/findings.md", "docs/rules.md"}
     assert {page: said for page, code in programs if (said := syntax_error(code))} == {}
     assert syntax_error("def case(:") == "line 1: invalid syntax"
 

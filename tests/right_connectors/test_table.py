@@ -18,8 +18,9 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = Path(__file__).parent
-# Classes of this folder that no run needs: bases, and the wrong connectors beside the right ones.
-OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing"}
+# Classes that no run needs: bases, the wrong connectors beside the right ones, and TcpPull, which
+# knows one kind of layers and one rank; tests/faults and tests/peers run the cases that it is for.
+OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "TcpPull"}
 
 
 @pytest.fixture(scope="module")

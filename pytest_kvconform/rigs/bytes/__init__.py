@@ -10,6 +10,7 @@ rank they belong to.
 | `specs` | from a cell to the specification of one engine; block sizes of a cell |
 | `handle` | `ByteEngineHandle`: one engine process, as pytest calls it |
 | `process` | `ByteEngineProcess`: knows the blocks of every request, and sends them to the ranks |
+| `overwriter` | requests that overwrite freed blocks, as on a busy engine |
 | `worker` | `ByteWorker`: one rank; vLLM's order of the connector's hooks around the writes |
 | `layers` | stand-ins for the layers, from which connectors read backends, specs and cache tensors |
 | `memory` | one rank's KV memory (`storage`), and what it should hold (`shadow`) |

@@ -41,8 +41,12 @@ class ByteEngineHandle(EngineHandle):
         self.call("preempt", request_id)
 
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they are freed, from now on or no longer."""
+        """Let other requests overwrite blocks that are freed, from now on or no longer."""
         self.call("reuse", on)
+
+    def overwritten(self) -> bool:
+        """Whether every block that was freed has been overwritten."""
+        return self.call("overwritten")
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""

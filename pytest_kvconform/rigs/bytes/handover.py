@@ -144,6 +144,8 @@ def _run(
     source = p.source()
     if store:
         until_released(p, d, limits.release)  # saving in the background holds blocks
+    while transfer.reuse and not at_once and not p.overwritten() and not deadline.over():
+        p.step()
     if not at_once:
         _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
         targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
@@ -156,6 +158,8 @@ def _run(
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)
+    if transfer.reuse:  # what overwrote P's blocks lies there, too
+        source = replace(source, tables={**p.source().tables, **source.tables})
     received = tuple(
         Received(
             name=f"request {i}",

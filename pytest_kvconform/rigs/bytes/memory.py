@@ -130,12 +130,12 @@ class Memory:
         self.pages = _pages(caches, num_blocks)
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
-        poison(self.shadow, engine, rank)
+        poison(self.shadow, engine)
         if self.device.is_cuda:
             self.storage = self.shadow.copy()
             self.device.copy_(torch.from_numpy(self.storage))
         else:
-            poison(self.storage, engine, rank)
+            poison(self.storage, engine)
 
     # On a GPU `storage` is a copy in host memory: these two bring blocks there and back.
     # On CPU it is the memory itself.
@@ -200,9 +200,7 @@ class Memory:
         for start, end in self._spans(blocks):
             for at in range(start, end, 8 * _WORDS):
                 some = slice(at, min(at + 8 * _WORDS, end))
-                self.storage[some] = self.shadow[some] = poison_bytes(
-                    some.start, some.stop, self.engine, self.rank
-                )
+                self.storage[some] = self.shadow[some] = poison_bytes(some.start, some.stop, self.engine)
         self.flush(blocks)
 
     def zero(self, blocks: Array) -> None:

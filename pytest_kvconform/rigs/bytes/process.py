@@ -15,8 +15,9 @@ import numpy as np
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
+from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Request
+from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -46,7 +47,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         # (layer, number of the request) -> block ids
         self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
         self.preempting = ""
-        self.reusing = False
+        self.overwriter = Overwriter(self)
         super().__init__(spec)
         self.statistics_path = StatisticsPath(self.config, self.scheduler)
         # group whose content a block has
@@ -106,12 +107,21 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
         self.preempting = request_id
 
+    def step(self, seconds: float) -> Step:
+        """Run steps, see `EngineProcess.step`. They overwrite blocks that were freed before."""
+        self.overwriter.admit()
+        return super().step(seconds)
+
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they are freed, and take them out of the prefix cache.
+        """Let other requests overwrite blocks in the next step after they were freed.
 
         This is the worst that may happen to freed blocks.
         """
-        self.reusing = on
+        self.overwriter.turn(on)
+
+    def overwritten(self) -> bool:
+        """Whether every block that was freed has been overwritten."""
+        return self.overwriter.idle
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
@@ -185,6 +195,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             )
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
+            self.overwriter.note_scheduled(request_id, blocks_of(tables))
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
@@ -249,9 +260,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self.loading = {
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
-        if self.reusing and ids:
-            self.manager.block_pool.evict_blocks(ids)
-            self._poison_blocks(sorted(ids))
+        self.overwriter.note_freed(ids)
 
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:

@@ -80,7 +80,12 @@ class ByteWorker(WorkerBase):
         return PLENTY
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the connector, then the KV cache, then register it, as vLLM's workers do."""
+        """Make the connector, then the KV cache, then register it, as vLLM's workers do.
+
+        What vLLM sets in the configuration before, it sets here, too: v1/worker/gpu_worker.py,
+        initialize_from_config.
+        """
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_layout is not None:
             record_kv_cache_layout(self.cache_config, kv_cache_config.kv_cache_layout)
         self.cache_config.hash_block_size = kv_cache_config.hash_block_size

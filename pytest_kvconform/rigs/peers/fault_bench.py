@@ -1,4 +1,4 @@
-"""The bench of cases on faults: byte engines whose NIXL agents delay, fail or repeat on demand."""
+"""The bench of cases on faults: byte engines whose transport delays, fails or repeats on demand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from pytest_kvconform.rigs.engine.release import (
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, lengthened, tokens
+from pytest_kvconform.rigs.scenario import NEVER, TWICE, Faults, Prompt, Transfer, lengthened, tokens
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
 LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
 HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
+COUNTING = Faults()  # no fault; `kvconform_fault` delays each transfer by 0 steps, and so counts it
 DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
 
 
@@ -57,10 +58,24 @@ class FaultBench:
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
+        self._transfers: dict[tuple[Cell, str], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def agents(self, cell: Cell, policy: str) -> int:
-        """NIXL agents that the connector makes in the engines of a cell."""
-        return _agents(*self._engines(cell, policy))
+    def means(self, cell: Cell, policy: str) -> FaultReport:
+        """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
+        return sum((_report(engine) for engine in self._engines(cell, policy)), FaultReport())
+
+    def transfers_of_a_load(self, cell: Cell, transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many transfers each rank of P and each rank of D begins for this one without faults."""
+        key = cell, transfer.policy
+        if key not in self._transfers:
+            p, d = self._engines(*key)
+            for engine in (p, d):
+                engine.set_faults((COUNTING,))
+            plain = replace(transfer, faults=(), fails=False)
+            observe_transfer(plain, p, d, self.context.deadlines, self.context.next_name)
+            of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
+            self._transfers[key] = of_p, of_d
+        return self._transfers[key]
 
     def observe(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultObservation:
         """The observation of a transfer with faults; runs it on first use.
@@ -164,14 +179,14 @@ class FaultBench:
     ) -> None:
         """Hand something over without faults, so that peers have met, and what follows comes from the faults.
 
-        Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no
-        fault can be set for it.
+        Raises Blocked if that fails. A connector without NIXL agents and without `kvconform_fault` is not
+        asked for more: no fault can be set for it.
         """
         found = observe_transfer(
             lengthened(AFTER, longer), p, d, self.context.deadlines, self.context.next_name
         )
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
-        if reason and (found.failed or _agents(p, d)):
+        if reason and (found.failed or _means(p, d)):
             self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
@@ -185,9 +200,9 @@ def _word(policy: str, longer: int) -> str:
     return f"{policy} long" if longer else policy
 
 
-def _agents(*engines: FaultyEngineHandle) -> int:
-    """NIXL agents of all ranks."""
-    return sum(report.agents for engine in engines for report in engine.fault_reports())
+def _means(*engines: FaultyEngineHandle) -> int:
+    """NIXL agents of all ranks, and hooks of connectors that can fail on demand."""
+    return sum(report.agents + report.hooks for engine in engines for report in engine.fault_reports())
 
 
 def observe_faulty(

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+# Moments at which a request is aborted: the ranks have reported its load, and the scheduler does not know it;
+# the scheduler knows it; a step has computed the request for the first time.
+REPORTED, KNOWN, COMPUTED = MOMENTS = ("reported", "known", "computed")
+
 
 class RankReport(msgspec.Struct, frozen=True):
     """What the worker half of one rank reported in one step.

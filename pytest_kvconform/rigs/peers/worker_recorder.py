@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
@@ -109,8 +108,3 @@ def install(worker: Any) -> None:
 def observation(worker: Any) -> RankObservation:
     """What this rank has recorded."""
     return _recorders[-1].observation()
-
-
-def start_held_transfers(worker: Any) -> None:
-    """Start the transfers that `faulty_nixl` holds in this rank."""
-    faulty_nixl.start_held_transfers()

@@ -93,8 +93,8 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
         p, d = rig.side("P"), rig.side("D")
         p_id = p.add(prompt, asked)
         p.run()
-        returned = p.results[p_id].params if p_id in p.results else None
-        if asked is few and returned is None and rig.subject.handover == "handoff":
+        nothing = p_id not in p.results or p.results[p_id].params is None
+        if asked is few and nothing and rig.subject.handover == "handoff":
             raise rig.violation("", f"asked with {asked}, P hands nothing over")
         d_id = d.add(prompt, p.kv_transfer_params(p_id))
         d.run()
@@ -104,8 +104,7 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     if answers[0] != answers[1]:
         raise rig.violation(
             "",
-            f"asked with {few}, P and D give {answers[1]} (params, tokens loaded), and asked with {whole} "
-            f"{answers[0]}",
+            f"asked with {few}, P and D give {answers[1]} (params, tokens), and with {whole} {answers[0]}",
         )
     return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
 

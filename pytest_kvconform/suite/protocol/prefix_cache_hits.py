@@ -8,11 +8,8 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
-    SAME,
     lengths,
     needs_hand_over,
-    notifies_p,
-    places_while_waiting,
     token_count,
 )
 
@@ -37,41 +34,6 @@ def has_states(cell: Cell) -> bool:
 def _ends_of(p: Side, p_id: str) -> set[int]:
     """Return the tokens of a request at which steps of P ended. A connector may save its states there."""
     return {step.scheduled[p_id][1] for step in p.steps if p_id in step.scheduled}
-
-
-@case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
-def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
-    """If D has nothing to load, it notifies P all the same.
-
-    D's own cache has the prompt, or vLLM drops the answer.
-    """
-    needs_hand_over(rig)
-    p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(2 * d.block_size + 1)
-    p_id = p.add(prompt, rig.prefill_params())
-    p.run()
-    params = p.kv_transfer_params(p_id)
-    waiting = places_while_waiting(rig.side("D"), prompt, params)
-    if why == "whole":
-        d.warm_prefix_cache(prompt, len(prompt))
-    d.add(prompt, params, id=SAME, read_cache=why == "whole")
-    d.run()
-    if external := d.first_external_tokens(SAME):
-        raise NotApplicable(
-            f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads "
-            f"{external} tokens"
-        )
-    d.step()
-    if p_id in p.delayed_free_requests() and not notifies_p(d, params, waiting):
-        raise rig.violation(
-            "",
-            f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} "
-            "blocks for it, and no step's metadata orders a notification to P",
-            diagnosis="update_state_after_alloc with 0 tokens does not end the hand-over",
-        )
-    p.run(sent=True)
-    rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.locally_computed_tokens(SAME))
 
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")

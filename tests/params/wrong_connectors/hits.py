@@ -76,13 +76,3 @@ class ForgetsTheOthers(Right):
         if self.dropping and handed_over(request):
             self.dropping, request.kv_transfer_params = False, None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
-class SilentAtTheEnd(Right):
-    """Does not notify P when a request ends that was never admitted."""
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        answer = super().request_finished_all_groups(request, block_ids)
-        if (found := self.half._reqs_need_recv.get(request.request_id)) is not None and not found[3]:
-            del self.half._reqs_need_recv[request.request_id]
-        return answer
