@@ -28,7 +28,7 @@ def test_the_list_is_closed():
 
 
 def test_every_glob_is_for_a_case_of_the_suite():
-    planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).selected
+    planned = plan.make_plan(Settings(tier=("interface", "protocol", "bytes")), ()).selected
     for name, feature in features.load().items():
         assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), (
             name
