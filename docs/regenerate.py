@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -181,7 +182,8 @@ def designs_table() -> str:
     counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
     return (
         _table(("right connector", "what is unusual about it", "as in"), rows)
-        + f"\n\n{sum(wrong.values())} wrong connectors, each with one mistake: {counts}."
+        + "\n\n"
+        + textwrap.fill(f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}.", 108)
     )
 
 

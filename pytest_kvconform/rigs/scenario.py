@@ -106,6 +106,7 @@ class Transfer:
     faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
     fails: bool = False  # whether the faults let the load of a request fail
     policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults
+    graphs: bool = False  # whether steps of one token a request are replayed as full CUDA graphs
 
     def __str__(self) -> str:
         return self.name

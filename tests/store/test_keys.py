@@ -80,7 +80,7 @@ WRONG = [
     Wrong("LacksAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of /adapters/a")}),
     Wrong("LacksPathOfAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of .*-retrained")}),
     Wrong("LacksImages", {f"{OTHER_KEYS}[image]": SAME.replace(".*", "the image 5eed0001")}),
-    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings of 0.25")}),
+    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings a")}),
     Wrong("LacksModel", {MODEL: "48 tokens were announced on an engine with another model"}),
     Wrong("LacksDtype", {DTYPE: "48 tokens were announced on an engine with another dtype"}),
     Wrong("ForgetsNothing", {RESET: "reset_cache returned True, and then 48 of 53 tokens were announced"}),

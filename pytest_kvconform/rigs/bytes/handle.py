@@ -48,6 +48,10 @@ class ByteEngineHandle(EngineHandle):
         """Whether every block that was freed has been overwritten."""
         return self.call("overwritten")
 
+    def replay(self, on: bool) -> None:
+        """Replay steps of one token a request as full CUDA graphs, from now on or no longer."""
+        self.call("replay", on)
+
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
         self.call("flip", rank, layer, block, byte)

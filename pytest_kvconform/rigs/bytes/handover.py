@@ -131,6 +131,8 @@ def _run(
         targets = [make(i, "d") for i in range(len(sources))]
     p.budget(transfer.budget)
     p.reuse(transfer.reuse)
+    for engine in (p, d):
+        engine.replay(transfer.graphs)
     for request in sources:
         p.add(request)
     for request in targets:

@@ -8,6 +8,8 @@ layers that its group does not have included.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -127,6 +129,7 @@ class Memory:
             whole, 0, (whole.nbytes(),), (1,)
         )
         self.storage: Array = np.empty(0, dtype=np.uint8) if self.device.is_cuda else self.device.numpy()
+        self.frozen = False  # whether `storage` is a copy of what it held at some moment
         self.pages = _pages(caches, num_blocks)
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
@@ -142,7 +145,7 @@ class Memory:
 
     def fetch(self, blocks: Array | None = None) -> None:
         """Bring what these blocks (default: all) hold now into `storage`."""
-        if self.device.is_cuda:
+        if self.device.is_cuda and not self.frozen:
             if blocks is None:
                 self.storage[:] = self.device.cpu().numpy()
             for start, end in self._spans(blocks):
@@ -158,6 +161,15 @@ class Memory:
 
             for start, end in self._spans(blocks):
                 self.device[start:end].copy_(torch.from_numpy(self.storage[start:end]))
+
+    @contextlib.contextmanager
+    def held_before(self, storage: Array) -> Iterator[None]:
+        """Take these bytes for the storage: what it held at an earlier moment."""
+        now, self.storage, self.frozen = self.storage, storage, True
+        try:
+            yield
+        finally:
+            self.storage, self.frozen = now, False
 
     def _spans(self, blocks: Array | None) -> list[tuple[int, int]]:
         if blocks is None:

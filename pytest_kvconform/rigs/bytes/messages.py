@@ -121,3 +121,4 @@ class StepWork:
     after_load: bool  # the loads happen within the step
     groups: np.ndarray  # int8 per block: the KV cache group whose content it has, -1: none
     loading: np.ndarray  # blocks that loads may write right now, those of `load_checks` included
+    replayed: bool = False  # whether vLLM would replay this step as a full CUDA graph

@@ -48,6 +48,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
         self.preempting = ""
         self.overwriter = Overwriter(self)
+        self.replaying = False
         super().__init__(spec)
         self.statistics_path = StatisticsPath(self.config, self.scheduler)
         # group whose content a block has
@@ -122,6 +123,13 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def overwritten(self) -> bool:
         """Whether every block that was freed has been overwritten."""
         return self.overwriter.idle
+
+    def replay(self, on: bool) -> None:
+        """Replay steps in which every request computes one token as full CUDA graphs.
+
+        This is vLLM's default on GPUs, cudagraph_mode FULL_AND_PIECEWISE (v1/worker/gpu/cudagraph_utils.py).
+        """
+        self.replaying = on
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
@@ -216,7 +224,12 @@ class ByteEngineProcess(engine_process.EngineProcess):
                     )
                 )
         return StepWork(
-            tuple(parts), tuple(load_checks), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading
+            tuple(parts),
+            tuple(load_checks),
+            scheduler_output.has_sync_kv_loads,
+            self.owner_of_block,
+            loading,
+            self.replaying and all(part.end == part.first + 1 for part in parts),
         )
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:

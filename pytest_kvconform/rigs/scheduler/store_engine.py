@@ -96,12 +96,14 @@ def request_fields(what: str, length: int) -> dict[str, dict[str, Any]]:
             f"the image {name}": {"mm_features": [MultiModalFeatureSpec(None, "image", name, place)]}
             for name in ("5eed0001", "5eed0002")
         }
+    new = torch.Generator()
+    new.seed()  # a fork has the random numbers of its parent
     return {
-        f"embeddings of {value}": {
+        f"embeddings {name}": {
             "prompt_token_ids": None,
-            "prompt_embeds": torch.full((length, EMBEDDING), value, dtype=torch.bfloat16),
+            "prompt_embeds": torch.rand(length, EMBEDDING, generator=new, dtype=torch.bfloat16),
         }
-        for value in (0.25, 0.5)
+        for name in ("a", "b")
     }
 
 
