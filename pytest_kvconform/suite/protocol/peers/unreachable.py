@@ -30,12 +30,7 @@ NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts 
 DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
-@case(
-    "KV-PEER-001",
-    rig="peers",
-    applies=one_rank,
-    variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
-)
+@case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """The request whose P cannot be reached ends, and the next request of D is right."""
     observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
@@ -62,12 +57,7 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     return evidence(len(observed.decodes), "requests", observed)
 
 
-@case(
-    "KV-PEER-003",
-    rig="peers",
-    applies=one_rank,
-    variants=lambda cell, matrix: ("unreachable_peer", "silent_peer"),
-)
+@case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """Requests that do not need the unreachable peer do not wait until the other request has failed.
 

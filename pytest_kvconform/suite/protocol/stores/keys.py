@@ -1,6 +1,6 @@
-"""The keys of a store: which prompts are the same for it. They are those of vLLM's own prefix cache:
+"""Cases about the keys of a store: which prompts the store takes for the same prompt.
 
-`generate_block_hash_extra_keys` of v1/core/kv_cache_utils.py.
+vLLM's own prefix cache shows what a key needs: generate_block_hash_extra_keys in v1/core/kv_cache_utils.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
-from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, _store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, start_store
 
 ENGINES = ("model", "dtype")
-# in which two prompts of the same tokens differ, and its name
+# variant -> what differs between two prompts of the same tokens, as the message names it
 DIFFERENCES = {
     "salt": "cache_salt",
     "lora": "LoRA adapter",
@@ -24,7 +24,8 @@ DIFFERENCES = {
     "embeddings": "prompt embeddings",
 }
 PROMPT = "3b+5"
-ANSWER_S, PAUSE_S = 2.0, 0.005  # for which a scheduler half without workers may answer None
+ANSWER_S = 2.0  # seconds in which a scheduler half without workers may answer None
+PAUSE_S = 0.005  # seconds between two questions
 
 
 def _external_tokens(side: Side, prompt: tuple[int, ...], fields: dict[str, Any]) -> int:
@@ -40,7 +41,7 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
     """A store announces nothing for the same tokens with another salt, LoRA adapter, image or embedding."""
     from pytest_kvconform.rigs.scheduler.store_engine import allow_images, request_fields
 
-    side = _store(rig)
+    side = start_store(rig)
     allow_images(side)
     prompt = rig.prompt(token_count(PROMPT, side.block_size))
     if what == "embeddings":
@@ -64,7 +65,7 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
 
 
 def _announced(rig: Rig, side: Side, prompt: tuple[int, ...]) -> int:
-    """The tokens that a scheduler half announces for a prompt, 0 if it answers None for long."""
+    """Return the tokens that a scheduler half announces for a prompt; 0 if it answers None for ANSWER_S."""
     id, deadline = side.add(prompt), time.monotonic() + rig.scaled_seconds(ANSWER_S)
     while (found := side.call_hook(ASKED, side.request(id), 0)[0]) is None and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
@@ -76,7 +77,7 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
     """The scheduler half of an engine with another model or dtype announces nothing of what was saved."""
     from pytest_kvconform.rigs.scheduler.store_engine import start_scheduler_half
 
-    side = _store(rig)
+    side = start_store(rig)
     prompt = rig.prompt(token_count(PROMPT, side.block_size))
     _external_tokens(side, prompt, {})
     same = _announced(rig, start_scheduler_half(rig), prompt)
@@ -98,7 +99,7 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
 @case("KV-STORE-006", applies=_dense, rig="scheduler")
 def reset_store_forgets(rig: Rig, variant: None) -> Evidence:
     """After reset_cache has returned True, nothing is announced of what was saved before."""
-    side = _store(rig)
+    side = start_store(rig)
     prompt = rig.prompt(token_count(PROMPT, side.block_size))
     _external_tokens(side, prompt, {})
     before = _external_tokens(side, prompt, {})

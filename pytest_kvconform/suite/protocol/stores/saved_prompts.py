@@ -18,7 +18,8 @@ def is_store(rig: Rig) -> None:
         raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")
 
 
-def _store(rig: Rig) -> Side:
+def start_store(rig: Rig) -> Side:
+    """Start an engine with a worker half. Raises NotApplicable for a P/D pair."""
     from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 
     is_store(rig)
@@ -55,7 +56,7 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
 
     D's own prefix cache is kept, or dropped before each prompt. All announced tokens can be loaded.
     """
-    side = _store(rig)
+    side = start_store(rig)
     known, turns = 0, []
     for length in TURNS:
         prompt = rig.prompt(token_count(length, side.block_size))
@@ -83,7 +84,7 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
 
     It does so however often it is asked.
     """
-    side = _store(rig)
+    side = start_store(rig)
     b = side.block_size
     prompt = rig.prompt(3 * b + 5, shared=b // 2)
     if saved != "nothing":
@@ -106,7 +107,7 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
 @case("KV-STORE-003", applies=_dense, rig="scheduler")
 def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times about a saved prompt, a store returns the same, unless it returns None."""
-    side = _store(rig)
+    side = start_store(rig)
     prompt = rig.prompt(token_count("3b+5", side.block_size))
     _turn(rig, side, prompt, 0)
     side.evict_prefix_cache()
