@@ -34,11 +34,11 @@ from model_matrix import load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, expand_layers
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
-from pytest_kvconform.rigs.bytes.handover import _release
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
 from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL
+from pytest_kvconform.rigs.engine.release import until_released
 from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
@@ -255,7 +255,7 @@ def hand_over(
                     f"{engine.process.last_lines()[-1:]}"
                 )
         params = ends[0].kv_transfer_params
-    _release(p, d, PATIENCE_S)
+    until_released(p, d, PATIENCE_S)
     return d.call("transferred") if timed else (counted, counted)
 
 

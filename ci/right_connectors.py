@@ -40,7 +40,12 @@ def selected(names: list[str]) -> dict[str, str]:
 
 
 def declaration(lines: str) -> str:
-    """The declaration of the reference connector below these lines: in TOML, tables come last."""
+    """The declaration of the reference connector below these lines: in TOML, tables come last.
+
+    `lines` may also be the name of a file beside the list, which then is the whole declaration.
+    """
+    if lines.endswith(".toml"):
+        return TABLE.with_name(lines).read_text()
     return f"{lines}\n{REFERENCE.read_text()}"
 
 

@@ -13,6 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,13 +26,14 @@ from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, Settings
 
 DOCS = Path(__file__).parent
-PLUGIN = DOCS.parent / "pytest_kvconform"
+PLUGIN, TESTS = DOCS.parent / "pytest_kvconform", DOCS.parent / "tests"
 PAGES = {
     "tiers": "authors.md",
     "families": "families.md",
     "rigs": "design.md",
     "rules": "rules.md",
     "clauses": "clauses.md",
+    "designs": "design.md",
     "settings": "authors.md",
     "features": "authors.md",
     "failure": "authors.md",
@@ -42,7 +45,7 @@ RUN_SECONDS = 300  # 20 on two idle cores
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
-JOINING = ("context", "scenario", "launch", "probe_subject", "bench")
+JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
 KINDS = {"full_attention": "full attention", "sliding_attention": "window", "linear_attention": "state"}
 
 
@@ -160,6 +163,53 @@ def clauses_tables() -> str:
     return "\n\n".join(["", *tables, ""])
 
 
+def designs_table() -> str:
+    """One row for each right connector of the tests, and how many wrong ones each folder of tests has."""
+    listed = tomllib.loads((TESTS / "right_connectors" / "right.toml").read_text(encoding="utf-8"))
+    rows = []
+    for module, entries in listed.items():
+        tree = ast.parse((TESTS / "right_connectors" / f"{module}.py").read_text(encoding="utf-8"))
+        said = {
+            node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)
+        }
+        rows += [
+            (f"`{module}.{name}`", re.sub(r"\s+", " ", said[name]), entry["like"])
+            for name, entry in entries.items()
+        ]
+    wrong = {
+        folder.name: len(_wrong_connectors(folder)) for folder in sorted(TESTS.iterdir()) if folder.is_dir()
+    }
+    counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
+    return (
+        _table(("right connector", "what is unusual about it", "as in"), rows)
+        + "\n\n"
+        + textwrap.fill(f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}.", 108)
+    )
+
+
+def _wrong_connectors(folder: Path) -> set[str]:
+    """The names of the wrong connectors that the tests of a folder run: see tests/helpers/wrong.py."""
+    found = set()
+    for file in folder.glob("test_*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        makers = {"Wrong"} | {
+            node.targets[0].id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and ast.unparse(node.value).startswith(("functools.partial(Wrong", "partial(Wrong"))
+        }
+        found |= {
+            node.args[0].value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in makers
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        }
+    return found
+
+
 def settings_table() -> str:
     """One row for each setting, as `kvconform list settings` prints them."""
     rows = []
@@ -206,6 +256,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rigs": rigs_table,
     "rules": rules_table,
     "clauses": clauses_tables,
+    "designs": designs_table,
     "settings": settings_table,
     "features": features_table,
     "failure": failure,

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How memory is laid out on one side."""
+    """How memory is laid out on one side, and how the side schedules."""
 
     block: int = 16  # tokens
     layout: str = ""
@@ -51,6 +51,7 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conv: Literal["DS", "SD"] = "DS"
     prefix_caching: bool = True
     kernel: int = 0  # tokens of a kernel's block, content "packed" only; 0: any multiple of 16
+    in_flight: bool = False  # asynchronous scheduling: a step is in flight while the next is scheduled
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from pytest_kvconform.result import (
     HarnessError,
     NotApplicable,
     Outcome,
+    ProcessKilled,
     Violation,
 )
 
@@ -30,6 +31,7 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # one sentence, of BLOCKED, NOT-APPLICABLE and HARNESS
     refused: bool = False  # the connector declined cleanly: see `result.CaseResult`
     defect: str = ""  # of HARNESS: the traceback
+    ends_run: bool = False  # a process was killed: no later case of this pytest process runs
 
 
 def run_case(body: Callable[[], object], name: str) -> CaseEnd:
@@ -65,7 +67,10 @@ def end_of(error: BaseException) -> CaseEnd:
     if isinstance(error, NotApplicable):
         return CaseEnd(outcome=Outcome.NOT_APPLICABLE, reason=str(error), refused=error.refused)
     defect = "".join(traceback.format_exception(error))
-    return CaseEnd(outcome=Outcome.HARNESS, reason=_sentence(error), defect=defect)
+    killed = isinstance(error, ProcessKilled)
+    return CaseEnd(
+        outcome=Outcome.HARNESS, reason=_sentence(error), defect="" if killed else defect, ends_run=killed
+    )
 
 
 def _sentence(error: BaseException) -> str:

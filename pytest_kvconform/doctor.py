@@ -11,12 +11,15 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import psutil
 
+from model_matrix.limits import CPU_FEATURES, Limit, cpu_features
 from pytest_kvconform import __version__
 from pytest_kvconform.declaration import version
+from pytest_kvconform.plan import limits_here
 
 _IMPORT_SECONDS = 120.0  # importing vLLM takes 7 s on an idle machine
 _IMPORTS = {  # code that proves that a module can be used, and prints a fact about it
@@ -53,7 +56,8 @@ def main() -> int:
         f"machine  {len(os.sched_getaffinity(0))} cores, {memory.available / 2**30:.1f} of "
         f"{memory.total / 2**30:.1f} GiB of memory free"
     )
-    print(f"GPUs     {', '.join(gpus) or 'none'}\n")
+    print(f"GPUs     {', '.join(gpus) or 'none'}")
+    print("\n".join(cpu_lines(cpu_features(), limits_here())) + "\n")
     print("\n".join(advice(versions, imports, gpus)))
     return 0 if imports["vllm"].works else 1
 
@@ -80,6 +84,16 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
     if version("pytest-xdist") is None:
         lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
     return lines
+
+
+def cpu_lines(features: Sequence[str], limits: Sequence[Limit]) -> list[str]:
+    """Return lines: by which features of the CPU vLLM chooses its kernels, and its known limits with them."""
+    words = [name if name in features else f"no {name}" for name in CPU_FEATURES]
+    return [
+        f"CPU      {', '.join(words)}",
+        *(f"limit    left out: {limit}" for limit in limits),
+        *(["limits   of vLLM on this CPU: none known"] if not limits else []),
+    ]
 
 
 def try_imports() -> dict[str, Import]:

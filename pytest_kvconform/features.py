@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 CELL_FACTS = frozenset(
     "full-attention sliding-window mla state draft-model tp-differs block-size-differs layout-differs".split()
 )
-VARIANT_FACTS = frozenset(
-    "prefix-hit preemption abort failed-load-recompute failed-load-fail never-notified".split()
-)
+VARIANT_FACTS = frozenset("prefix-hit preemption abort failed-load-recompute failed-load-fail".split())
 
 # Rules about what arrives, and where. Their failures show that a feature of the cell alone fails. A failure
 # of any other rule, such as a port that is taken or blocks that leak, shows nothing about kinds of layers.
@@ -154,5 +152,3 @@ def variant_facts(variant: Any) -> Iterator[str]:
         yield "abort"
     if getattr(variant, "fails", False):
         yield f"failed-load-{variant.policy}"
-    if any(faults.notifications == "never" for faults in getattr(variant, "faults", ())):
-        yield "never-notified"

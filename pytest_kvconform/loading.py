@@ -1,8 +1,8 @@
 """Modules that the plugin loads by name: the suite, the rules, the bench and the model matrix.
 
 Tests of the plugin replace them by a small package: the variable `_KVCONFORM_TEST_PACKAGE` names a package
-with `suite/`, `rules/`, `bench.py` and `cells.py`. The variable is a seam for tests and no setting: it has
-no flag and no TOML key, and it may change at any time.
+with `suite/`, `rules/`, `bench.py`, `cells.py` and `known_limits.toml`. The variable is a seam for tests and
+no setting: it has no flag and no TOML key, and it may change at any time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ def rules_folder() -> Path:
 def bench_module() -> Any:
     """Return the module that starts engines: start_zygote, probe_subject, Bench, SubjectFacts, BadSubject."""
     return importlib.import_module(_module_name("pytest_kvconform.rigs.bench", "bench"))
+
+
+def limits_file() -> Path:
+    """Return the file of known limits, see model_matrix/limits.py."""
+    cells = importlib.util.find_spec(_module_name("model_matrix.cells", "cells"))
+    assert cells is not None
+    assert cells.origin is not None
+    return Path(cells.origin).with_name("known_limits.toml")
 
 
 def expand_matrix(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Any]:

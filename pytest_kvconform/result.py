@@ -120,3 +120,16 @@ class NotApplicable(Exception):
 
 class HarnessError(Exception):
     """Raised by a rig: an error of the suite or of the machine, not of the connector."""
+
+
+class ProcessKilled(HarnessError):
+    """Raised by a rig: a process of the run was killed, and not by the run. No later case of this pytest
+    process runs.
+    """
+
+    def __init__(self, what: str, pid: int):
+        """`what`: the process, as the subject of a sentence."""
+        super().__init__(
+            f"{what} (process {pid}) was killed by SIGKILL, exit code 137, which the suite did not send: "
+            "most likely the machine ran out of memory; a smaller -n or fewer cells (--kv-family) need less"
+        )

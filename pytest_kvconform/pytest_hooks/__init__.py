@@ -17,6 +17,8 @@ The way of one case through these modules:
 6. `Controller.pytest_sessionfinish` closes all engines, decides the verdict, writes `report.json` and sets
    the exit code; `Controller.pytest_terminal_summary_verdict` prints the verdict.
 
+With pytest-xdist, `LostWorkers` (lost_workers.py) ends the run when a worker was killed.
+
 These modules import the upper modules of the plugin (settings, plan, verdict, report). They load the bench
 through loading.py, and import nothing of the rigs, torch or vLLM.
 """

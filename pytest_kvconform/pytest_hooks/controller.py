@@ -19,6 +19,7 @@ from pytest_kvconform import loading
 from pytest_kvconform.declaration import block_to_paste
 from pytest_kvconform.plan import cell_of_id
 from pytest_kvconform.pytest_hooks.items import CaseItem
+from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
 from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
 from pytest_kvconform.report import document, failure, markdown, terminal
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
@@ -49,6 +50,7 @@ class Controller:
         # for each category of pytest's terminal: the list that pytest shows, and a copy of all its reports
         self._stats: list[tuple[list[Any], list[Any]]] = []
         self._hit_limit = False
+        self.lost = LostWorkers()
 
     # ---- before the first case ----------------------------------------------------------------------------
 
@@ -174,12 +176,12 @@ class Controller:
         # 3, 4 and 11: the run broke before it had results
         if self.config.getoption("collectonly") or exitstatus in (3, 4, 11):
             return
-        self._troubles += self.runner.close() + self._close()
+        self._troubles += self.lost.sentences + self.runner.close() + self._close()
         verdict = self._decide_and_write().verdict
         if (
             exitstatus in (0, 5)
             or (exitstatus == 1 and verdict.exit_code)
-            or (exitstatus == 2 and self._hit_limit)
+            or (exitstatus == 2 and (self._hit_limit or self.lost.sentences))
         ):
             # Otherwise a test of the user failed, or a person pressed Ctrl-C.
             session.exitstatus = verdict.exit_code
@@ -210,6 +212,7 @@ class Controller:
             self._selected,
             self.runner.plan().manifest,
             sorted(self._troubles),
+            self.runner.plan().limited,
         )
 
     def _close(self) -> list[str]:

@@ -102,6 +102,8 @@ class CaseItem(pytest.Item):
         """
         one, started = self.planned, time.perf_counter()
         end = run_case(self._call_body, one.case.name)
+        if end.ends_run:
+            self.runner.stop(end.reason)
         result = CaseResult(
             id=self.nodeid,
             rule=one.case.rule,
@@ -120,8 +122,8 @@ class CaseItem(pytest.Item):
                 ("looked_at", self.result.evidence.looked_at),
                 ("bytes_moved", self.result.evidence.bytes_moved),
             ]
-        if end.defect:  # pytest's own traceback would show frames of pytest
-            pytest.fail(f"harness: {self.result.reason}\n\n{end.defect}", pytrace=False)
+        if end.defect or end.ends_run:  # pytest's own traceback would show frames of pytest
+            pytest.fail(f"harness: {self.result.reason}\n\n{end.defect}".rstrip(), pytrace=False)
 
     def _call_body(self) -> Evidence | CaseEnd:
         bench = self.runner.bench(self)

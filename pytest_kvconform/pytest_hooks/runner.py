@@ -83,12 +83,14 @@ class CaseRunner:
                     other = make_plan(
                         Settings(matrix="full" if self.settings.matrix == "quick" else "quick"), ()
                     )
-                    check_known(unmatched, [*plan.manifest, *other.manifest])
+                    limited = [name for name, _ in plan.limited]
+                    check_known(unmatched, [*plan.manifest, *limited, *other.manifest])
             except BadSetting as error:
                 raise pytest.UsageError(str(error)) from None
             except (BadSuite, rules.BadRules) as error:
                 pytest.exit(f"harness: {error}", returncode=11)
-            self._plan = plan if self._arguments is not None else Plan((), plan.manifest)
+            nothing = Plan((), plan.manifest, plan.limited)
+            self._plan = plan if self._arguments is not None else nothing
         return self._plan
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:
@@ -138,6 +140,10 @@ class CaseRunner:
                     f"runs on {device}"
                 )
         return self._bench
+
+    def stop(self, reason: str) -> None:
+        """Let every later case of this process end as HARNESS at once."""
+        self.link = ZygoteLink(outcome="HARNESS", reason=reason)
 
     def close(self) -> list[str]:
         """Close the bench of this process. Returns sentences about processes that did not end."""

@@ -50,11 +50,19 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     origin: str  # "command line", the environment variable, "pyproject.toml" or "default"
 
 
+class KnownLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A known limit of vLLM on the machine of the run, and the cases that are left out for it."""
+
+    limit: str  # family, scenarios, and why
+    ids: tuple[str, ...]
+
+
 class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ids of the cases of the matrix, and of those that were selected."""
 
     manifest: tuple[str, ...]  # all cases of the matrix, sorted: the run without any selection
     selected: tuple[str, ...]  # cases that were selected, sorted
+    limits: tuple[KnownLimit, ...] = ()  # cases of the matrix that are not in the manifest, and why
 
     @property
     def left_out(self) -> int:
@@ -86,8 +94,15 @@ def make_report(
     selected: Sequence[str],
     manifest: Sequence[str],
     troubles: Sequence[str],
+    limited: Sequence[tuple[str, object]] = (),
 ) -> Report:
-    """Return the report of a run, with its verdict."""
+    """Return the report of a run, with its verdict.
+
+    `limited`: ids of cases that vLLM cannot run on this machine, with the known limit.
+    """
+    limits: dict[str, list[str]] = {}
+    for name, limit in limited:
+        limits.setdefault(str(limit), []).append(name)
     report = Report(
         suite=__version__,
         environment=environment(),
@@ -99,7 +114,11 @@ def make_report(
         },
         subject=subject,
         facts=facts,
-        selection=Selection(manifest=tuple(sorted(manifest)), selected=tuple(sorted(selected))),
+        selection=Selection(
+            manifest=tuple(sorted(manifest)),
+            selected=tuple(sorted(selected)),
+            limits=tuple(KnownLimit(limit=limit, ids=tuple(ids)) for limit, ids in limits.items()),
+        ),
         should=rules.should(rules.load()),
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(troubles),

@@ -18,6 +18,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `bench` | what a case is given: one bench for each rig |
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
+| `missing` | what an environment lacks, told by an exception of a start |
 | `launch` | the start of the zygote, its environment and its end |
 | `probe_subject` | the start of the probe, a child process that imports the connector's class |
 
@@ -33,8 +34,9 @@ The way of one hand-over:
 4. The rig adds the request to P and steps P until the prefill has finished. P's answer names the blocks to
    read.
 5. The rig adds the request to D with that answer as `kv_transfer_params`, and steps P and D until D has
-   loaded the KV cache and computed its tokens. The engine records what the connector was asked and what
-   stood in the cache.
+   loaded the KV cache and computed its tokens. With rendezvous P and D get one transfer id instead
+   (`engine/router.py`). While a step of one engine lasts, the other engine steps, too: a load may need it.
+   The engine records what the connector was asked and what stood in the cache.
 6. The bench compares: tokens and logprobs with the oracle's (engine), every word of D's pool with the word
    that belongs there (bytes). The case gets the result as evidence or raises a violation.
 7. The bench keeps engines and observations for the other cases of the cell. The zygote kills every engine

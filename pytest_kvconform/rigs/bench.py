@@ -66,12 +66,6 @@ class Bench:
     def use(self, cell: Cell) -> None:
         """Make a cell the current one. Raises Blocked where no rig fits the connector."""
         self.cell, subject = cell, self.subject
-        store = subject.profile == "store" and bool(cell.setup)
-        if subject.handover != "handoff" and not store:
-            tier = "byte" if cell.setup else "engine"
-            raise Blocked(
-                f"hand-over {subject.handover!r} is declared, and the {tier} tier knows only 'handoff' so far"
-            )
         if subject.not_shared and subject.requires_device == self.facts.device:
             raise Blocked(
                 f"{subject.connector} keeps what it saves {subject.not_shared}, "

@@ -14,15 +14,17 @@ import functools
 import itertools
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
-from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.processes.cores import slowness
+from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
+SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ended in vain
 # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
 MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
+CHILDREN = "connectors"  # key of MultiConnector's kv_connector_extra_config: its connectors
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
 
@@ -48,6 +52,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # "cpu" or "cuda": what this vLLM runs on
     # packages of this environment that do not load beside its torch, and what was done about it
     mended: str = ""
+    kernels: str = ""  # vLLM's library of kernels for CPUs: "_C", "_C_AVX512" or "_C_AVX2"
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,17 @@ class Deadlines:
     release: float  # from the last token to the return of every block; far below any lease
     call: float  # one call of an engine
     start: float  # until an engine is up
+    shutdown: float  # of an engine
 
     @classmethod
     def scaled(cls, scale: float) -> Deadlines:
         """The deadlines of a run with --kv-timeout-scale."""
         return cls(
-            request=REQUEST_S * scale, release=RELEASE_S * scale, call=CALL_S * scale, start=START_S * scale
+            request=REQUEST_S * scale,
+            release=RELEASE_S * scale,
+            call=CALL_S * scale,
+            start=START_S * scale,
+            shutdown=CALL_S * scale,
         )
 
 
@@ -100,15 +110,46 @@ class RunContext:
     facts: SubjectFacts
     progress: Callable[[str], None]  # shows the user a sentence at once
     running: RunningEngines = field(default_factory=RunningEngines)
+    # Kinds of waits, by their names in `Deadlines`, of which one of full length has ended in vain. The cause
+    # is established then, and a connector that hangs does not make every cell wait as long.
+    in_vain: set[str] = field(default_factory=set)
+    keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
+    # what engines have shown that this environment lacks: one attempt is enough
+    missing: list[str] = field(default_factory=list)
     # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
     )
 
-    @functools.cached_property
+    @property
     def deadlines(self) -> Deadlines:
-        """The deadlines of this run."""
-        return Deadlines.scaled(self.settings.timeout_scale)
+        """The deadlines of this run. Kinds of waits in `in_vain` are shorter."""
+        full = Deadlines.scaled(self.settings.timeout_scale)
+        return replace(full, **{name: getattr(full, name) * SHORTER for name in self.in_vain})
+
+    @functools.cached_property
+    def slow(self) -> int:
+        """How many times as long a lease is that the suite asks for: more than 1 on a machine with more than
+        two busy processes for each core, measured once.
+        """
+        return max(1, int(slowness() / 2))
+
+    def note(self, kind: str, in_vain: bool) -> None:
+        """Note whether a wait of this kind, a name in `Deadlines`, has ended in vain."""
+        if in_vain:
+            self.in_vain.add(kind)
+
+    def require_nothing_missing(self) -> None:
+        """Raise Blocked if engines could not start because this environment lacks something."""
+        if self.missing:
+            raise Blocked(self.missing[0])
+
+    def require_known_handover(self, tier: str, store: bool = False) -> None:
+        """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores."""
+        subject = self.subject
+        if subject.handover == "none" and not (store and subject.profile == "store"):
+            known = "'handoff', 'rendezvous' and stores" if store else "'handoff' and 'rendezvous'"
+            raise Blocked(f"hand-over 'none' is declared, and the {tier} tier knows only {known}")
 
     def next_name(self) -> str:
         """A name that is unique in the run."""
@@ -117,6 +158,10 @@ class RunContext:
     def scaled_seconds(self, seconds: float) -> float:
         """A wait that --kv-timeout-scale makes longer, and never shorter."""
         return seconds * max(1.0, self.settings.timeout_scale)
+
+    def asked_lease_s(self, seconds: float) -> float:
+        """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
+        return self.scaled_seconds(seconds) * self.slow
 
     def store_folder(self, name: str) -> Path:
         """The folder in which a store saves; it does not exist yet."""
@@ -128,12 +173,15 @@ class RunContext:
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
+        key = self.subject.lease or LEASE_KEY
         extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
-        return float(extra.get(self.subject.lease or LEASE_KEY, DEFAULT_LEASE_S))
+        children = extra.get(CHILDREN, ()) if self.subject.connector == "MultiConnector" else ()
+        parts = [child.get("kv_connector_extra_config", {}) for child in children] or [extra]
+        return max(float(part.get(key, DEFAULT_LEASE_S)) for part in parts)
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
-        return self.lease_s(asked_s) > self.scaled_seconds(LONGEST_LEASE_S)
+        return self.lease_s(asked_s) > self.asked_lease_s(LONGEST_LEASE_S)
 
     def require_short_lease(self, asked_s: float) -> None:
         """Raise Blocked if the lease of such engines is so long that no case waits for its end, and
@@ -181,14 +229,27 @@ def transfer_config(
     }
     if port:
         ours["kv_port"] = port
+    if subject.handover == "rendezvous":
+        ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
     if extra:
         ours["kv_connector_extra_config"] = extra
-    return merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
+    config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
+    # each connector of a MultiConnector reads keys of its own; what the user gave one wins here, too
+    whole = config.get("kv_connector_extra_config", {})
+    children = whole.get(CHILDREN) if subject.connector == "MultiConnector" else None
+    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+        return config
+    given = [merge_config(child, {"kv_connector_extra_config": extra}) for child in children]
+    return config | {"kv_connector_extra_config": whole | {CHILDREN: given}}
 
 
-def port_environment(port: int = 0) -> dict[str, str]:
-    """The environment variable that names the port of an engine's side channel; 0: a free one."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port())}
+def port_environment() -> dict[str, str]:
+    """The environment variables that name the ports of an engine's side channels, free ones."""
+    port = free_port()
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + APART // 2),
+    }
 
 
 # ---- how much a connector loads ---------------------------------------------------------------------------

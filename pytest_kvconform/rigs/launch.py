@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +101,24 @@ def start_zygote(settings: Settings) -> Zygote:
             if place.rig in rigs:
                 kind = "engine" if place.rig == "engine" else "bytes"
                 wanted[kind] |= set(models[kind][place.family].config["architectures"])
-    return launch_zygote(*wanted.values())
+    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu)
 
 
-def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) -> Zygote:
+def launch_zygote(
+    architectures: Iterable[str], geometries: Iterable[str] = (), hidden: Iterable[str] = ()
+) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
+    `hidden`: features of the CPU that vLLM and torch are not to use.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
-    arguments = {"architectures": sorted(architectures), "geometries": sorted(geometries)}
+    arguments = {
+        "architectures": sorted(architectures),
+        "geometries": sorted(geometries),
+        "hidden": sorted(hidden),
+    }
     modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
     with (run_dir / "zygote.log").open("wb") as log:
         # a session of its own: Ctrl-C is for pytest alone
@@ -124,7 +131,7 @@ def launch_zygote(architectures: Iterable[str], geometries: Iterable[str] = ()) 
                 PRELOAD,
                 json.dumps(arguments | {"modules": modules}),
             ],
-            env=environment(run_dir),
+            env=environment(run_dir) | limits_of_kernels(arguments["hidden"]),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -180,6 +187,14 @@ def environment(run_dir: Path) -> dict[str, str]:
         "KVCONFORM_WORKING_FOLDER": os.getcwd(),
     }
     return defaults | os.environ | required
+
+
+def limits_of_kernels(hidden: Collection[str]) -> dict[str, str]:
+    """The environment in which the kernels of torch and oneDNN use none of the hidden features of the CPU."""
+    isa = {"avx512": "AVX2", "avx512_bf16": "AVX512_CORE_VNNI", "amx_tile": "AVX512_CORE_FP16"}
+    most = next((isa[name] for name in isa if name in hidden), "")
+    torch = {"ATEN_CPU_CAPABILITY": "avx2"} if "avx512" in hidden else {}
+    return ({"ONEDNN_MAX_CPU_ISA": most} if most else {}) | torch
 
 
 def _has_gpu() -> bool:

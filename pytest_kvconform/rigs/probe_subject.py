@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import SubjectFacts, transfer_config
 from pytest_kvconform.rigs.launch import wait_for_zygote
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
@@ -53,11 +54,18 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     except TimeoutError:
         raise BadSubject(f"importing {subject.spec} did not end within 30 s") from None
     except (EOFError, OSError):
-        status = process.end()
-        how = f" (signal {os.WTERMSIG(status)})" if status is not None and os.WIFSIGNALED(status) else ""
+        status = process.end(gone=True)
+        if status == signal.SIGKILL:
+            raise ProcessKilled(f"the process that imports {subject.spec}", process.pid) from None
+        how = (
+            f" (signal {os.WTERMSIG(status)})"
+            if status is not None and status >= 0 and os.WIFSIGNALED(status)
+            else ""
+        )
         raise BadSubject(f"importing {subject.spec} ended the process{how}") from None
     finally:
         process.end()
     if kind != "ok":
         raise BadSubject(answer)
-    return SubjectFacts(**answer, vllm=facts["vllm"], device=facts["device"], mended=facts["mended"])
+    of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
+    return SubjectFacts(**answer, **of_vllm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -52,6 +53,15 @@ def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
     )
 
 
+def with_other_tokens(prompt: tuple[int, ...], secret: int) -> tuple[int, ...]:
+    """A prompt of the same length in tokens that no other secret gives.
+
+    Prompts of one secret share the prefixes that they shared before.
+    """
+    by, first, size = random.Random(secret), VOCABULARY.start, len(VOCABULARY)
+    return tuple(first + (token - first + by.randrange(size)) % size for token in prompt)
+
+
 # How a transfer fails: its state is "ERR"; transfer() raises; check_xfer_state() raises.
 STATUS, POST, POLL = "status", "post", "poll"
 # What happens to notifications.
@@ -89,13 +99,14 @@ class Transfer:
     name: str  # the last word of a case's id
     prompts: tuple[Prompt, ...]
     budget: int = 0  # tokens P may compute in a step; 0: no chunking
-    reuse: bool = False  # P overwrites blocks the moment they are free
+    reuse: bool = False  # other requests of P overwrite blocks as soon as they are free
     generates: int = 1  # tokens P generates before it hands over
     # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
     preempt: str = ""
     faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
     fails: bool = False  # whether the faults let the load of a request fail
     policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults
+    graphs: bool = False  # whether steps of one token a request are replayed as full CUDA graphs
 
     def __str__(self) -> str:
         return self.name

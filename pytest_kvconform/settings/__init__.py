@@ -29,10 +29,12 @@ from pytest_kvconform.settings.parsers import (
     parse_tokens,
     parse_words,
     tables_as_json,
+    words_of,
 )
 
 ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
+CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
 # that is tested in the same folder.
@@ -109,6 +111,13 @@ class Settings:
         "quick", one_of("quick", "full"), "quick|full", "how many families and topologies are run"
     )
     device: str = _option("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
+    hide_cpu: tuple[str, ...] = _option(
+        (),
+        words_of(*CPU_FEATURES),
+        "FEATURE",
+        "feature of the CPU that vLLM takes for missing, to test with the kernels of another CPU: "
+        + ", ".join(CPU_FEATURES),
+    )
     timeout_scale: float = _option(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"
     )

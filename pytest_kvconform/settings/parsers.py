@@ -42,6 +42,19 @@ def parse_words(value: Any) -> tuple[str, ...]:
     )
 
 
+def words_of(*valid: str) -> Callable[[Any], tuple[str, ...]]:
+    """Return a parser that accepts any of these words, as `parse_words` does."""
+
+    def parse(value: Any) -> tuple[str, ...]:
+        words = parse_words(value)
+        for word in words:
+            if word not in valid:
+                raise ValueError(f"{word!r} is none of {', '.join(valid)}{did_you_mean(word, valid)}")
+        return words
+
+    return parse
+
+
 def one_of(*valid: str) -> Callable[[Any], str]:
     """Return a parser that accepts these words alone."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pytest_kvconform.result import Finding, Violation
-from pytest_kvconform.rigs.context import REQUEST_S
+from pytest_kvconform.result import Blocked, Finding, Violation
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 
 
@@ -15,16 +14,23 @@ class Ended(Protocol):
     @property
     def failed(self) -> EngineFailed | None: ...
     @property
+    def excuse(self) -> str: ...
+    @property
     def stuck(self) -> tuple[str, ...]: ...
     @property
     def logged(self) -> tuple[str, ...]: ...
+    @property
+    def request_s(self) -> float: ...
 
 
-def check_all_ended(observed: Ended, timeout_scale: float) -> None:
+def check_all_ended(observed: Ended) -> None:
     """Check the part of KV-HANDOVER-001 that needs no answers.
 
-    Raises Violation if an engine failed or a request is stuck.
+    Raises Violation if an engine failed or a request is stuck, Blocked if the same happens without the
+    connector.
     """
+    if observed.excuse:
+        raise Blocked(observed.excuse)
     if observed.failed:
         raise Violation(
             Finding(
@@ -39,7 +45,7 @@ def check_all_ended(observed: Ended, timeout_scale: float) -> None:
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-001",
-                happened=f"{'; '.join(observed.stuck)} after {REQUEST_S * timeout_scale:.0f} s",
+                happened=f"{'; '.join(observed.stuck)} after {observed.request_s:.0f} s",
                 diagnosis=last_logged_exception(observed)
                 or (
                     "the connector never reported the load as finished"

@@ -123,11 +123,9 @@ class Loads:
                     f"D should compute no token before token {due}",
                 )
             )
-        step = self.subject.load_granularity or math.gcd(*self.sizes)
-        if first < whole_blocks(r.length, self.block) and first % step and (first - local) % step:
-            diagnosis = "the load ended inside a block, and D computed the rest of this block over it"
-            if self.subject.load_granularity:
-                diagnosis = f"the load is no multiple of what the connector declares: {declared}"
+        step = self.subject.load_granularity
+        if step and first < whole_blocks(r.length, self.block) and first % step and (first - local) % step:
+            diagnosis = f"the load is no multiple of what the connector declares: {declared}"
             ends = f"the load ended before token {first}, which is no multiple of {step}"
             raise Violation(self._finding(r, diagnosis, ends, declined=False))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pytest_kvconform.result import Evidence, Finding, Violation
-from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.engine.release import Release
 
 
-def check_all_freed(
-    usages: tuple[Usage, Usage], timeout_scale: float, bytes_moved: int, released_s: float = 0.0
-) -> Evidence:
+def check_all_freed(usages: tuple[Usage, Usage], released: Release | None, bytes_moved: int) -> Evidence:
     """Check KV-BLOCKS-001: P and D hold nothing after every request has ended. Raises Violation."""
+    waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
     for role, usage in zip("PD", usages, strict=True):
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
@@ -18,7 +17,7 @@ def check_all_freed(
             raise Violation(
                 Finding(
                     rule="KV-BLOCKS-001",
-                    happened=f"{RELEASE_S * timeout_scale:.0f} s after the last token {role} still holds "
+                    happened=f"{waited_s:.3g} s after the last token {role} still holds "
                     f"{held} of "
                     f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
                     differs="; ".join(groups),
@@ -44,5 +43,5 @@ def check_all_freed(
         looked_at=sum(usage.total_blocks for usage in usages),
         unit="blocks",
         bytes_moved=bytes_moved,
-        notes={"seconds": round(released_s, 3)},
+        notes={"seconds": round(took_s, 3)},
     )

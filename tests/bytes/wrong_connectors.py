@@ -30,6 +30,8 @@ from tests.engine.wrong_connectors import (
 )
 from tests.right_connectors.amount import MovesNothing, PartOfABlock
 
+from .wrong_hooks import *  # noqa: F403
+
 # Wrong in the same way for the engine tier.
 __all__ = [
     "AnnouncesLess",

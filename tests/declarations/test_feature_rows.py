@@ -76,6 +76,20 @@ def test_observed(why, results, observed, rule):
     assert row.declared == {"": "supported", None: "undeclared"}.get(why, "unsupported")
 
 
+@pytest.mark.parametrize(
+    "rule", ["KV-LIFE-004", "KV-FINISH-003", "KV-SIDE-001", "KV-HOOK-001", "KV-PARAMS-001"]
+)
+def test_a_taken_port_or_a_leak_shows_nothing_about_attention(rule):
+    every = features.load()
+    results = [result(PASS, "full-attention"), result(FAIL, "full-attention", rule=rule)]
+    criteria = Criteria(features=dict.fromkeys(every, ""))
+    rows = {row.name: row.observed for row in feature_results(results, criteria)}
+    assert rows["full-attention"] == "works"
+    assert feature_results(results[1:], criteria)[0].observed == "not looked at"
+    broken = [result(FAIL, "full-attention", rule="KV-BYTES-001")]
+    assert feature_results(broken, criteria)[0].observed == "fails"
+
+
 def test_an_ability_of_the_case_itself_needs_no_bytes():
     criteria = Criteria(features=ALL | {"abort": "why"})
     [row] = [

@@ -28,7 +28,7 @@ def test_the_list_is_closed():
 
 
 def test_every_glob_is_for_a_case_of_the_suite():
-    planned = plan.make_plan(Settings(tier=("interface", "protocol")), ()).selected
+    planned = plan.make_plan(Settings(tier=("interface", "protocol", "bytes")), ()).selected
     for name, feature in features.load().items():
         assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), (
             name
@@ -77,7 +77,7 @@ def test_facts_of_cells(cell, facts):
             "failed-load-recompute",
         ),
         (Transfer("slow", PROMPTS, faults=(Faults(hold=3),), policy="recompute"), ""),
-        (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), "never-notified"),
+        (Transfer("not_notified", PROMPTS, faults=(Faults(notifications=NEVER),)), ""),
     ],
 )
 def test_facts_of_what_a_case_does(variant, facts):
@@ -99,7 +99,7 @@ def test_what_cases_of_the_suite_need():
         "full-attention",
         "load-failure-fail",
     )
-    assert needs["kv::bytes/transport_faults::every_request_ends[llama3_1_8b-P1D1.b16-not_notified]"] == (
+    assert needs["kv::bytes/transport_faults::all_blocks_are_freed[llama3_1_8b-P1D1.b16-not_notified]"] == (
         "full-attention",
         "lease",
     )

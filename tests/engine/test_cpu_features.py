@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from model_matrix.limits import CPU_FEATURES, cpu_features
+from pytest_kvconform import settings
+from pytest_kvconform.rigs.launch import limits_of_kernels
+
 from .command import Run
 
 ROOT = Path(__file__).parents[2]
-MASK = Path(__file__).parent / "cpu_mask"
 LENGTHS = "n1] or n2] or chunked] or partial_hit] or engines_start"  # one token, two, and several steps
 HIDDEN = {
     "no AMX": "amx_tile",
@@ -21,19 +21,19 @@ HIDDEN = {
 }
 
 
-@pytest.fixture(params=HIDDEN.values(), ids=HIDDEN)
-def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Features that processes started from now on take for missing."""
-    paths = [str(MASK), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("HIDDEN_CPU_FEATURES", request.param)
-    return str(request.param)
+def library(features: tuple[str, ...]) -> str:
+    """The library of kernels that vLLM loads on a CPU with these features (vllm/platforms/cpu.py)."""
+    if "avx512" not in features:
+        return "_C_AVX2"
+    return "_C" if "avx512_bf16" in features else "_C_AVX512"
 
 
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
 def test_every_family_conforms_without(hidden: str, command: Run) -> None:
     run = command(
         "reference_connector:ReferenceConnector",
         f"--kv-declare={ROOT / 'reference_connector' / 'declaration.toml'}",
+        f"--kv-hide-cpu={hidden}",
         "--kv-family=llama,gemma3,gpt_oss,qwen3_5",
         "--kv-topology=P1D1",
         "-k",
@@ -46,12 +46,26 @@ def test_every_family_conforms_without(hidden: str, command: Run) -> None:
         "gpt_oss",
         "qwen3_5",
     }
+    assert run.report["facts"]["kernels"] == library(cpu_features(hidden.split(",")))
 
 
-def test_the_mask_hides_the_named_features(hidden: str) -> None:
-    asked = [f"torch.cpu._is_{feature}_supported()" for feature in hidden.split(",")]
-    code = f"import torch; print([{', '.join(asked)}])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == str([False] * len(asked))
+def test_the_option_has_the_features_by_which_vllm_chooses() -> None:
+    assert tuple(CPU_FEATURES) == settings.CPU_FEATURES
+
+
+@pytest.mark.parametrize(
+    ("hidden", "environment"),
+    [
+        ((), {}),
+        (("amx_tile",), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}),
+        (("amx_tile", "avx512_bf16"), {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}),
+        (
+            ("amx_tile", "avx512_bf16", "avx512"),
+            {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+        ),
+    ],
+)
+def test_torch_and_onednn_do_not_use_hidden_features(
+    hidden: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    assert limits_of_kernels(hidden) == environment

@@ -247,7 +247,7 @@ WRONG = [
     # What it is.
     mistake(
         "NoHMA",
-        {"hybrid_allocator_stays_on": "NoHMA does not inherit SupportsHMA"},
+        {"hybrid_allocator_stays_on": "NoHMA lacks HMA in this configuration"},
         family="gemma3",
         variants="n64",
     ),

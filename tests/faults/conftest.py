@@ -14,6 +14,6 @@ case_runner, run_cases = fixtures(
         setup="b16",
         matrix="full",
         config=LEASE,
-        only=lambda planned: planned.module == "bytes/transport_faults",
+        only=lambda planned: planned.module in ("bytes/transport_faults", "bytes/each_transfer"),
     ),
 )

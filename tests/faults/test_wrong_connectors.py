@@ -116,6 +116,50 @@ WRONG = [
         variants="failed not_notified twice",
         scale=SHORT,
     ),
+    Wrong(
+        "EndsWithTheFirst",
+        in_transfers(
+            "slow_handle",
+            "p_keeps_blocks_until_the_last_read",
+            r"rank 0 of D reported its load as finished when \d of the \d transfers that it had begun",
+        )
+        | in_transfers("P2D1.b16", "load_ends_with_its_last_transfer", "as soon as one of its transfers has"),
+        variants="slow_handle",
+        topology="P2D1",
+        family=GPT,
+    ),
+    Wrong(
+        "EndsWithTheBegin",
+        in_transfers("slow", "attention_kv_arrives", r"when none of the \d transfers that it had begun had")
+        | in_transfers("P1D1.b16", "load_ends_with_its_last_transfer", "as soon as its transfers have begun"),
+        variants="slow",
+    ),
+    # a transport of its own, and a fault hook
+    Wrong(
+        "TcpForgetsFailure",
+        in_transfers("failed", "every_request_ends", "reported as if it had been made: ")
+        | in_transfers("failed", "attention_kv_arrives", "no byte of .* was written")
+        | in_transfers("later", "each_transfer_may_fail", "reported as if it had been made: "),
+        variants="failed slow later",
+    ),
+    Wrong(
+        "TcpHidesFailure",
+        in_transfers("failed", "every_request_ends", "neither as finished nor as failed"),
+        variants="failed",
+        blocked=STOPPED,
+        scale=SHORT,
+    ),
+    Wrong(
+        "TcpEndsWithTheFirst",
+        in_transfers("P1D1.b16", "load_ends_with_its_last_transfer", "while a transfer was late"),
+        variants="none",
+    ),
+    Wrong(
+        "TcpNeverExpires",
+        in_transfers("not_notified", "all_blocks_are_freed", "P waits for a notification that will not come"),
+        variants="not_notified",
+        scale=SHORT,
+    ),
     # Upstream counts messages, not readers.
     Wrong(
         "Upstream",
@@ -170,11 +214,27 @@ def test_a_right_connector_passes_every_case(
     assert all(result.evidence and result.evidence.looked_at for result in run.results)
 
 
+def test_a_right_connector_with_a_fault_hook_passes_every_case(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("TcpPull", LLAMA, "P1D1", "", 1.0)
+    other = {result.id: result.reason for result in run.results if result.outcome.value != "PASS"}
+    assert all("kvconform_fault has no such fault" in reason for reason in other.values()), other
+    passed = {short(result.id) for result in run.results} - {short(name) for name in other}
+    assert passed >= {
+        "every_request_ends[failed]",
+        "every_request_ends[slow]",
+        "nothing_is_written_after_a_failed_load[not_begun]",
+        "all_blocks_are_freed[not_notified]",
+        "next_transfer_is_right[failed]",
+        "load_ends_with_its_last_transfer[P1D1.b16]",
+        "each_transfer_may_fail[later]",
+    }
+
+
 def test_without_nixl_the_cases_do_not_apply(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}
     assert {result.reason for result in run.results} == {
-        "needs a connector that moves bytes with NIXL: no agent was made"
+        "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
     }
 
 

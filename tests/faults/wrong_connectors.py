@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tests.engine.wrong_connectors import Right as Upstream
+from tests.right_connectors.sockets import Load, TcpPull
 
 
 class Worker(Upstream):
@@ -236,6 +237,74 @@ class NeverExpires(Worker):
 
     def change(self, worker: Any) -> None:
         worker._reap_expired_send_leases = lambda done_sending: None
+
+
+# ---- loads that are reported too early ----------------------------------------------------------
+
+
+class EndsWithTheFirst(Worker):
+    """Reports a load as finished as soon as one of its transfers has ended."""
+
+    def change(self, worker: Any) -> None:
+        pop_done, left = worker._pop_done_transfers, list[Any]()
+
+        def pop_done_transfers(transfers: dict[str, Any]) -> tuple[set[str], set[str]]:
+            begun = {name: len(handles) for name, handles in transfers.items()}
+            done, failed = pop_done(transfers)
+            early = {name for name, handles in transfers.items() if len(handles) < begun[name]}
+            left.extend(transfers.pop(name) for name in early)
+            return done | early, failed
+
+        worker._pop_done_transfers = pop_done_transfers
+
+
+class EndsWithTheBegin(Worker):
+    """Reports a load as finished as soon as its transfers have begun."""
+
+    def change(self, worker: Any) -> None:
+        left = list[Any]()
+
+        def pop_done_transfers(transfers: dict[str, Any]) -> tuple[set[str], set[str]]:
+            begun = set(transfers)
+            left.extend(transfers.pop(name) for name in begun)
+            return begun, set()
+
+        worker._pop_done_transfers = pop_done_transfers
+
+
+# ---- no NIXL, and a fault hook -------------------------------------------------------------------
+
+
+class TcpForgetsFailure(TcpPull):
+    """Reports a load as finished although one of its transfers failed."""
+
+    def note_end(self, found: Any, load: Load, right: bool) -> None:
+        super().note_end(found, load, True)
+
+
+class TcpHidesFailure(TcpPull):
+    """Never reports a load that failed."""
+
+    def report(self, found: Any, load: Load) -> None:
+        if not load.failed:
+            super().report(found, load)
+
+
+class TcpEndsWithTheFirst(TcpPull):
+    """Reports a load as finished as soon as one of its two transfers has ended."""
+
+    def note_end(self, found: Any, load: Load, right: bool) -> None:
+        load.open -= 1
+        if load.open == 1:
+            self.report(found, load)
+
+
+class TcpNeverExpires(TcpPull):
+    """P waits for ever for the message that D has read."""
+
+    def start_worker(self, serves: bool) -> None:
+        self.lease_s = float("inf")
+        super().start_worker(serves)
 
 
 # ---- no NIXL -------------------------------------------------------------------------------------

@@ -29,14 +29,15 @@ LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace
 ROOMS = {
     "processes": "",
     "scenario": "",
+    "missing": "",
     "context": "processes",
     "launch": "processes",  # which starts the zygote; the zygote loads modules of rooms by their names
     "vllm_setup": "processes context scenario",
     "probe_subject": "processes context scenario launch vllm_setup",
-    "engine": "processes context scenario vllm_setup",
+    "engine": "processes context scenario missing vllm_setup",
     "bytes": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
-    "scheduler": "processes context scenario vllm_setup engine bytes",
+    "scheduler": "processes context scenario missing vllm_setup engine bytes",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler",
 }
 

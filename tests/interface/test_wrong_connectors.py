@@ -70,11 +70,11 @@ WRONG = [
         "LoadsTheFirstGroup",
         {
             "get_loaded_kv_cache_group_ids_names_loaded_groups": (
-                r"names \[0\] of the groups \[0, 1, 2, 3, 4, 5, 6\]: vLLM zeroes new blocks of the "
-                "others"
+                r"names \[0\] of the groups \[0, 1.*\]: vLLM zeroes new blocks of the others"
             )
         },
-        family="gemma3_1b",
+        family="qwen3_5_35b_a3b",
+        topology="P2D2",
     ),
     Wrong(
         "NamesGroupsOnce",
@@ -85,7 +85,11 @@ WRONG = [
     ),
     Wrong(
         "CountsSourcesTwice",
-        {"optional_hooks_return_their_types": r"get_external_cache_hit_sources\(request, 1\) returned"},
+        {
+            "external_cache_hit_sources_add_up": (
+                r"get_external_cache_hit_sources\(request, 1\) returned \{.*: 1, .*: 1\}"
+            )
+        },
     ),
     Wrong(
         "PushesForEver",
@@ -96,8 +100,8 @@ WRONG = [
         {"optional_hooks_return_their_types": r"reset_cache\(\) returned 0: vLLM takes everything but False"},
     ),
     Wrong(
-        "GivesNoEvents",
-        {"optional_hooks_return_their_types": r"take_events\(\) returned None, and vLLM makes a list of it"},
+        "GivesOtherEvents",
+        {"optional_hooks_return_their_types": r"take_events\(\) returned a dict, which is no KVCacheEvent"},
     ),
     Wrong(
         "AsksForNoLayout",
@@ -169,10 +173,10 @@ WRONG = [
         ),
     ),
     Wrong(
-        "NeedsRankZero",
+        "RefusesInSilence",
         on(
-            "set_xfer_handshake_metadata_takes_any_ranks[no_rank]",
-            r"set_xfer_handshake_metadata_pp_aware raised KeyError: \(0, 0\)",
+            "set_xfer_handshake_metadata_takes_any_ranks[two_stages]",
+            r"set_xfer_handshake_metadata_pp_aware raised ValueError \(wrong_connectors",
         ),
     ),
     Wrong(
@@ -273,7 +277,9 @@ def test_a_right_connector_passes_every_case(
     run_cases: Callable[..., CellRun], connector: str, geometry: str, topology: str, matrix: str
 ) -> None:
     run = run_cases(connector, geometry, topology, matrix=matrix)
-    assert run.outcomes and set(run.outcomes.values()) == {"PASS"}
+    left_out = {name for name, outcome in run.outcomes.items() if outcome == "NOT-APPLICABLE"}
+    assert left_out <= {"set_xfer_handshake_metadata_takes_any_ranks[no_rank]"}  # its workers publish
+    assert {run.outcomes[name] for name in run.outcomes.keys() - left_out} == {"PASS"}
 
 
 @pytest.mark.parametrize("geometry", ["llama3_1_8b", "gemma3_1b"])

@@ -7,7 +7,6 @@ the tests themselves.
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import threading
@@ -68,11 +67,12 @@ def is_worker(connector: KVConnectorBase_V1) -> bool:
 # ---- the class -----------------------------------------------------------------------------------
 
 
-class CopiesTheConfiguration(Nothing):
-    """Hands a copy of the configuration to the base class."""
+class SwapsTheRoles(Nothing):
+    """Gives the base class of each half the role of the other one."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
-        super().__init__(copy.copy(vllm_config), role, kv_cache_config)
+        [other] = set(KVConnectorRole) - {role}
+        super().__init__(vllm_config, other, kv_cache_config)
 
 
 class TakesNoKeywords(Nothing):
@@ -149,11 +149,11 @@ class PushesForEver(Nothing):
         return True
 
 
-class GivesNoEvents(Nothing):
-    """take_events answers None where there are none."""
+class GivesOtherEvents(Nothing):
+    """take_events returns events in a form of its own."""
 
     def take_events(self) -> Any:
-        return None
+        return [{"stored": 1}]
 
 
 class AsksForNoLayout(Nothing):
@@ -245,11 +245,12 @@ class ChangesTheEngineId(Nothing):
             vllm_config.kv_transfer_config.engine_id = str(uuid.uuid4())
 
 
-class NeedsRankZero(Right):
-    """Takes it for granted that rank 0 has published something."""
+class RefusesInSilence(Right):
+    """Refuses pipeline stages, and does not say why."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        self.first = metadata[0, 0]
+        if any(stage for stage, _ in metadata):
+            raise ValueError
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 

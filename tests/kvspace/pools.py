@@ -28,7 +28,7 @@ class Pool:
 
     def poison(self) -> None:
         for memory in (self.storage, self.shadow):
-            poison(memory, self.engine, 0)
+            poison(memory, self.engine)
 
     def fill(self, memory: Array, engine: int = 0, owner: int = 3) -> None:
         """What the first `tokens` tokens leave, as `engine` computed it, into the blocks that are held."""

@@ -185,7 +185,7 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
     rows, count = n * heads * 2 * 64, -(-tokens // n)
     theirs = attention(LAYER, 3, "hnp", rows, 2 * rows, count + 4, n, heads, 2, 64)
     source = np.zeros(2 * rows * (count + 5), dtype=np.uint8)
-    poison(source, 0, 0)
+    poison(source, 0)
     table = shuffled(seed, count, count + 4)
     for number in (2, 3):
         at = attention(

@@ -199,7 +199,7 @@ def test_a_rare_kind_is_kept_however_much_else_is_wrong():
     """One moved row among a thousand that were never written: the diagnosis needs its run."""
     region = attention("l", 0, "nhp", 0, 4 * 2 * 16, 1000, 4, 1, 2, 16)
     storage = np.zeros(1000 * 4 * 2 * 16, dtype=np.uint8)
-    poison(storage, 1, 0)
+    poison(storage, 1)
     shadow, tokens = storage.copy(), np.arange(4, 4000)
     write_tokens(shadow, region, tokens // 4, tokens, 0, 0, 0)
     region.of(storage)[501, 2] = token_rows(region, token_parts([7], [0]), 0, 0)[0]

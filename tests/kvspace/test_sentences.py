@@ -72,7 +72,7 @@ def write(
 
 
 def unwrite(made: Pool, layer: int, blocks: tuple[int, ...], engine: int = 1) -> None:
-    other = poison_bytes(0, len(made.storage), engine, 0)
+    other = poison_bytes(0, len(made.storage), engine)
     for region in made.regions[layer : layer + 1] if layer < 2 else made.regions[2:]:
         rows = region.of(made.storage)[list(blocks)]
         data = region.of(made.shadow)[list(blocks)].min(axis=-1) < 0x80  # rows that are due
@@ -101,7 +101,7 @@ def window(made: Pool) -> None:
 
 
 def one_token(made: Pool) -> None:
-    other = poison_bytes(0, len(made.storage), 1, 0)
+    other = poison_bytes(0, len(made.storage), 1)
     rows, poison = (made.regions[0].of(memory)[TABLE[0], 3] for memory in (made.storage, other))
     rows[:] = poison
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_kvconform.kvspace.pools.addresses import ATTENTION, COORDINATES, FOREIGN, POISON, STATE
-from pytest_kvconform.kvspace.pools.poison import poison, poison_bytes
+from pytest_kvconform.kvspace.pools.poison import QUIET_NANS, WRAP, poison, poison_bytes, same_place
 from pytest_kvconform.kvspace.pools.regions import (
     Region,
     state_rows,
@@ -70,19 +70,28 @@ def test_words_of_different_kinds_differ():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, (8 << 38) - 4096), st.integers(0, 1), st.integers(0, 15))
-def test_poison_holds_its_offset_and_is_never_data(start, engine, rank):
-    found = poison_bytes(start, start + 100, engine, rank)
+@given(st.integers(0, (8 << 38) - 4096), st.integers(0, 1))
+@example(WRAP - 24, 1)
+def test_poison_holds_its_offset_and_is_never_data(start, engine):
+    found = poison_bytes(start, start + 100, engine)
     assert len(found) == 100 and (found >= HIGH).all()
     words = found[-start % 8 :][:80].view(np.uint64)
     decoded = decode(words)
-    assert (
-        (decoded["kind"] == POISON).all()
-        and (decoded["engine"] == engine).all()
-        and (decoded["rank"] == rank).all()
-    )
-    assert decoded["offset"].tolist() == [start + -start % 8 + 8 * i for i in range(10)]
+    assert (decoded["kind"] == POISON).all() and (decoded["engine"] == engine).all()
+    assert decoded["offset"].tolist() == [(start + -start % 8 + 8 * i) % WRAP for i in range(10)]
+    assert same_place(decoded["offset"], start + -start % 8 + 8 * np.arange(10)).all()
     assert (encode(decoded) == words).all()
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_poison_is_a_quiet_nan_of_every_float(engine):
+    found = poison_bytes(0, WRAP, engine)
+    for dtype, quiet in ((np.float16, 9), (np.float32, 22)):
+        assert np.isnan(found.view(dtype)).all()
+        assert (found.view(f"u{dtype().nbytes}") >> quiet & 1).all()
+    halves = found.view(np.uint16)  # bfloat16: 8 bits of exponent, 7 of mantissa
+    assert ((halves >> 7 & 0xFF) == 0xFF).all() and (halves >> 6 & 1).all()
+    assert (found[1::2] & 0x7F == 0x7F).all()  # NaN of float8_e4m3fn and of float8_e5m2
 
 
 @pytest.mark.parametrize("width", [8, 17, 70, 256, 1152, 2304])
@@ -104,13 +113,13 @@ def test_rows_of_states_are_all_different(width):
 
 @pytest.mark.parametrize(
     ("kind", "size", "chance"),
-    [(ATTENTION, 8, 2048), (STATE, 8, 64), (STATE, 7, 128), (STATE, 6, 32), (POISON, 8, 8192)],
+    [(ATTENTION, 8, 2048), (STATE, 8, 64), (STATE, 7, 128), (STATE, 6, 32), (POISON, 8, 4)],
 )
 def test_an_accident_passes_as_an_address_as_rarely_as_the_docstring_says(kind, size, chance):
     random = np.random.default_rng(3)
     words = random.integers(0, 1 << (8 * size - 1), 400_000, dtype=np.uint64)
     if kind == POISON:
-        words |= np.uint64(0x8080808080808080)
+        words |= QUIET_NANS
     hits = int((decode(words, size)["kind"] == kind).sum())
     assert 0.6 * len(words) / chance < hits < 1.5 * len(words) / chance
 
@@ -142,7 +151,7 @@ def test_zeros_and_ones_are_no_address():
 def test_written_rows_can_be_read_and_the_rest_keeps_its_poison():
     storage = np.zeros(3000, dtype=np.uint8)
     region = attention("l", 9, "nhp", 100, 4 * 3 * 2 * 17, 5, 4, 3, 2, 17, 6)
-    poison(storage, 1, 2)
+    poison(storage, 1)
     before = storage.copy()
     write_tokens(storage, region, [4, 1, 1], [2, 4, 7], [8, 9, 8], 0, 3)
     rows = token_rows(region, token_parts([2, 4, 7], [8, 9, 8]), 0, 3)
@@ -160,7 +169,7 @@ def test_written_rows_can_be_read_and_the_rest_keeps_its_poison():
         3,
     )
     view[4, 2] = old[4, 2]
-    poison(storage, 1, 2, [region], [1])
+    poison(storage, 1, [region], [1])
     assert (storage == before).all()
 
 

@@ -8,7 +8,7 @@ from pytest_kvconform.result import CaseResult, Outcome
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
-MODULES = ("protocol/peers/unreachable", "protocol/peers/lease", "protocol/peers/rank_reports")
+MODULES = tuple(f"protocol/peers/{name}" for name in ("unreachable", "lease", "rank_reports", "unread"))
 # Seconds. The suite gives NixlConnector itself a lease.
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %d}}'
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another
@@ -16,7 +16,13 @@ Reported = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the rea
 
 
 def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
-    def run_cases(connector: str, topology: str, scale: float = 1.0, lease_s: int = LEASE_S) -> Reported:
+    def run_cases(
+        connector: str,
+        topology: str,
+        scale: float = 1.0,
+        lease_s: int = LEASE_S,
+        modules: tuple[str, ...] = MODULES,
+    ) -> Reported:
         """Run the cases of one cell. A FAIL with another rule than the case's is the name of that rule."""
         run = case_runner.run(
             connector,
@@ -26,7 +32,7 @@ def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
             setup="b16",
             matrix="full",
             config=LEASE % lease_s,
-            only=lambda planned: planned.module in MODULES,
+            only=lambda planned: planned.module in modules,
         )
         return dict(zip(run.outcomes, map(reported, run.results), strict=True))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pytest_kvconform.result import Blocked, Violation
+from pytest_kvconform.result import Blocked, Cell, Violation
 from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.peers import bench as peer_bench
+from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.suite._peer_observations import check_right
 
@@ -48,3 +52,35 @@ def test_a_request_that_ends_within_the_lease_or_never_is_a_violation(
     with pytest.raises(Violation) as raised:
         check_right("KV-PEER-001", scenario(finish, after_s), LEASE_S, WORDS)
     assert message in raised.value.finding.happened
+
+
+def test_a_run_that_was_too_slow_is_late() -> None:
+    assert is_late(scenario("length", 4.1), LEASE_S)
+    assert not is_late(scenario("length", 3.9), LEASE_S)
+    assert not is_late(scenario("", 60.0), LEASE_S)  # a request that does not end is no matter of leases
+    waits = {"waiting": scenario("length", 9.0).decodes["good"]}
+    assert not is_late(ScenarioObservation(waits), LEASE_S)
+    assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
+
+
+@pytest.mark.parametrize(("part", "took", "runs"), [(0.5, 4.1, [1, 2]), (0.5, 3.9, [1]), (0.1, 4.1, [1])])
+def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slow(
+    monkeypatch: pytest.MonkeyPatch, part: float, took: float, runs: list[int]
+) -> None:
+    clock = {"now": 0.0}
+    monkeypatch.setattr(peer_bench, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(peer_bench, "own_core_wait", lambda: clock["now"] * part)
+    context: Any = SimpleNamespace(
+        progress=lambda sentence: None, lease_s=lambda asked: asked, asked_lease_s=lambda asked: LEASE_S
+    )
+    bench, seen = PeerBench(context), list[int]()
+
+    def run(cell: Cell) -> dict[str, ScenarioObservation]:
+        clock["now"] += 30.0
+        seen.append(bench._longer)
+        return {"one": scenario("length", took)}
+
+    monkeypatch.setattr(bench, "_run", run)
+    for _ in range(2):
+        assert bench.observe(Cell("llama", "P1D1"), "one").decodes
+    assert seen == runs

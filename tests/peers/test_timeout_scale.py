@@ -61,3 +61,30 @@ def test_what_counts_as_held_up_is_longer(
     assert check(limit - 0.1).looked_at == 1
     with pytest.raises(Violation, match=r"took \d\.1 s: it came together with one"):
         check(limit + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("usual", "bad", "own", "delayed"),
+    [
+        (0.1, 5.0, 4.9, True),
+        (0.1, 1.5, 1.5, True),
+        (0.1, 5.0, 0.3, False),
+        (1.5, 1.7, 1.6, False),  # everything takes long: the machine is busy
+        (1.5, 5.0, 4.9, False),  # within what a request takes there
+        (1.5, 12.0, 11.9, True),
+    ],
+)
+def test_what_a_request_takes_on_a_busy_machine_is_no_delay(
+    monkeypatch: pytest.MonkeyPatch, usual: float, bad: float, own: float, delayed: bool
+) -> None:
+    took = {"after": usual, "bad": bad, "own": own}
+    decodes = {
+        name: DecodeResult("d", 0.0, 0.0, seconds, "length", Trace(id="d", prompt_tokens=55), ())
+        for name, seconds in took.items()
+    }
+    monkeypatch.setattr(peers, "completed", lambda *_: ScenarioObservation(decodes))
+    if delayed:
+        with pytest.raises(Violation):
+            unreachable.unreachable_peer_delays_no_other_request(bench(1.0), "silent_peer")
+    else:
+        assert unreachable.unreachable_peer_delays_no_other_request(bench(1.0), "silent_peer").looked_at == 1

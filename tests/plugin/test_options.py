@@ -19,6 +19,8 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
     "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
     "device": (["--kv-device=cpu"], lambda run: run.log),
+    # what it does to vLLM: tests/engine/test_cpu_features.py
+    "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
     "seed": (["--kv-seed=7"], lambda run: run.ran),
     "report": (
@@ -151,6 +153,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-feature",
         "--kv-matrix",
         "--kv-device",
+        "--kv-hide-cpu",
         "--kv-timeout-scale",
         "--kv-seed",
         "--kv-report",

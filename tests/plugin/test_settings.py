@@ -18,6 +18,7 @@ SAMPLES = {
     "rule": [("KV-*", ("KV-*",)), ("KV-A-001", ("KV-A-001",))],
     "matrix": [("full", "full"), ("quick", "quick")],
     "device": [("cpu", "cpu"), ("cuda", "cuda")],
+    "hide_cpu": [("avx512", ("avx512",)), ("amx_tile,avx512", ("amx_tile", "avx512"))],
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
     "seed": [("3", 3), ("4", 4)],
     "report": [("a", "a"), ("b", "b")],

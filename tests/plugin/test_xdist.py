@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+
+from tests import conftest
 
 DEEDS = {"arrive(gemma3*": "violate", "hello(llama*": "blocked", "window*P1D2*": "assert"}
 
@@ -69,11 +74,36 @@ def test_a_bench_that_fails(kv, bench, code, says):
     assert bench == "no start" or run.log[-1] == "zygote closed"
 
 
-def test_a_dead_worker_is_not_green(kv):
-    run = kv("-n2", deeds={"window(gemma3-P1D2*": "die"})
-    assert (run.code, run.word) == (10, "INCOMPLETE")
+@pytest.mark.parametrize(
+    ("deed", "how"), [("die", "left with exit code 3"), ("be killed", "was killed by SIGKILL, most likely")]
+)
+def test_a_lost_worker_ends_the_run(kv, deed, how):
+    run = kv("-n2", deeds={"window(gemma3-P1D2*": deed})
+    assert (run.code, run.word) == (11, "HARNESS")
     assert "engine/bytes::window[gemma3-P1D2]" not in run.outcomes
-    assert any("of 13 cases that were selected have no result" in line for line in run.lines)
+    [sentence] = run.report["troubles"]
+    assert re.match(rf"worker gw\d of pytest-xdist {how}.*, and the run ends$", sentence)
+    assert run.log[-1] == "zygote closed"
+
+
+def test_a_worker_whose_forks_hold_its_pipe_is_missed(pytester):
+    """xdist alone waits for ever: it takes the pipe's end for the worker's end."""
+    pytester.makeconftest(Path(conftest.__file__).read_text().replace("pytest_plugins", "_"))
+    pytester.makepyfile(
+        test_a="""
+            import os, signal, time
+            def test_forks():
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os.kill(os.getpid(), signal.SIGKILL)
+            def test_later(): pass""",
+        test_b="def test_passes(): pass",
+    )
+    run = pytester.runpytest_subprocess("-n2", "--dist=loadfile", "-p", "no:cacheprovider", timeout=60)
+    assert run.ret == 11
+    run.stdout.re_match_lines(
+        [".*worker gw. of pytest-xdist was killed by SIGKILL, most likely.* the run ends.*"]
+    )
 
 
 def test_stopping_at_the_first_failure_keeps_the_verdicts_code(kv):

@@ -198,6 +198,8 @@ def test_list_and_explain(fake, capsys):
     for words in (
         "Every byte arrives.",
         "MUST, since vLLM 0.9",
+        "caller   core.py: step",
+        "breaks   Answers wrongly.",
         "- is the partial tail in the block list?",
         "kv::engine/bytes::arrive",
     ):

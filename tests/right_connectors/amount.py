@@ -62,6 +62,15 @@ class Chunked(StopsElsewhere):
         return stop // CHUNK * CHUNK
 
 
+class PartOfABlock(StopsElsewhere):
+    """The load ends inside the last whole block, and D computes the rest of this block, as behind the last
+    chunk of LMCacheConnectorV1 with save_unfull_chunk.
+    """
+
+    def stop(self, stop: int, block: int) -> int:
+        return max(0, stop // block * block - block // 2)
+
+
 # ---- wrong ones --------------------------------------------------------------------------------------------
 
 
@@ -70,10 +79,3 @@ class MovesNothing(ReferenceConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
-
-
-class PartOfABlock(StopsElsewhere):
-    """The load ends inside the last whole block, and D computes the rest of this block."""
-
-    def stop(self, stop: int, block: int) -> int:
-        return max(0, stop // block * block - block // 2)

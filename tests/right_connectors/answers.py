@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from reference_connector import ReferenceConnector
-from reference_connector.messages import Orders
+from reference_connector.messages import Handoff, Lease, Orders
 from reference_connector.scheduler import Scheduler
 
 Answer = tuple[int | None, bool]
@@ -201,3 +202,53 @@ class OrdersLater(OtherHalf):
     """
 
     half = LaterHalf
+
+
+class GrowsHalf(Half):
+    def start(self) -> None:
+        super().start()
+        self.asked: Counter[Lease] = Counter()
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+        if handoff := self._handoffs.get(request.request_id):
+            self.asked[handoff.lease] += 1
+        return super().get_num_new_matched_tokens(request, computed)
+
+    def _stop(self, handoff: Handoff, prompt: int) -> int:
+        return min(super()._stop(handoff, prompt), self.asked[handoff.lease] * self._groups[0].tokens)
+
+
+class AnswersMoreLater(OtherHalf):
+    """P's blocks become available one after the other: D is told of one more at each question. The answer of
+    the step in which the request gets its blocks counts, and D computes the rest.
+    """
+
+    half = GrowsHalf
+
+
+class OnceHalf(Half):
+    def start(self) -> None:
+        super().start()
+        self.taken: set[Lease] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        handoff = self._handoffs.get(request.request_id)
+        if handoff is None:
+            return
+        if handoff.lease in self.taken:
+            self._held[handoff.lease].discard(request.request_id)
+            del self._handoffs[request.request_id]
+        self.taken.add(handoff.lease)
+
+    def _forget(self, name: str) -> None:
+        handoff = self._handoffs.get(name)
+        super()._forget(name)
+        if handoff is not None and name not in self._handoffs:
+            self.taken.discard(handoff.lease)
+
+
+class ServesOnce(OtherHalf):
+    """Gives what P has computed to one request. D computes another one with the same params."""
+
+    half = OnceHalf

@@ -6,6 +6,7 @@ Each is the reference connector but for what its docstring says.
 from __future__ import annotations
 
 import collections
+import copy
 import threading
 import time
 import weakref
@@ -151,6 +152,40 @@ class RanksInParams(ReferenceConnector):
         return kept, params | {"remote_layer_indices": list(range(32))} if params else params
 
 
+class OwnKeys(ReferenceConnector):
+    """P's params hold numbers as keys, a tuple and a set, which D reads as msgpack and JSON leave them. Every
+    request gets params, also one that is not handed over: what the connector has done for it.
+    """
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        more = {"ranks": {0: "host", 1: "host"}, "layers": (0, 31), "dtypes": {"bfloat16"}}
+        return kept, (params or {}) | more
+
+
+class CutsAgain(ReferenceConnector):
+    """P cuts a prompt by a token whenever it is scheduled anew, also after a preemption, and says in the
+    params how many tokens it has computed.
+    """
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        asked = request.kv_transfer_params
+        prefill = isinstance(asked, dict) and asked.get("do_remote_decode")
+        if prefill and request.num_preemptions and request.num_prompt_tokens > 1:
+            del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class NoHeartbeat(ReferenceConnector):
+    """D sends P nothing while a request waits: P keeps blocks for a fixed time, or until D has read them."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        orders = self._scheduler.take_orders()
+        orders.renewals = []
+        return Metadata(orders)
+
+
 @dataclass
 class Draining(Metadata):
     drain: list[str] = field(default_factory=list)
@@ -207,7 +242,7 @@ class OwnEngineId(ReferenceConnector):
 
 class TruthValues(ReferenceConnector):
     """Answers with None, numbers and NumPy's values where vLLM tests the truth of an answer, counts with it
-    or looks a number up in it.
+    or looks a number up in it, and with lists where vLLM unpacks.
     """
 
     supports_divergent_local_hybrid_hits = np.bool_(True)
@@ -220,10 +255,21 @@ class TruthValues(ReferenceConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> Any:
         return extra_config.get("layerwise")
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        tokens, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return [tokens, np.bool_(asynchronous)]
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        return [len(block_ids) if kept else None, params]
+
     def has_pending_push_work(self) -> Any:
         return np.bool_(super().has_pending_push_work())
 
     def has_pending_block_frees(self) -> Any:
+        return None
+
+    def take_events(self) -> Any:
         return None
 
     def reset_cache(self) -> Any:
@@ -234,6 +280,19 @@ class TruthValues(ReferenceConnector):
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> Any:
         return np.array(super().get_loaded_kv_cache_group_ids(request))
+
+
+class OfOneHalf(ReferenceConnector):
+    """Knows its promises in the scheduler half alone, where vLLM reads them, and gives the base class a copy
+    of the configuration.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(copy.copy(vllm_config), role, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return self._scheduler is None
 
 
 class EndsWhenCollected(ReferenceConnector):

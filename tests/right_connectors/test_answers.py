@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from pytest_kvconform import rules
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
@@ -14,6 +15,10 @@ NONE = (
     "returns_int_or_none_and_bool zero_tokens_is_never_async repeated_call_returns_the_same "
     "call_without_free_blocks_starts_no_load load_without_room_starts_later none_is_followed_by_an_answer "
     "loads_the_same_as_alone params_are_read_by_key"
+)
+ALONE = "loads_the_same_as_alone every_block_is_freed"
+MAY_CHANGE = (
+    "repeated_call_returns_the_same call_without_free_blocks_starts_no_load load_without_room_starts_later"
 )
 CASES = {
     "NoneBySteps": NONE,
@@ -30,7 +35,11 @@ CASES = {
     "OrdersLater": (
         "load_fills_the_allocated_blocks loads_the_same_as_alone corrupted_lists_fail_only_their_request"
     ),
+    "AnswersMoreLater": f"{ALONE} {MAY_CHANGE}",
+    "ServesOnce": f"params_are_read_by_key {ALONE}",
 }
+# Cases that end with a warning: the connector breaks a SHOULD.
+WARNS = {"AnswersMoreLater": MAY_CHANGE}
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.answers", "protocol", ("llama3_1_8b",), "full"),
     lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
@@ -39,13 +48,14 @@ case_runner, run_cases = fixtures(
 
 @pytest.mark.parametrize("connector", CASES)
 def test_a_right_connector_passes(run_cases: Callable[..., CellRun], connector: str) -> None:
-    names = set(CASES[connector].split())
+    names, strengths = set(CASES[connector].split()), rules.load()
     run = run_cases(connector, "llama3_1_8b", only=lambda planned: planned.case.name in names)
     reasons = {
         f"{result.id} {result.outcome.value}": result.finding or result.reason
         for result in run.results
         if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
+        and not (result.finding and strengths[result.finding.rule].strength == "SHOULD")
     }
     assert reasons == {}
     passed = {name.partition("[")[0] for name, outcome in run.outcomes.items() if outcome == "PASS"}
-    assert passed == names
+    assert passed == names - set(WARNS.get(connector, "").split())

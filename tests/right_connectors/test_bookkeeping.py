@@ -38,6 +38,26 @@ PROTOCOL = {
         "aborted_prefill_is_freed_at_once",
         "params_are_read_by_key",
     ),
+    "TruthValues": (
+        "returns_int_or_none_and_bool",
+        "zero_tokens_is_never_async",
+        "repeated_call_returns_the_same",
+        "returns_bool_and_params",
+        "aborted_prefill_is_freed_at_once",
+        "handed_over_blocks_are_kept_until_sent",
+    ),
+    "OwnKeys": (
+        "params_survive_json",
+        "requests_without_own_params_are_ignored",
+        "params_are_read_by_key",
+        "params_name_the_final_blocks",
+    ),
+    "CutsAgain": ("on_new_request_leaves_request_unchanged", "params_name_the_final_blocks"),
+    "NoHeartbeat": (
+        "p_is_notified_without_a_load",
+        "abort_before_the_load_notifies_p",
+        "load_starts_after_the_local_hit",
+    ),
     "DrainsOnAbort": ("aborted_prefill_is_freed_at_once", "abort_leaves_other_requests_alone", ENDS, MEMORY),
 }
 INTERFACE = {
@@ -47,6 +67,11 @@ INTERFACE = {
         "capability_properties_have_truth_values",
         "get_loaded_kv_cache_group_ids_names_loaded_groups",
         "optional_hooks_return_their_types",
+        "engine_starts_in_vllm_call_order",
+    ),
+    "OfOneHalf": (
+        "base_class_gets_constructor_arguments",
+        "capability_properties_have_truth_values",
         "engine_starts_in_vllm_call_order",
     ),
     "EndsWhenCollected": (

@@ -107,7 +107,6 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("killed", r"^the process of vLLM's scheduler died of SIGKILL, outside of any hook$"),
         ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
         ("hang", r"^the process of vLLM's scheduler did not end within 1 s, outside of any hook"),
     ],
@@ -116,6 +115,16 @@ def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str
     end = run("fails", how, scale=0.1 if how == "hang" else 3.0)
     assert end.outcome is Outcome.FAIL and end.finding is not None and end.finding.rule == "KV-HOOK-002"
     assert re.search(says, end.finding.happened)
+
+
+def test_a_case_that_is_killed_is_no_violation_and_ends_the_run(run: Run) -> None:
+    end = run("fails", "killed")
+    assert (end.outcome, end.ends_run) == (Outcome.HARNESS, True)
+    assert re.match(
+        r"the process of a case of \S+ \(process \d+\) was killed by SIGKILL, exit code 137, which the suite "
+        r"did not send: most likely the machine ran out of memory; ",
+        end.reason,
+    )
 
 
 def test_a_case_sees_nothing_of_the_case_before(run: Run) -> None:

@@ -52,6 +52,14 @@ WRONG = [
         topology="P2D2",
     ),
     Wrong(
+        "LoadsWhenAsked",
+        on(
+            "call_without_free_blocks_starts_no_load load_without_room_starts_later",
+            r"step \d+ orders a load into blocks \[\d+.*, which has no block yet",
+        ),
+        rules="KV-MATCH-004",
+    ),
+    Wrong(
         "AnswersOnce",
         on(
             (
@@ -60,12 +68,12 @@ WRONG = [
             ),
             r"0",
         ),
-        rules="KV-MATCH-004",
+        rules="KV-MATCH-010",
     ),
     Wrong(
         "AnswersLess",
         on("repeated_call_returns_the_same call_without_free_blocks_starts_no_load", r"\(52, True\)"),
-        rules="KV-MATCH-004",
+        rules="KV-MATCH-010",
     ),
     Wrong(
         "AnswersAgain",
@@ -128,7 +136,7 @@ WRONG = [
         "CutsAgain",
         on(
             "on_new_request_leaves_request_unchanged[prefill_preempted]",
-            r"53 tokens has 52 after a preemption",
+            r"a prompt of 53 tokens was cut to 52, and D loads 53",
         ),
         rules="KV-MATCH-009",
     ),
@@ -139,8 +147,10 @@ WRONG = [
     ),
     # The metadata of a step.
     Wrong(
-        "TellsADict",
-        on("metadata_survives_pickle[empty]", r"returned a dict, which is no KVConnectorMetadata"),
+        "TellsNothing",
+        on(
+            "metadata_survives_pickle[empty]", r"returned None, and the worker asserts that there is metadata"
+        ),
         rules="KV-META-001",
     ),
     Wrong(

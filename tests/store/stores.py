@@ -33,6 +33,10 @@ class Right(ExampleConnector):
         self.blocks: dict[str, list[int]] = {}
         self.loads: dict[str, int] = {}  # request -> tokens that it has already
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # save_kv_layer saves
+
     # ---- scheduler half --------------------------------------------------------------------------
 
     def whole(self, tokens: Any) -> int:
@@ -129,12 +133,14 @@ class Right(ExampleConnector):
         layers = {name: layer.kv_cache for name, layer in forward_context.no_compile_layers.items()}
         for request in self._get_connector_metadata().requests:
             for name in () if request.is_store else layers:
-                saved = self.read(name, request, list(layers))
-                slots = self.slots(request.slot_mapping)
-                blocks, offsets = slots // self._block_size, slots % self._block_size
-                layers[name][blocks, :, offsets] = saved[
-                    len(request.token_ids) - len(slots) : len(request.token_ids)
-                ]
+                self.load(name, request, layers)
+
+    def load(self, name: str, request: ReqMeta, layers: dict[str, torch.Tensor]) -> None:
+        """Load one layer of a request."""
+        saved = self.read(name, request, list(layers))
+        slots = self.slots(request.slot_mapping)
+        blocks, offsets = slots // self._block_size, slots % self._block_size
+        layers[name][blocks, :, offsets] = saved[len(request.token_ids) - len(slots) : len(request.token_ids)]
 
     def read(self, layer: str, request: ReqMeta, layers: list[str]) -> torch.Tensor:
         file = self._generate_filename_debug(layer, request.token_ids, request.mm_hashes)

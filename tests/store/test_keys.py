@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.apply_declaration import Criteria, feature_results
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong, on
@@ -30,14 +31,14 @@ def case_runner() -> Iterator[CaseRunner]:
 def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[[str], CellRun]:
     """Run the cases about keys on a store."""
 
-    def run(store: str) -> CellRun:
+    def run(store: str, module: str = "protocol/stores/keys") -> CellRun:
         return case_runner.run(
             store,
             "llama3_1_8b",
             setup="b16",
             profile="" if store == "ExampleConnector" else "store",
             config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-            only=lambda planned: planned.module == "protocol/stores/keys",
+            only=lambda planned: planned.module == module,
         )
 
     return run
@@ -56,13 +57,30 @@ def test_a_right_store_passes(run_cases: Callable[[str], CellRun], store: str, r
     assert len(announced) >= 6 and min(announced) >= 48
 
 
+def test_a_folder_that_persists_has_no_prompt_of_another_case_or_run(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    for module in ("protocol/stores/keys", "protocol/stores/saved_prompts"):
+        first, second = run_cases("Right", module), run_cases("Right", module)
+        assert first.outcomes == second.outcomes and first.failed == set(), second.findings
+
+
+def test_abort_may_be_declared_of_a_store(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("Right", "protocol/aborts")
+    assert run.failed == set()
+    [abort] = [
+        row for row in feature_results(run.results, Criteria(features={"abort": ""})) if row.name == "abort"
+    ]
+    assert (abort.observed, abort.rule) in (("works", ""), ("not looked at", ""))
+
+
 SAME = "48 of 53 tokens were announced for a prompt with .*, and the same tokens were saved with"
 WRONG = [
     Wrong("LacksSalt", {f"{OTHER_KEYS}[salt]": SAME.replace(".*", "cache_salt='user 1'")}),
     Wrong("LacksAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of /adapters/a")}),
     Wrong("LacksPathOfAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of .*-retrained")}),
     Wrong("LacksImages", {f"{OTHER_KEYS}[image]": SAME.replace(".*", "the image 5eed0001")}),
-    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings of 0.25")}),
+    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings a")}),
     Wrong("LacksModel", {MODEL: "48 tokens were announced on an engine with another model"}),
     Wrong("LacksDtype", {DTYPE: "48 tokens were announced on an engine with another dtype"}),
     Wrong("ForgetsNothing", {RESET: "reset_cache returned True, and then 48 of 53 tokens were announced"}),

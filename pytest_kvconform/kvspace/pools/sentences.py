@@ -9,6 +9,7 @@ import numpy as np
 from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED, intervals
 from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
+from pytest_kvconform.kvspace.pools.poison import same_place
 from pytest_kvconform.kvspace.pools.regions import Region
 
 ENGINES = ("the prefiller", "the decoder")
@@ -126,7 +127,7 @@ def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
     )
     runs = comparison.runs[comparison.runs["kind"] == UNWRITTEN]
     found = runs["found"]
-    copied = (found["offset"] >= 0) & (found["offset"] != _offsets(comparison, runs))
+    copied = (found["offset"] >= 0) & ~same_place(found["offset"], _offsets(comparison, runs))
     if comparison.engine is not None:
         copied = (found["offset"] >= 0) & (found["engine"] != comparison.engine)
     if not copied.any():

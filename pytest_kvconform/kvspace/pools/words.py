@@ -12,15 +12,15 @@ alone, see poison.py.
 | state, 8 bytes | 7 | 8 | 1 | - | 14 | 16 | 2 | 9 | 6 |
 | state, 7 bytes (rows of 7 bytes) | 7 | 8 | 1 | - | 14 | 16 | 2 | - | 7 |
 | state, 6 bytes (rows of 6 bytes) | 7 | 8 | 1 | - | 8: tokens mod 251 | 16 | 2 | - | 5 |
-| poison, 8 bytes, 8 aligned | - | - | 1 | 4 | 38: offset in the storage / 8 | - | - | - | 13 |
+| poison, 8 bytes, 8 aligned | - | - | 1 | - | 21: offset in the storage / 8 | - | - | - | 2 |
 
 The owner is the number of the request whose token it is; of requests that share a prefix the first one owns
 it. The lane is the place of the word in its row.
 
 The shorter last word of a row holds the low bits of the whole word that belongs there. It is not decoded
 alone: it is checked against the word before it. Torn, flipped or foreign bytes pass as an address with the
-chance of the magic: 1 in 2048 (attention), 1 in 64, 128 and 32 (state of 8, 7 and 6 bytes), 1 in 8192
-(poison). `compare_pool` also requires that the layer and the lane exist.
+chance of the magic: 1 in 2048 (attention), 1 in 64, 128 and 32 (state of 8, 7 and 6 bytes). Four quiet NaNs
+pass as poison with the chance of 1 in 4. `compare_pool` also requires that the layer and the lane exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pytest_kvconform.kvspace.pools.addresses import (
     in_range,
     no_address,
 )
-from pytest_kvconform.kvspace.pools.poison import POISON_FORMAT, poison_word, unpoison_word
+from pytest_kvconform.kvspace.pools.poison import PLACES, POISON_FORMAT, poison_word, unpoison_word
 
 RESIDUE = 251  # a prime; a 6-byte word holds its tokens modulo this
 _WHO = (("layer", 7), ("owner", 8), ("engine", 1))
@@ -188,8 +188,8 @@ def rows_from(first: Array, lanes: int) -> Array:
             continue
         these = first[mine]
         if kind == POISON:
-            place = these["offset"][:, None] // 8 + np.arange(lanes)
-            bits = bits_of(form, place=place, engine=these["engine"][:, None], rank=these["rank"][:, None])
+            place = (these["offset"][:, None] // 8 + np.arange(lanes)) % PLACES
+            bits = bits_of(form, place=place, engine=these["engine"][:, None])
             words[mine] = poison_word(bits)
             continue
         values = {name: these[name] for name, _ in form.fields if name != "lane"}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from model_matrix import load_geometries
 from model_matrix.geometries import State
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
-from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.context import Deadlines, RunContext
+from pytest_kvconform.rigs.engine.control import LIMIT, Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
@@ -30,13 +35,13 @@ class ByteBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, ByteEngineHandle, call_deadline(context))
+        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS)
+        self.control = Control(context, ByteEngineHandle, SLOW_CALLS)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        # Cells in which no further transfer runs: the id of the case that has the reason, and whether the
-        # connector declined cleanly.
+        # Cells in which no further transfer runs: the reason, and whether the connector declined cleanly.
         self._over: dict[Cell, tuple[str, bool]] = {}
 
     def observe(self, cell: Cell, transfer: Transfer, longest: int, longer: int = 0) -> TransferObservation:
@@ -50,32 +55,60 @@ class ByteBench:
         """
         key = (cell, transfer.name, longer)
         if key not in self._observations:
+            self.context.require_known_handover("byte", store=True)
             if cell in self._over:
-                on, declined = self._over[cell]
-                raise Blocked(f"depends on {on}", refused=declined)
+                reason, declined = self._over[cell]
+                raise Blocked(reason, refused=declined)
             try:
                 p, d = self._engines(cell, longest, LONG if longer else "")
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
-            store = self.context.subject.profile == "store"
-            found = observe_transfer(transfer, p, d, self.context.deadlines, self.context.next_name, store)
-            self._observations[key] = found
+            found = self._observe(transfer, p, d, self.context.deadlines)
             if found.failed or found.stuck or found.refused:
-                self._over[cell] = f"kv::bytes/handover::completes[{cell}-{transfer}]", found.declined
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
+                if not found.refused:
+                    found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
+                if not found.excuse:
+                    self.context.note("request", bool(found.stuck))
+                    self.context.note("call", found.failed is not None and found.failed.how == "hung")
+                on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
+                if not found.excuse or self.control.excused[cell] >= LIMIT:
+                    self._over[cell] = found.excuse or on, found.declined
+            elif is_half_full(p):
+                self.pairs.end(cell, LONG if longer else "")
+            self._observations[key] = found
         return self._observations[key]
 
+    def _observe(
+        self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
+    ) -> TransferObservation:
+        store = self.context.subject.profile == "store"
+        return observe_transfer(transfer, p, d, deadlines, self.context.next_name, store)
+
+    def _excuse(
+        self, cell: Cell, transfer: Transfer, longest: int, longer: int, found: TransferObservation
+    ) -> str:
+        """Return why a transfer in which an engine failed fails without the connector, too; "": it passes."""
+        return self.control.excuse(
+            cell,
+            found,
+            lambda role, tp, folder: byte_engine_spec(self.context, cell, role, longest, folder),
+            lambda p, d: self._observe(transfer, p, d, self.control.deadlines),
+            found.decoder,
+            LONG if longer else "",
+        )
+
     def facts_of_engines(self, cell: Cell, longest: int) -> tuple[EngineFacts, EngineFacts]:
-        """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
-        if self.pairs.started(cell) is None:
+        """What vLLM made of P and of D.
+
+        Raises EngineFailed if the connector kept one from starting, Blocked if something else did.
+        """
+        if not isinstance(self.pairs.started(cell), tuple):
             self._engines(cell, longest)
-        self._raise_excuse(cell)
         found = self.pairs.started(cell)
-        if isinstance(found, EngineFailed):
-            raise found
-        assert found is not None
+        assert isinstance(found, tuple)
         return found
 
     def _engines(self, cell: Cell, longest: int, word: str = "") -> tuple[ByteEngineHandle, ByteEngineHandle]:
@@ -83,16 +116,18 @@ class ByteBench:
 
         Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
         """
+
+        def spec(role: str, tensor_parallel: int, folder: str) -> ByteEngineSpec:
+            return byte_engine_spec(self.context, cell, role, longest, folder)
+
         self._raise_excuse(cell)
         try:
-            return self.pairs.pair(
-                cell,
-                lambda role, tp, folder: byte_engine_spec(self.context, cell, role, longest, folder),
-                word,
-            )
+            return self.pairs.pair(cell, spec, word)
         except EngineFailed as failed:
             self._note_excuse(cell, failed)
             self._raise_excuse(cell)
+            if excuse := self.control.excuse_start(cell, failed, spec, word):
+                raise Blocked(excuse) from None
             raise
 
     def _raise_excuse(self, cell: Cell) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
-from pytest_kvconform.kvspace.pools.addresses import ATTENTION, Array
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import compare_pool
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.kvspace.pools.words import decode
@@ -213,9 +213,10 @@ class PoolChecker:
     def _expect_tokens(self, region: Region, span: _Span, ranks: Array) -> None:
         """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
         if self.store:
-            found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])["engine"]
-            # a store may return to D what D itself has saved
-            parts = [(engine, (found == 1) == bool(engine)) for engine in (0, 1)]
+            found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])
+            # a store may return to D what D itself has saved; D's poison is not that
+            of_d = (found["kind"] == ATTENTION) & (found["engine"] == 1)
+            parts = [(0, ~of_d), (1, of_d)]
         else:
             parts = [(0, np.ones(len(span.tokens), dtype=bool))]
         starts = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
@@ -246,7 +247,8 @@ class PoolChecker:
             return 0
         word = np.zeros((1, 8), dtype=np.uint8)
         word[0, : min(8, region.width)] = region.of(self.memory.storage)[slot, 0, :8]
-        return int(decode(word.view(np.uint64)[0], min(8, region.width))["engine"][0] == 1)
+        found = decode(word.view(np.uint64)[0], min(8, region.width))[0]
+        return int(found["kind"] == STATE and found["engine"] == 1)
 
     def _first_words(self, region: Region, blocks: Array, tokens: Array) -> Array:
         """The first word of every head's first plane: uint64 [token, head]."""

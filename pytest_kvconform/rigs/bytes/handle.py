@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 
 class ByteEngineHandle(EngineHandle):
@@ -31,13 +32,25 @@ class ByteEngineHandle(EngineHandle):
         """Where the rows of rank 0 lie, for the diagnosis of what D received."""
         return self.call("source")
 
+    def statistics(self) -> StatisticsTrace:
+        """What became of the statistics that the connector has reported since the last call."""
+        return self.call("statistics")
+
     def preempt(self, request_id: str) -> None:
         """Preempt a running request in the next step."""
         self.call("preempt", request_id)
 
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they are freed, from now on or no longer."""
+        """Let other requests overwrite blocks that are freed, from now on or no longer."""
         self.call("reuse", on)
+
+    def overwritten(self) -> bool:
+        """Whether every block that was freed has been overwritten."""
+        return self.call("overwritten")
+
+    def replay(self, on: bool) -> None:
+        """Replay steps of one token a request as full CUDA graphs, from now on or no longer."""
+        self.call("replay", on)
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""

@@ -16,8 +16,12 @@ from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, EngineFacts, Output, Trace, Usage
-from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Transfer
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.engine.release import Release, until_released
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params, prefill_params
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scenario import Prompt, Transfer, with_other_tokens
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
 
@@ -48,7 +52,12 @@ class TransferObservation:
     # the whole pool of every rank of P and of D, after the end
     audits: tuple[tuple[Check, ...], tuple[Check, ...]] = ((), ())
     usage: tuple[Usage, Usage] | None = None
+    released: Release | None = None  # the wait for that
+    request_s: float = 0.0  # for which requests were waited at most
+    # what became of the statistics of P and of D
+    statistics: tuple[StatisticsTrace, StatisticsTrace] = (StatisticsTrace(), StatisticsTrace())
     failed: EngineFailed | None = None
+    excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
     stuck: tuple[str, ...] = ()
     logged: tuple[str, ...] = ()
     source: Source | None = None  # where P's rows lay, for the diagnosis
@@ -89,7 +98,7 @@ def observe_transfer(
     transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
     started = time.monotonic()
     logs = [(engine, engine.process.position()) for engine in (p, d)]
-    observed = TransferObservation(transfer, p.facts, d.facts)
+    observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
         observed = _run(observed, p, d, limits, ids(), store)
     except EngineFailed as failed:
@@ -109,43 +118,50 @@ def _run(
     store: bool,
 ) -> TransferObservation:
     transfer = observed.transfer
-    deadline = time.monotonic() + limits.request
+    deadline = Deadline(limits.request, (p.process.pid, d.process.pid))
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
-    make = _Requests(transfer, owners, salt, None if store else PREFILL)
+    make = _Requests(transfer, owners, salt, p, d)
     sources = [make(i, "p") for i in range(len(transfer.prompts))]
+    targets: list[ByteRequest] = []
     ends: dict[str, Output] = {}
+    at_once = p.spec.handover == RENDEZVOUS and not transfer.preempt
+    if at_once:  # as a router sends them: D has its request before P has computed a token
+        _warm(transfer, make, p, d, deadline)
+        targets = [make(i, "d") for i in range(len(sources))]
     p.budget(transfer.budget)
     p.reuse(transfer.reuse)
+    for engine in (p, d):
+        engine.replay(transfer.graphs)
     for request in sources:
         p.add(request)
+    for request in targets:
+        d.add(request)
     if transfer.preempt == "P":
-        p.step()
+        p.step_beside(d)
         p.preempt(sources[0].id)
     stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
     if stuck:
         return replace(observed, stuck=stuck)
     source = p.source()
     if store:
-        _release(p, d, limits.release)  # saving in the background holds blocks
-    for i, prompt in enumerate(transfer.prompts):  # only now, so that P finds nothing that D has saved
-        if prompt.warm:
-            warm = make(i, "w", tokens=prompt.warm)
-            d.add(warm)
-            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
-                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
-    if any(prompt.warm for prompt in transfer.prompts):
-        d.poison(keep_cache=True)
-    targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
-    for request in targets:
-        d.add(request)
+        until_released(p, d, limits.release)  # saving in the background holds blocks
+    while transfer.reuse and not at_once and not p.overwritten() and not deadline.over():
+        p.step()
+    if not at_once:
+        _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
+        targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
+        for request in targets:
+            d.add(request)
     if transfer.preempt == "D":
-        while not d.step().outputs and time.monotonic() < deadline:
+        while not d.step_beside(p).outputs and not deadline.over():
             p.step()
         d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)
+    if transfer.reuse:  # what overwrote P's blocks lies there, too
+        source = replace(source, tables={**p.source().tables, **source.tables})
     received = tuple(
         Received(
             name=f"request {i}",
@@ -160,8 +176,25 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    usage = _release(p, d, limits.release if not any(r.finish == "error" for r in received) else 0.0)
-    return replace(observed, usage=usage, audits=_both(p, d, "audit"))
+    seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
+    released = until_released(p, d, seconds)
+    observed = replace(observed, usage=released.usage, released=released)
+    statistics = p.statistics(), d.statistics()
+    return replace(observed, statistics=statistics, audits=_both(p, d, "audit"))
+
+
+def _warm(
+    transfer: Transfer, make: _Requests, p: ByteEngineHandle, d: ByteEngineHandle, deadline: Deadline
+) -> None:
+    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them."""
+    for i, prompt in enumerate(transfer.prompts):
+        if prompt.warm:
+            warm = make(i, "w", tokens=prompt.warm)
+            d.add(warm)
+            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
+                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
+    if any(prompt.warm for prompt in transfer.prompts):
+        d.poison(keep_cache=True)
 
 
 def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
@@ -169,32 +202,32 @@ def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
 
     A store keeps what earlier runs have saved.
     """
-    shift = random.SystemRandom().choices(
-        range(len(VOCABULARY)), k=max(len(prompt.tokens) for prompt in prompts)
-    )
-    first, size = VOCABULARY.start, len(VOCABULARY)
-    return tuple(
-        replace(
-            prompt,
-            tokens=tuple(
-                first + (token - first + by) % size for token, by in zip(prompt.tokens, shift, strict=False)
-            ),
-        )
-        for prompt in prompts
-    )
+    secret = random.SystemRandom().getrandbits(64)
+    return tuple(replace(prompt, tokens=with_other_tokens(prompt.tokens, secret)) for prompt in prompts)
 
 
 class _Requests:
     """Makes the requests of a transfer: on P and on D, with the owners of their tokens."""
 
     def __init__(
-        self, transfer: Transfer, owners: list[np.ndarray], salt: str, prefill: dict[str, Any] | None
+        self,
+        transfer: Transfer,
+        owners: list[np.ndarray],
+        salt: str,
+        p: ByteEngineHandle,
+        d: ByteEngineHandle,
     ):
-        self.transfer, self.owners, self.salt, self.prefill = transfer, owners, salt, prefill
+        self.transfer, self.owners, self.salt, self.p, self.d = transfer, owners, salt, p.spec, d.spec
 
     def __call__(self, index: int, side: str, handed: Output | None = None, tokens: int = 0) -> ByteRequest:
         prompt = self.transfer.prompts[index].tokens
-        length = tokens or len(prompt)
+        length, transfer_id = tokens or len(prompt), f"{self.salt}-{index}"
+        params = None
+        if side == "p":
+            params = prefill_params(self.p.handover, transfer_id, self.d)
+        elif side == "d":
+            returned = handed.kv_transfer_params if handed else None
+            params = decode_params(self.p.handover, transfer_id, self.p, returned)
         return ByteRequest(
             id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],
@@ -202,9 +235,7 @@ class _Requests:
             max_tokens={"p": self.transfer.generates, "d": 2 if self.transfer.preempt == "D" else 1}.get(
                 side, 1
             ),
-            kv_transfer_params={"p": self.prefill, "d": handed.kv_transfer_params if handed else None}.get(
-                side
-            ),
+            kv_transfer_params=params,
             salt=self.salt,
             watch=side == "d",
             owners=self.owners[index][:length],
@@ -243,21 +274,20 @@ def _until_finished(
     peer: ByteEngineHandle,
     names: list[str],
     ends: dict[str, Output],
-    deadline: float,
+    deadline: Deadline,
 ) -> tuple[str, ...]:
     """Step both engines until requests of the first have ended.
 
     Returns the status of requests that have not ended by the deadline.
     """
-    waiting = set(names)
+    waiting = set(names) - ends.keys()
     while waiting:
-        for output in engine.step().outputs:
-            if output.id in waiting and (output.finish or output.kv_transfer_params):
-                ends[output.id] = output
-                waiting.discard(output.id)
-        if waiting:
-            peer.step()
-        if waiting and time.monotonic() > deadline:
+        for steps, beside in ((engine, peer), (peer, engine)):
+            for output in steps.step_beside(beside).outputs if waiting else ():
+                if output.finish or output.kv_transfer_params:
+                    ends[output.id] = output
+                    waiting.discard(output.id)
+        if waiting and deadline.over():
             stuck = tuple(
                 f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
                 for name in sorted(waiting)
@@ -266,21 +296,3 @@ def _until_finished(
                 engine.abort(name)
             return stuck
     return ()
-
-
-def _release(p: ByteEngineHandle, d: ByteEngineHandle, seconds: float) -> tuple[Usage, Usage]:
-    """Step both engines until neither holds a block or a request, or until time is up.
-
-    Returns what they hold then.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        d.step()
-        p.step()
-        usage = p.usage(), d.usage()
-        if (
-            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or time.monotonic() > deadline
-        ):
-            return usage
-        time.sleep(0.001)

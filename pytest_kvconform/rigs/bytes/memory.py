@@ -8,6 +8,8 @@ layers that its group does not have included.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -127,22 +129,23 @@ class Memory:
             whole, 0, (whole.nbytes(),), (1,)
         )
         self.storage: Array = np.empty(0, dtype=np.uint8) if self.device.is_cuda else self.device.numpy()
+        self.frozen = False  # whether `storage` is a copy of what it held at some moment
         self.pages = _pages(caches, num_blocks)
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
-        poison(self.shadow, engine, rank)
+        poison(self.shadow, engine)
         if self.device.is_cuda:
             self.storage = self.shadow.copy()
             self.device.copy_(torch.from_numpy(self.storage))
         else:
-            poison(self.storage, engine, rank)
+            poison(self.storage, engine)
 
     # On a GPU `storage` is a copy in host memory: these two bring blocks there and back.
     # On CPU it is the memory itself.
 
     def fetch(self, blocks: Array | None = None) -> None:
         """Bring what these blocks (default: all) hold now into `storage`."""
-        if self.device.is_cuda:
+        if self.device.is_cuda and not self.frozen:
             if blocks is None:
                 self.storage[:] = self.device.cpu().numpy()
             for start, end in self._spans(blocks):
@@ -158,6 +161,15 @@ class Memory:
 
             for start, end in self._spans(blocks):
                 self.device[start:end].copy_(torch.from_numpy(self.storage[start:end]))
+
+    @contextlib.contextmanager
+    def held_before(self, storage: Array) -> Iterator[None]:
+        """Take these bytes for the storage: what it held at an earlier moment."""
+        now, self.storage, self.frozen = self.storage, storage, True
+        try:
+            yield
+        finally:
+            self.storage, self.frozen = now, False
 
     def _spans(self, blocks: Array | None) -> list[tuple[int, int]]:
         if blocks is None:
@@ -200,9 +212,7 @@ class Memory:
         for start, end in self._spans(blocks):
             for at in range(start, end, 8 * _WORDS):
                 some = slice(at, min(at + 8 * _WORDS, end))
-                self.storage[some] = self.shadow[some] = poison_bytes(
-                    some.start, some.stop, self.engine, self.rank
-                )
+                self.storage[some] = self.shadow[some] = poison_bytes(some.start, some.stop, self.engine)
         self.flush(blocks)
 
     def zero(self, blocks: Array) -> None:

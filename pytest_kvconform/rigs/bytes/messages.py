@@ -30,10 +30,12 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str = "auto"  # vLLM's kv_cache_dtype
     conv_layout: str = "DS"  # of convolution states: "DS" = (channel, token), "SD" = (token, channel)
     prefix_caching: bool = True
+    in_flight: bool = False  # vLLM's asynchronous scheduling
     # order within a block: as the installed attention backend has it, or PACKED: [K | V] of each token
     content: str = BACKEND
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
+    handover: str = "handoff"  # how D learns which KV to load: "handoff", "rendezvous" or "none"
     store: bool = False  # loads may bring what either engine has computed and saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
@@ -119,3 +121,4 @@ class StepWork:
     after_load: bool  # the loads happen within the step
     groups: np.ndarray  # int8 per block: the KV cache group whose content it has, -1: none
     loading: np.ndarray  # blocks that loads may write right now, those of `load_checks` included
+    replayed: bool = False  # whether vLLM would replay this step as a full CUDA graph

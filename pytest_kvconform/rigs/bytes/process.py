@@ -15,11 +15,13 @@ import numpy as np
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
+from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Request
+from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -45,8 +47,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
         # (layer, number of the request) -> block ids
         self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
         self.preempting = ""
-        self.reusing = False
+        self.overwriter = Overwriter(self)
+        self.replaying = False
         super().__init__(spec)
+        self.statistics_path = StatisticsPath(self.config, self.scheduler)
         # group whose content a block has
         self.owner_of_block = np.full(self.kv_config.num_blocks, -1, dtype=np.int8)
         self._watch_blocks()
@@ -73,6 +77,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             prefix_caching=spec.prefix_caching,
             more=spec.engine_arguments,
         )
+        config.scheduler_config.async_scheduling = spec.in_flight  # vLLM turns it off on CPUs
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config
 
@@ -103,16 +108,36 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
         self.preempting = request_id
 
+    def step(self, seconds: float) -> Step:
+        """Run steps, see `EngineProcess.step`. They overwrite blocks that were freed before."""
+        self.overwriter.admit()
+        return super().step(seconds)
+
     def reuse(self, on: bool) -> None:
-        """Overwrite blocks the moment they are freed, and take them out of the prefix cache.
+        """Let other requests overwrite blocks in the next step after they were freed.
 
         This is the worst that may happen to freed blocks.
         """
-        self.reusing = on
+        self.overwriter.turn(on)
+
+    def overwritten(self) -> bool:
+        """Whether every block that was freed has been overwritten."""
+        return self.overwriter.idle
+
+    def replay(self, on: bool) -> None:
+        """Replay steps in which every request computes one token as full CUDA graphs.
+
+        This is vLLM's default on GPUs, cudagraph_mode FULL_AND_PIECEWISE (v1/worker/gpu/cudagraph_utils.py).
+        """
+        self.replaying = on
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
+
+    def statistics(self) -> StatisticsTrace:
+        """What became of the statistics that the connector has reported since the last call."""
+        return self.statistics_path.trace()
 
     # ---- watching ------------------------------------------------------------------------------------------
 
@@ -178,6 +203,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             )
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
+            self.overwriter.note_scheduled(request_id, blocks_of(tables))
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
@@ -198,7 +224,12 @@ class ByteEngineProcess(engine_process.EngineProcess):
                     )
                 )
         return StepWork(
-            tuple(parts), tuple(load_checks), scheduler_output.has_sync_kv_loads, self.owner_of_block, loading
+            tuple(parts),
+            tuple(load_checks),
+            scheduler_output.has_sync_kv_loads,
+            self.owner_of_block,
+            loading,
+            self.replaying and all(part.end == part.first + 1 for part in parts),
         )
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:
@@ -223,11 +254,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                self.preempting
-                and (victim := self.scheduler.requests.get(self.preempting)) in self.scheduler.running
-            ):
+            victim = self.scheduler.requests.get(self.preempting)
+            if victim is not None and victim.num_preemptions:
                 self.preempting = ""
+            elif victim in self.scheduler.running:  # with a step in flight vLLM cannot preempt it yet
                 self.scheduler.running.remove(victim)
                 self.scheduler.running.append(victim)  # the last one is the one to go
                 return None
@@ -243,9 +273,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self.loading = {
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
-        if self.reusing and ids:
-            self.manager.block_pool.evict_blocks(ids)
-            self._poison_blocks(sorted(ids))
+        self.overwriter.note_freed(ids)
 
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:

@@ -48,7 +48,9 @@ def byte_engine_spec(
         content=side.content,
         kernel_block=side.kernel,
         prefix_caching=side.prefix_caching,
+        in_flight=side.in_flight,
         device=context.facts.device,
+        handover=context.subject.handover,
         store=context.subject.profile == "store",
     )
 

@@ -7,6 +7,7 @@ called by vLLM's own code (v1/worker/gpu/kv_connector.py), in the order of v1/wo
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
     ensure_kv_transfer_shutdown,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
@@ -30,14 +31,16 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.kvspace.pools.regions import Region, token_parts
+from pytest_kvconform.kvspace.pools.regions import Region
 from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
-from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, metadata, smallest_kernel_block
+from pytest_kvconform.rigs.bytes.forward import Forward
+from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
+WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
 spec_of_process: ByteEngineSpec | None = None  # set by the engine before ranks are forked
 
@@ -77,7 +80,12 @@ class ByteWorker(WorkerBase):
         return PLENTY
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the connector, then the KV cache, then register it, as vLLM's workers do."""
+        """Make the connector, then the KV cache, then register it, as vLLM's workers do.
+
+        What vLLM sets in the configuration before, it sets here, too: v1/worker/gpu_worker.py,
+        initialize_from_config.
+        """
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_layout is not None:
             record_kv_cache_layout(self.cache_config, kv_cache_config.kv_cache_layout)
         self.cache_config.hash_block_size = kv_cache_config.hash_block_size
@@ -120,6 +128,8 @@ class ByteWorker(WorkerBase):
         )
         self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
+        self._sampled: list[ModelRunnerOutput] = []  # steps in flight
+        self.forward = Forward(self.vllm_config, self.connector, self.layers, self.caches, self.checker)
 
     def kernel_blocks(self, config: Any) -> list[int]:
         """Tokens of a kernel block per group, as in `prepare_kernel_block_sizes` (v1/worker/utils.py)."""
@@ -144,11 +154,21 @@ class ByteWorker(WorkerBase):
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        """What the connector sees of vLLM's warm-up and of the capture of CUDA graphs.
+
+        The connector is not there while dummy steps run (v1/worker/gpu/warmup.py; model_runner.py:
+        _dummy_run, capture_model). Capture changes the state of a worker, which it resets in the end.
+        """
+        self.connector.set_disabled(True)
+        self.connector.no_forward(SchedulerOutput.make_empty())
+        time.sleep(WARM_UP_S)
+        self.connector.set_disabled(False)
+        self.connector.reset_capture_state()
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def shutdown(self) -> None:
         ensure_kv_transfer_shutdown()
-        del self.connector  # the connector is collected now, as in vLLM's workers
+        del self.connector, self.forward  # the connector is collected now, as in vLLM's workers
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -163,25 +183,8 @@ class ByteWorker(WorkerBase):
             output = self.connector.no_forward(scheduler_output)
             self._note_failures(output.kv_connector_output)
             return output
-        checker, before, states = self.checker, len(self.checker.checks), self.groups.states
-        with set_forward_context(self._metadata(work), self.vllm_config):
-            self.connector.pre_forward(scheduler_output)
-            group = get_kv_transfer_group()
-            if work.after_load:
-                for name in (name for name in self.layers if name not in states):
-                    group.wait_for_layer_load(name)
-            if work.load_checks:
-                checker.check_loads(work)
-            slots = [self._slots(work, index) for index in range(len(self.groups.layers))]
-            for name in self.layers:
-                if name in states:
-                    self._write_states(work, name)
-                    continue
-                if not work.after_load:
-                    group.wait_for_layer_load(name)
-                self._write_tokens(name, *slots[self.groups.of[name]])
-                group.save_kv_layer(name, self.caches[name], self._context[name])
-            self.connector.finish_forward()
+        checker, before = self.checker, len(self.checker.checks)
+        self.forward.run(scheduler_output, work)
         output = self.connector.post_forward(scheduler_output.finished_req_ids)
         self._note_failures(output)
         # loads within the step report failures only now
@@ -191,77 +194,25 @@ class ByteWorker(WorkerBase):
             checker.failed -= failed
         tokens = {part.request: part.token for part in work.parts}
         ids = list(scheduler_output.num_scheduled_tokens)
-        return ModelRunnerOutput(
+        sampled = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
             sampled_token_ids=[[] if tokens[name] is None else [tokens[name]] for name in ids],
             prompt_logprobs_dict={},
             kv_connector_output=output,
         )
+        if not self.spec.in_flight:
+            return sampled
+        self._sampled.append(sampled)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """What vLLM's EngineCore.step_with_batch_queue calls after a step that computes tokens."""
+        return self._sampled.pop(0)
 
     def _note_failures(self, output: Any) -> None:
         if output is not None:
             self.checker.failed |= set(output.invalid_block_ids or ())
-
-    def _slots(self, work: StepWork, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(block, position, share) of each scheduled token, unless its block is the null block.
-
-        See `token_parts`.
-        """
-        if self.groups.is_state(group):
-            nothing = np.zeros(0, dtype=np.int64)
-            return nothing, nothing, nothing
-        size = self.groups.block_sizes[group]
-        tokens = [np.arange(part.first, part.end) for part in work.parts]
-        blocks = np.concatenate(
-            [part.tables[group][some // size] for part, some in zip(work.parts, tokens, strict=True)]
-        )
-        positions, owners = np.concatenate(tokens), np.concatenate([part.owners for part in work.parts])
-        real = blocks != 0
-        return blocks[real], positions[real], token_parts(positions[real], owners[real])
-
-    def _metadata(self, work: StepWork) -> dict[str, Any]:
-        """Layer name -> attention metadata of this step."""
-        made: dict[Any, Any] = {}
-        for name, group in self.groups.of.items():
-            key = group, type(self.layers[name].spec)
-            if key not in made:
-                size = self.groups.block_sizes[group]
-                slots = [np.zeros(0, dtype=np.int64)]
-                for part in work.parts if not self.groups.is_state(group) else ():
-                    tokens = np.arange(part.first, part.end)
-                    slots.append(part.tables[group][tokens // size] * size + tokens % size)
-                made[key] = metadata(self.layers[name].spec, np.concatenate(slots))
-        self._context = {
-            name: made[group, type(self.layers[name].spec)] for name, group in self.groups.of.items()
-        }
-        return self._context
-
-    # ---- in place of the model -----------------------------------------------------------------------------
-
-    def _write_tokens(self, name: str, blocks: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> None:
-        memory, (region,) = self.memory, self.memory.regions[name]
-        memory.fetch(blocks)
-        memory.write_tokens(
-            (memory.storage, memory.shadow), region, blocks, tokens, shares, memory.engine, self.rank
-        )
-        memory.flush(blocks)
-
-    def _write_states(self, work: StepWork, name: str) -> None:
-        memory, group = self.memory, self.groups.of[name]
-        for part in work.parts:
-            if slot := self.groups.state_slot(part.tables[group], part.end, group):
-                self.memory.fetch(np.array([slot]))
-                for region in memory.regions[name]:
-                    memory.write_state(
-                        (memory.storage, memory.shadow),
-                        region,
-                        slot,
-                        int(part.owners[-1]),
-                        part.end,
-                        memory.engine,
-                    )
-                memory.flush(np.array([slot]))
 
     # ---- calls of the engine -------------------------------------------------------------------------------
 

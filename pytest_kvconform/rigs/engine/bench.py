@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from model_matrix import CheckpointError, ensure_checkpoint, load_families
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.context import RunContext, port_environment
+from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
+from pytest_kvconform.rigs.engine.control import LIMIT, Control, shows_connector
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.handover import observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
 
@@ -29,23 +33,25 @@ class EngineBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, ModelEngineHandle, context.deadlines.call)
+        self.pairs = EnginePairs(context, ModelEngineHandle)
+        self.control = Control(context, ModelEngineHandle)
         self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
             None  # engines that have handed something over
         )
         self._observations: dict[tuple[Cell, str, int], Observation] = {}
-        self._ends: dict[Cell, tuple[Leftovers, Leftovers] | EngineFailed] = {}
+        self._ends: dict[Cell, tuple[Leftovers, Leftovers] | Exception] = {}
         self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
 
     def facts_of_engines(self, cell: Cell) -> tuple[EngineFacts, EngineFacts]:
-        """What vLLM made of P and of D. Raises EngineFailed if one did not start."""
-        if self.pairs.started(cell) is None:
+        """What vLLM made of P and of D.
+
+        Raises EngineFailed if the connector kept one from starting, Blocked if something else did.
+        """
+        if not isinstance(self.pairs.started(cell), tuple):
             self._refuse_dead(cell)
             self.engines(cell)
         found = self.pairs.started(cell)
-        if isinstance(found, EngineFailed):
-            raise found
-        assert found is not None
+        assert isinstance(found, tuple)
         return found
 
     def observe(self, cell: Cell, scenario: Scenario, longer: int = 0) -> Observation:
@@ -58,56 +64,111 @@ class EngineBench:
         """
         key = (cell, scenario.name, longer)
         if key not in self._observations:
+            self.context.require_known_handover("engine")
             self._refuse_dead(cell)
             try:
                 pair = self.engines(cell, longer)
             except EngineFailed as failed:
                 on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
-            run = (*pair, load_families()[cell.family].dtype, self.context.deadlines, self.context.next_name)
-            try:
-                if self._introduced is not pair and (scenario.abort or not scenario.due):
-                    observe(lengthened(INTRODUCTION, longer), *run)
-                observation = observe(scenario, *run)
-            except EngineFailed as failed:
-                self._bury(cell, failed.sentence)
-                raise HarnessError(
-                    f"an engine failed in the oracle's run, without the connector: {failed.sentence}"
-                ) from None
-            self._observations[key], self._introduced = observation, pair
-            if observation.failed:
-                self._bury(cell, observation.failed.sentence)
-            elif observation.stuck:
-                self._bury(cell, observation.stuck[0])
+            first = (
+                [] if self._introduced is pair or (scenario.due and not scenario.abort) else [INTRODUCTION]
+            )
+            for one in [*(lengthened(one, longer) for one in first), scenario]:
+                observation = self._observe(cell, one, *pair, self.context.deadlines)
+                if observation.failed or observation.stuck:
+                    observation = self._without_connector(cell, one, longer, observation)
+                    break
+            self._observations[key], self._introduced = replace(observation, scenario=scenario), pair
+            if is_half_full(pair[0]):
+                self.pairs.end(cell, _word(longer))
         return self._observations[key]
+
+    def _observe(
+        self,
+        cell: Cell,
+        scenario: Scenario,
+        p: ModelEngineHandle,
+        d: ModelEngineHandle,
+        deadlines: Deadlines,
+    ) -> Observation:
+        dtype = load_families()[cell.family].dtype
+        return observe(scenario, p, d, dtype, deadlines, self.context.next_name)
+
+    def _without_connector(
+        self, cell: Cell, scenario: Scenario, longer: int, observed: Observation
+    ) -> Observation:
+        """Note whether a scenario in which an engine failed fails without the connector, too.
+
+        The engines are ended. No other scenario of the cell is tried if the failure is the connector's, or
+        after the third failure that is not.
+        """
+        self._end(cell)
+        excuse = self.control.excuse(
+            cell,
+            observed,
+            lambda role, tp, folder: self._spec(cell, role, tp, longer),
+            lambda p, d: self._observe(cell, scenario, p, d, self.control.deadlines),
+            observed.decoder,
+            _word(longer),
+        )
+        if not excuse:
+            self.context.note("request", bool(observed.stuck))
+            self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
+        if not excuse or self.control.excused[cell] >= LIMIT:
+            failed = observed.failed.sentence if observed.failed else observed.stuck[0]
+            self._dead[cell] = excuse or failed
+        return replace(observed, excuse=excuse)
 
     def leftovers(self, cell: Cell) -> tuple[Leftovers, Leftovers]:
         """Shut P and D of a cell down and return what their processes still have.
 
-        Raises EngineFailed if one could not.
+        Raises EngineFailed if one could not, Blocked if it could not without the connector either.
         """
         if cell not in self._ends:
             self._refuse_dead(cell)
             p, d = self.engines(cell)
             try:
-                p.send("shutdown")  # both at once: each waits for threads of its own
-                d.send("shutdown")
-                self._ends[cell] = p.answer("shutdown"), d.answer("shutdown")
-            except EngineFailed as failed:
-                self._ends[cell] = failed
+                self._ends[cell] = ends = _shut_down(p, d, self.context.deadlines.shutdown)
+                frames = tuple(frame for left in ends if left.error for frame in left.frames)
+                failed = any(left.error for left in ends)
+            except EngineFailed as error:
+                self._ends[cell], frames, failed = error, error.frames, True
             self.pairs.end(cell)
+            if failed and not shows_connector(frames, self.context.facts):
+                self._ends[cell] = self._shutdown_without_connector(cell, d.facts) or self._ends[cell]
         found = self._ends[cell]
-        if isinstance(found, EngineFailed):
+        self.context.note("shutdown", isinstance(found, EngineFailed) and found.how == "hung")
+        if isinstance(found, Exception):
             raise found
         return found
 
-    def engines(self, cell: Cell, longer: int = 0) -> tuple[ModelEngineHandle, ModelEngineHandle]:
-        """P and D of a cell, running. Raises EngineFailed if one does not start."""
-        return self.pairs.pair(
+    def _shutdown_without_connector(self, cell: Cell, facts: EngineFacts) -> Blocked | None:
+        """Return Blocked if engines do not shut down without the connector either."""
+        seconds = self.control.deadlines.shutdown
+        excuse = self.control.excuse_call(
             cell,
-            lambda role, tp, folder: self._spec(cell, role, tp, longer),
-            LONG if longer else "",
+            lambda role, tp, folder: self._spec(cell, role, tp, 0),
+            lambda p, d: next((left.error for left in _shut_down(p, d, seconds) if left.error), ""),
+            facts,
         )
+        return Blocked(excuse) if excuse else None
+
+    def engines(self, cell: Cell, longer: int = 0) -> tuple[ModelEngineHandle, ModelEngineHandle]:
+        """P and D of a cell, running.
+
+        Raises EngineFailed if the connector keeps one from starting, Blocked if something else does.
+        """
+
+        def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
+            return self._spec(cell, role, tensor_parallel, longer)
+
+        try:
+            return self.pairs.pair(cell, spec, _word(longer))
+        except EngineFailed as failed:
+            if excuse := self.control.excuse_start(cell, failed, spec, _word(longer)):
+                raise Blocked(excuse) from None
+            raise
 
     def _refuse_dead(self, cell: Cell) -> None:
         if cell in self._dead:
@@ -117,8 +178,7 @@ class EngineBench:
                 f"engines of {len(self._dead)} cells failed before, last: {list(self._dead.values())[-1]}"
             )
 
-    def _bury(self, cell: Cell, sentence: str) -> None:
-        self._dead[cell] = sentence
+    def _end(self, cell: Cell) -> None:
         for word in ("", LONG):
             self.pairs.end(cell, word)
 
@@ -139,4 +199,16 @@ class EngineBench:
             max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
+            handover=self.context.subject.handover,
         )
+
+
+def _word(longer: int) -> str:
+    """The word of a pair of engines, see `EnginePairs`."""
+    return LONG if longer else ""
+
+
+def _shut_down(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[Leftovers, Leftovers]:
+    p.send("shutdown")  # both at once: each waits for threads of its own
+    d.send("shutdown")
+    return p.answer("shutdown", seconds), d.answer("shutdown", seconds)

@@ -6,34 +6,57 @@ Every call has a deadline. A process that dies or hangs raises EngineFailed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_kvconform.result import HarnessError
+import msgspec
+
+from pytest_kvconform.result import HarnessError, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
+    Output,
     Request,
     Snapshot,
     Step,
     Trace,
     Usage,
 )
-from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
+
+LEAVE_S = 10.0  # for engines to shut down
+KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
+# `step_beside`: how long a step lasts before the peer steps, too; the pause after the peer's first step,
+# which doubles with each step; the longest pause
+ALONE_S, BESIDE_S, SELDOM_S = 0.02, 0.005, 0.05
 
 
 class EngineFailed(Exception):
-    """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised."""
+    """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised.
+
+    `stack` is for people. `frames` are those of the exception, or of the threads that died or hung.
+    """
 
     def __init__(
-        self, role: str, how: str, sentence: str, log: tuple[str, ...] = (), stack: tuple[str, ...] = ()
+        self,
+        role: str,
+        how: str,
+        sentence: str,
+        log: tuple[str, ...] = (),
+        stack: tuple[str, ...] = (),
+        frames: tuple[Frame, ...] = (),
     ):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
+        self.frames = frames
 
     @property
     def refusal(self) -> str:
@@ -62,13 +85,15 @@ class EngineHandle:
     target = ""  # "module:function" that the zygote calls in the child
 
     def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
-        self.role, self.deadline_s = spec.role, deadline_s
+        self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
         try:
             self.process = ChildProcess(address, name, self.target, spec, start_s)
         except ForkRefused as refused:
             raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
-        self.dead = False
+        self.keeps = False  # of P: earlier engines of the cell have kept something, see release.py
+        self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
+        self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:
         """Wait until the engine has started."""
@@ -78,14 +103,15 @@ class EngineHandle:
     def send(self, name: str, *arguments: Any) -> None:
         """Call a method without waiting, so that two engines can work at once; `answer` waits."""
         self.process.mark()
+        self.asked = True
         try:
             self.process.connection.send((name, arguments))
         except OSError:
             self._died(name)
 
-    def answer(self, name: str) -> Any:
-        """Wait for the answer to a call."""
-        return self._answer(name, self.deadline_s)
+    def answer(self, name: str, deadline_s: float = 0.0) -> Any:
+        """Wait for the answer to a call; 0: for as long as for any call."""
+        return self._answer(name, deadline_s or self.deadline_s)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method and wait for its answer."""
@@ -97,6 +123,21 @@ class EngineHandle:
 
     def step(self, seconds: float = 0.0) -> Step:
         return self.call("step", seconds)
+
+    def step_beside(self, peer: EngineHandle, seconds: float = 0.0) -> Step:
+        """`step`, during which the peer takes steps of its own if it lasts: a connector may load within the
+        step, and need its peer for that. The result has the outputs of both.
+        """
+        self.send("step", seconds)
+        deadline = Deadline(self.deadline_s, (self.process.pid,))
+        wait, pause, outputs = ALONE_S, BESIDE_S, tuple[Output, ...]()
+        while not self.process.connection.poll(wait):
+            if deadline.over():
+                self._hung("step", self.deadline_s)
+            outputs += peer.step().outputs
+            wait, pause = pause, min(2 * pause, SELDOM_S)
+        step: Step = self.answer("step")
+        return msgspec.structs.replace(step, outputs=(*outputs, *step.outputs)) if outputs else step
 
     def abort(self, request_id: str) -> None:
         self.call("abort", request_id)
@@ -119,6 +160,20 @@ class EngineHandle:
         """Shut the engine down and return what its process still has. The process itself ends with `end`."""
         return self.call("shutdown")
 
+    def leave(self) -> bool:
+        """Let the engine shut down and end, without waiting: see `leave_all`. False: it cannot, or has.
+
+        An engine that has not answered a call may hang.
+        """
+        if self.dead or self.asked:
+            return False
+        self.dead = True
+        try:
+            self.process.connection.send(("leave", ()))
+        except OSError:
+            return False
+        return True
+
     def end(self) -> None:
         """Kill the process, whatever it does."""
         self.dead = True
@@ -131,10 +186,15 @@ class EngineHandle:
             self._hung(name, deadline_s)
         except (EOFError, OSError):
             self._died(name)
+        self.asked = False
         if kind == "ok":
             return rest[0]
+        if rest[0] == "WorkerDied" and KILLED in rest[1]:
+            raise ProcessKilled(f"a rank of the engine {self.process.name}", self.process.pid)
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
-        stack, (kind, message) = self.process.stack(IN_STACKS), rest
+        kind, message, frames = rest
+        frames = (*frames, *self.process.last_stacks())  # the latter of a rank that died
+        stack = self.process.stack(IN_STACKS)
         where = _where(stack, message) or ("" if name == "start" else f" in {name}")
         raise EngineFailed(
             self.role,
@@ -142,21 +202,26 @@ class EngineHandle:
             f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}",
             self.process.last_lines(),
             _lines(stack),
+            frames,
         )
 
     def _died(self, name: str) -> None:
         self.dead = True
-        status = self.process.end()
+        status = self.process.end(gone=True)
         if status is None:
             raise HarnessError(GONE)
-        how = (
-            f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-            if os.WIFSIGNALED(status)
-            else (f"left with exit code {os.WEXITSTATUS(status)}")
-        )
+        if status == LIVED:
+            how = "closed its connection to the suite"
+        elif os.WIFSIGNALED(status):
+            how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        else:
+            how = f"left with exit code {os.WEXITSTATUS(status)}"
+        if status == signal.SIGKILL:
+            raise ProcessKilled(f"the engine {self.process.name}", self.process.pid)
         stack = self.process.stack(IN_STACKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
-        raise EngineFailed(self.role, "died", sentence, self.process.last_lines(), _lines(stack))
+        lines, frames = self.process.last_lines(), self.process.last_stacks()
+        raise EngineFailed(self.role, "died", sentence, lines, _lines(stack), frames)
 
     def _hung(self, name: str, deadline_s: float) -> None:
         self.dead = True
@@ -174,7 +239,24 @@ class EngineHandle:
             f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
             self.process.last_lines(),
             _lines(stack),
+            self.process.last_stacks(),
         )
+
+
+def leave_all(engines: Sequence[EngineHandle], folder: str = "") -> None:
+    """End engines as an operator does: by vLLM's shutdown, with which a connector signs off.
+
+    Nobody waits for it: the next engines start meanwhile. Those that have failed are killed, as is what has
+    not ended after LEAVE_S. `folder`: removed in the end.
+    """
+    leaving = [engine for engine in engines if engine.leave()]
+    for engine in engines:
+        if engine not in leaving:
+            engine.end()
+    if leaving:
+        leave(leaving[0].process.address, [engine.process for engine in leaving], LEAVE_S, folder)
+    elif folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class ModelEngineHandle(EngineHandle):

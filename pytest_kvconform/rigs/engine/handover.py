@@ -18,14 +18,17 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output, Request, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Request, Snapshot, Trace
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
     RequestObservation,
     logprob_distance,
 )
-from pytest_kvconform.rigs.scenario import Prompt, Scenario
+from pytest_kvconform.rigs.engine.release import until_released
+from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
 
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
@@ -40,25 +43,38 @@ def observe(
     deadlines: Deadlines,
     ids: Callable[[], str],
 ) -> Observation:
-    """Run one scenario: subject, then oracle.
-
-    A failure of an engine in the subject's run is part of the observation.
-    """
-    started = time.monotonic()
-    base = Observation(scenario, p.facts, d.facts)
-    logs = [(engine, engine.process.position()) for engine in (p, d)]
+    """Run one scenario: subject, then oracle. What fails or does not end is part of the observation."""
+    empty = Observation(scenario, p.facts, d.facts, request_s=deadlines.request)
     try:
-        subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
-        base = replace(
-            base,
-            logged=tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since)),
-        )
-        if subject.stuck:
-            return replace(base, stuck=tuple(subject.stuck))
-        usage, released = _release(p, d, deadlines.release)
+        return _observe(empty, p, d, dtype, deadlines, ids)
     except EngineFailed as failed:
-        return replace(base, failed=failed)
-    base = replace(base, usage=usage, released_s=released, seconds={"subject": time.monotonic() - started})
+        return replace(empty, failed=failed)
+    except _OracleStuck as stuck:
+        return replace(empty, stuck=(f"{stuck} in the oracle's run",))
+
+
+class _OracleStuck(Exception):
+    """Requests of the oracle's run did not end in time. The message has their status."""
+
+
+def _observe(
+    base: Observation,
+    p: ModelEngineHandle,
+    d: ModelEngineHandle,
+    dtype: str,
+    deadlines: Deadlines,
+    ids: Callable[[], str],
+) -> Observation:
+    scenario, started = base.scenario, time.monotonic()
+    logs = [(engine, engine.process.position()) for engine in (p, d)]
+    subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+    logged = tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since))
+    base = replace(base, logged=logged)
+    if subject.stuck:
+        return replace(base, stuck=tuple(subject.stuck))
+    released = until_released(p, d, deadlines.release)
+    seconds = {"subject": time.monotonic() - started}
+    base = replace(base, usage=released.usage, released=released, seconds=seconds)
     if scenario.abort:
         return base
     wants = _oracle(scenario, p, d, deadlines, ids())
@@ -88,11 +104,8 @@ def _oracle(
     """What D generates after a perfect hand-over of each request."""
     run = _run(scenario, p, d, ORACLE, deadlines, salt)
     if run.stuck:
-        raise HarnessError(
-            f"the oracle's run of {scenario} did not end within {deadlines.request:.0f} s: "
-            + "; ".join(run.stuck)
-        )
-    _release(p, d, deadlines.release)
+        raise _OracleStuck("; ".join(run.stuck))
+    until_released(p, d, deadlines.release)
     return [_generated(run.outputs[name]) for name in run.names]
 
 
@@ -120,12 +133,11 @@ def _run(
     d.poison()
     prompts = scenario.expanded()
     run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
-    deadline = time.monotonic() + deadlines.request
+    deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
-            _until_finished(
-                d, [_add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)], run, deadline
-            )
+            warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)
+            _until_finished(d, p, [warm], run, deadline)
     if run.stuck:
         raise HarnessError(
             f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: "
@@ -139,7 +151,8 @@ def _run(
     handed = {name: _params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
-        params = handed[name if scenario.n == 1 else run.names[0]]
+        source = name if scenario.n == 1 else run.names[0]
+        params = decode_params(p.spec.handover, source, p.spec, handed[source])
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
@@ -148,14 +161,14 @@ def _run(
                 salt=salt,
                 watch=True,
                 kv_transfer_params=params if mode == SUBJECT else None,
-                seed=i if scenario.n > 1 else None,
+                allowed=tuple(VOCABULARY[i :: scenario.n]) if scenario.n > 1 else (),  # samples differ
                 oracle=run.source[name] if mode == ORACLE else None,
             )
         )
     if scenario.abort:
-        _abort_decode(scenario, d, run)
+        _abort_decode(scenario, p, d, run)
         return run
-    _until_finished(d, [f"{name}-{ON_D}" for name in run.names], run, deadline, peer=p)
+    _until_finished(d, p, [f"{name}-{ON_D}" for name in run.names], run, deadline)
     for name, prompt in zip(run.names, prompts, strict=True):
         run.decode[name] = d.trace(f"{name}-{ON_D}")
         if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
@@ -175,7 +188,7 @@ def _prefill(
     run: _Run,
     prompts: tuple[Prompt, ...],
     salt: str,
-    deadline: float,
+    deadline: Deadline,
 ) -> None:
     """Let P compute the prompts, all at once, and note its KV.
 
@@ -196,17 +209,17 @@ def _prefill(
                 max_tokens=1,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=PREFILL if mode == SUBJECT else None,
+                kv_transfer_params=prefill_params(p.spec.handover, name, d.spec) if mode == SUBJECT else None,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []
     if scenario.abort == "prefill":
-        p.step(0)
+        p.step_beside(d)
         for name in names:
             p.abort(f"{name}-{ON_P}")
         p.budget(0)
         return
-    _until_finished(p, [f"{name}-{ON_P}" for name in names], run, deadline, peer=d)
+    _until_finished(p, d, [f"{name}-{ON_P}" for name in names], run, deadline)
     p.budget(0)
     for name in names:
         run.prefill[name] = p.trace(f"{name}-{ON_P}")
@@ -229,10 +242,10 @@ def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: st
 
 def _until_finished(
     engine: ModelEngineHandle,
+    peer: ModelEngineHandle,
     names: list[str],
     run: _Run,
-    deadline: float,
-    peer: ModelEngineHandle | None = None,
+    deadline: Deadline,
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended.
 
@@ -242,14 +255,13 @@ def _until_finished(
     for name in names:
         run.outputs.setdefault(name, [])
     while waiting:
-        for output in engine.step(POLL_S).outputs:
-            if output.id in waiting:
-                run.outputs[output.id].append(output)
-                if output.finish is not None:
-                    waiting.discard(output.id)
-        if waiting and peer is not None:
-            peer.step(0)
-        if waiting and time.monotonic() > deadline:
+        for steps, beside, poll in ((engine, peer, POLL_S), (peer, engine, 0.0)):
+            for output in steps.step_beside(beside, poll).outputs if waiting else ():
+                if output.id in waiting:
+                    run.outputs[output.id].append(output)
+                    if output.finish is not None:
+                        waiting.discard(output.id)
+        if waiting and deadline.over():
             run.stuck = [
                 f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
                 for name in sorted(waiting)
@@ -259,31 +271,12 @@ def _until_finished(
             return
 
 
-def _abort_decode(scenario: Scenario, d: ModelEngineHandle, run: _Run) -> None:
+def _abort_decode(scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, run: _Run) -> None:
     """Abort D's requests before the first step, or once their load is under way."""
     if scenario.abort == "loading":
-        d.step(0)
+        d.step_beside(p)
     for name in run.names:
         d.abort(f"{name}-{ON_D}")
-
-
-def _release(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[tuple[Usage, Usage], float]:
-    """Step both engines until neither holds a block or a request, or until time is up.
-
-    Returns what they hold then, and the seconds it took.
-    """
-    started = time.monotonic()
-    while True:
-        d.step(0)
-        p.step(0)
-        usage = p.usage(), d.usage()
-        spent = time.monotonic() - started
-        if (
-            all(u.free_blocks == u.total_blocks and not u.requests and not u.unfinished for u in usage)
-            or spent > seconds
-        ):
-            return usage, spent
-        time.sleep(0.002)
 
 
 def _params(outputs: list[Output]) -> dict[str, Any] | None:

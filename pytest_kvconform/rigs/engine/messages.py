@@ -21,6 +21,9 @@ PREFILL = {
     "remote_port": None,
 }
 
+# vLLM's variable for the layout of convolution states: vLLM or the connector sets it
+CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to build one engine."""
@@ -35,6 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int  # tokens a step; smaller than a prompt: chunked prefill
     kv_transfer_config: dict[str, Any]  # the fields of vLLM's KVTransferConfig
     environment: dict[str, str]  # set before the engine is built: ports
+    handover: str = "handoff"  # how D learns which KV to load: "handoff" or "rendezvous"
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 
@@ -59,6 +63,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     hma: bool  # hybrid memory allocator on
     prefix_caching: bool
     pid: int
+    conv_layout: str = ""  # of convolution states
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     # the harness puts this KV in place, and the connector never hears of the request
     oracle: Snapshot | None = None
     watch: bool = False  # take a snapshot before the first forward that reads loaded KV
-    seed: int | None = None  # sample with this seed instead of greedily
+    allowed: tuple[int, ...] = ()  # tokens that may be generated; none: any
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,3 +146,4 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
     listening: tuple[str, ...]  # "127.0.0.1:5600"
     children: tuple[int, ...]  # processes
     error: str = ""  # exception that shutdown raised
+    frames: tuple[tuple[str, int, str], ...] = ()  # its stack: file, line, function

@@ -12,6 +12,7 @@ import numpy as np
 from pytest_kvconform.kvspace.rows.compare import RowComparison
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Trace, Usage
+from pytest_kvconform.rigs.engine.release import Release
 from pytest_kvconform.rigs.scenario import Scenario
 
 
@@ -50,11 +51,13 @@ class Observation:
     prefiller: EngineFacts
     decoder: EngineFacts
     requests: tuple[RequestObservation, ...] = ()
-    failed: EngineFailed | None = None  # an engine died, hung or raised in the subject's run
+    failed: EngineFailed | None = None  # an engine died, hung or raised
+    excuse: str = ""  # if one failed: how the same fails without the connector, see `control`
     stuck: tuple[str, ...] = ()  # requests that did not end in time, with their last status
     logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs in the subject's run
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
-    released_s: float = 0.0  # how long that took
+    released: Release | None = None  # the wait for that
+    request_s: float = 0.0  # for which requests were waited at most
     noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
     tolerance: float = 0.0
     tolerance_source: str = ""

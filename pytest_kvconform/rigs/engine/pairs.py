@@ -6,7 +6,6 @@ another cell start, or until the bench ends it. A pair that did not start is not
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,8 +13,9 @@ from typing import Any, Generic, TypeVar
 from model_matrix import parse_topology
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
+from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
 
 Handle = TypeVar("Handle", bound=EngineHandle)
 Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
@@ -24,19 +24,20 @@ Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
 class EnginePairs(Generic[Handle]):
     """Pairs of engines with handles of one class."""
 
-    def __init__(self, context: RunContext, handle: type[Handle], call_s: float, remark: str = ""):
-        """`call_s`: seconds that one call of an engine may take.
+    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, remark: str = ""):
+        """`calls`: how many times as long as usual one call of an engine may take.
 
         `remark`: what the progress line adds about these engines.
         """
-        self.context, self.handle, self.call_s, self.remark = context, handle, call_s, remark
+        self.context, self.handle, self.calls, self.remark = context, handle, calls, remark
         self._pairs: dict[Key, tuple[Handle, Handle]] = {}
         self._folders: dict[Key, Path] = {}  # where the store of a pair saves
         self._started: dict[Key, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
         context.running.register(self.end_all)
 
     def pair(self, cell: Cell, spec: Callable[[str, int, str], Any], word: str = "") -> tuple[Handle, Handle]:
-        """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before.
+        """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before, and
+        Blocked at once if engines have shown that this environment lacks something.
 
         `spec`: role, tensor parallel size and folder of a store -> specification of one engine.
         """
@@ -45,26 +46,41 @@ class EnginePairs(Generic[Handle]):
             return self._pairs[key]
         if isinstance(before := self._started.get(key), EngineFailed):
             raise before
+        self.context.require_nothing_missing()
         self.context.running.make_room(cell)
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         self.context.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}){self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
+        call_s = self.calls * self.context.deadlines.call
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
             for role in "PD":
                 made = spec(role, tp[role], str(folder))
-                pair.append(
-                    self.handle(self.context.address, f"{cell}-{role}-{name}", made, self.call_s, start_s)
-                )
+                pair.append(self.handle(self.context.address, f"{cell}-{role}-{name}", made, call_s, start_s))
             self._started[key] = pair[0].wait_ready(), pair[1].wait_ready()
         except EngineFailed as failed:
             for engine in pair:
                 engine.end()
+            self.context.note("start", failed.how == "hung")
             self._started[key] = failed
+            self.note_what_is_missing(failed)
             raise
+        pair[0].keeps = cell in self.context.keeping
         self._pairs[key] = pair[0], pair[1]
         return self._pairs[key]
+
+    def note_what_is_missing(self, failed: EngineFailed) -> None:
+        """Note it and raise Blocked, if engines did not start because this environment lacks something."""
+        subject, reason = self.context.subject, failed.sentence.partition("did not start: ")[2]
+        lacks = what_is_missing(
+            reason.partition(" ")[0].rstrip(":"), reason, subject.module or "", subject.packages
+        )
+        if failed.how == "hung" and waits_for_server(failed.stack):
+            lacks = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
+        if lacks:
+            self.context.missing.append(f"{subject.connector} cannot start here: {lacks}")
+            self.context.require_nothing_missing()
 
     def running(self, cell: Cell, word: str = "") -> bool:
         """Whether a pair is running."""
@@ -78,11 +94,13 @@ class EnginePairs(Generic[Handle]):
         return self._started.get((cell, word))
 
     def end(self, cell: Cell, word: str = "") -> None:
-        """End the engines of one pair."""
-        for engine in self._pairs.pop((cell, word), ()):
-            engine.end()
-        if (folder := self._folders.pop((cell, word), None)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Let the engines of one pair shut down, see `leave_all`."""
+        folder = self._folders.pop((cell, word), None)
+        pair = self._pairs.pop((cell, word), ())
+        if pair and pair[0].kept:
+            self.context.keeping.add(cell)
+            self.context.note("release", True)
+        leave_all(pair, str(folder or ""))
 
     def end_all(self) -> None:
         """End the engines of all pairs."""

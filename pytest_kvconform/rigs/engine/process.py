@@ -7,18 +7,18 @@ Subclasses watch the executor's `execute_model`: what a step computes, and what 
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
 import traceback
-from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
+    CONV_LAYOUT,
     EngineFacts,
     Group,
     Leftovers,
@@ -28,7 +28,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
-from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.processes.stacks import stack_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -38,26 +38,33 @@ IDLE_S = 0.001
 def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
     """Start an engine and answer calls (name, arguments) until the connection ends.
 
-    An answer is ("ok", value) or ("error", type, message); the first one answers the start.
+    An answer is ("ok", value) or ("error", type, message, frames); the first one answers the start.
     """
     try:
         engine = kind(spec)
         connection.send(("ok", engine.facts()))
     except Exception as error:
         traceback.print_exc()
-        connection.send(("error", type(error).__name__, str(error)))
+        connection.send(_error(error))
         return
     while True:
         try:
             name, arguments = connection.recv()
         except EOFError:
             return
+        if name == "leave":
+            engine.leave()
+            return
         try:
             answer: tuple[Any, ...] = ("ok", getattr(engine, name)(*arguments))
         except Exception as error:
             traceback.print_exc()
-            answer = ("error", type(error).__name__, str(error))
+            answer = _error(error)
         connection.send(answer)
+
+
+def _error(error: Exception) -> tuple[Any, ...]:
+    return "error", type(error).__name__, str(error), stack_of(error)
 
 
 class EngineProcess:
@@ -70,7 +77,7 @@ class EngineProcess:
 
         self.spec, self.config = spec, self._configure(spec)
         self.order = random.Random(spec.role)
-        self._note_environment()
+        self.before, self.is_shut_down = ends.note_environment(), False
         self.core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
         self.scheduler: Any = self.core.scheduler
         self.manager = self.scheduler.kv_cache_manager
@@ -117,6 +124,7 @@ class EngineProcess:
             hma=not self.config.scheduler_config.disable_hybrid_kv_cache_manager,
             prefix_caching=self.manager.enable_caching,
             pid=os.getpid(),
+            conv_layout=os.environ.get(CONV_LAYOUT, ""),
         )
 
     def add(self, request: Request) -> None:
@@ -126,8 +134,9 @@ class EngineProcess:
 
         sampling = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=0.0 if request.seed is None else 1.0,
-            seed=request.seed,
+            temperature=0.0,
+            # No seed: on CPU vLLM raises for a seed where a prefill takes several steps (docs/findings.md).
+            allowed_token_ids=list(request.allowed) or None,
             logprobs=-1,
             detokenize=False,
             ignore_eos=True,
@@ -220,44 +229,13 @@ class EngineProcess:
 
     def shutdown(self) -> Leftovers:
         """Shut down as vLLM's EngineCore.shutdown does. Returns what the process still has."""
-        error = ""
-        try:
-            self.core.structured_output_manager.clear_backend()
-            self.core.model_executor.shutdown()
-            self.scheduler.shutdown()
-        except Exception as raised:
-            traceback.print_exc()
-            error = f"{type(raised).__name__}: {raised}"
-        threads, ports = self.before or (Counter(), frozenset())
-        deadline = time.monotonic() + 2.0  # threads may take a moment to end
-        if thread_names() - threads or children_of(os.getpid()):
-            self.core.model_executor = self.scheduler.connector = None
-            gc.collect()  # as vLLM does: some threads end with the objects that they serve
-        while time.monotonic() < deadline and (thread_names() - threads or children_of(os.getpid())):
-            time.sleep(0.02)
-        return Leftovers(
-            threads=tuple(sorted((thread_names() - threads).elements())),
-            children=tuple(children_of(os.getpid())),
-            error=error,
-            listening=tuple(a for a in listening_sockets(os.getpid()) if a not in ports),
-        )
+        self.is_shut_down = True
+        return ends.shut_down(self, self.before)
 
-    def _note_environment(self) -> None:
-        """Remember threads and ports before the connector is built.
-
-        The connector need not end what vLLM itself keeps.
-        """
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        create, process = KVConnectorFactory.create_connector, os.getpid()
-        self.before: tuple[Counter[str], frozenset[str]] | None = None
-
-        def create_connector(*args: Any, **kwargs: Any) -> Any:
-            if self.before is None and os.getpid() == process:  # not in a rank that was forked
-                self.before = thread_names(), frozenset(listening_sockets(os.getpid()))
-            return create(*args, **kwargs)
-
-        KVConnectorFactory.create_connector = create_connector
+    def leave(self) -> None:
+        """Shut down, before the process ends."""
+        if not self.is_shut_down:
+            ends.end_core(self)
 
     def _groups(self) -> tuple[Group, ...]:
         """The KV cache groups that vLLM formed."""

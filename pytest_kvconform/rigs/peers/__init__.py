@@ -16,8 +16,9 @@ The way of a scenario:
    rig compares every byte that D loaded.
 5. The scenario returns a `ScenarioObservation`. Requests that went wrong are in it; nothing is judged here.
 
-The same engines run on a transport that fails on demand: faulty_nixl.py replaces NIXL's agent,
-faulty_engine.py is the engine with it, and fault_bench.py hands transfers over with faults (`bench.faults`).
+The same engines run on a transport that fails on demand: faulty_nixl.py replaces NIXL's agent, rank_faults.py
+sets its faults, or those of a connector that has `kvconform_fault`, in each rank, faulty_engine.py is the
+engine with them, and fault_bench.py hands transfers over with faults (`bench.faults`).
 
 May import: `rigs.bytes`, `rigs.engine`, `rigs.vllm_setup`, `rigs.processes`, and `context.py`, `scenario.py`.
 """

@@ -1,4 +1,4 @@
-"""The bench of cases on faults: byte engines whose NIXL agents delay, fail or repeat on demand."""
+"""The bench of cases on faults: byte engines whose transport delays, fails or repeats on demand."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.bench import call_deadline
+from pytest_kvconform.rigs.bytes.bench import SLOW_CALLS
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.engine.release import (
+    SOON_S,
+    Release,
+    is_half_full,
+    note_kept,
+    seconds_to_wait,
+)
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
-from pytest_kvconform.rigs.scenario import NEVER, TWICE, Prompt, Transfer, lengthened, tokens
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scenario import NEVER, TWICE, Faults, Prompt, Transfer, lengthened, tokens
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
 LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
 HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
+COUNTING = Faults()  # no fault; `kvconform_fault` delays each transfer by 0 steps, and so counts it
 DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
 
 
@@ -44,13 +52,30 @@ class FaultBench:
     def __init__(self, context: RunContext):
         self.context = context
         remark = " with a transport that can fail"
-        self.pairs = EnginePairs(context, FaultyEngineHandle, call_deadline(context), remark)
+        self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
+        # Requests that P has kept beyond their lease, of transfers whose engines have ended.
+        self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
+        self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
+        self._transfers: dict[tuple[Cell, str], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def agents(self, cell: Cell, policy: str) -> int:
-        """NIXL agents that the connector makes in the engines of a cell."""
-        return _agents(*self._engines(cell, policy))
+    def means(self, cell: Cell, policy: str) -> FaultReport:
+        """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
+        return sum((_report(engine) for engine in self._engines(cell, policy)), FaultReport())
+
+    def transfers_of_a_load(self, cell: Cell, transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many transfers each rank of P and each rank of D begins for this one without faults."""
+        key = cell, transfer.policy
+        if key not in self._transfers:
+            p, d = self._engines(*key)
+            for engine in (p, d):
+                engine.set_faults((COUNTING,))
+            plain = replace(transfer, faults=(), fails=False)
+            observe_transfer(plain, p, d, self.context.deadlines, self.context.next_name)
+            of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
+            self._transfers[key] = of_p, of_d
+        return self._transfers[key]
 
     def observe(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultObservation:
         """The observation of a transfer with faults; runs it on first use.
@@ -70,9 +95,14 @@ class FaultBench:
                 lengthened(AFTER, longer),
             )
             last = found.after or found.transfer
+            self.context.note("request", bool(last.stuck))
+            self.context.note("call", last.failed is not None and last.failed.how == "hung")
             if last.failed or last.stuck:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
+                self.pairs.end(cell, _word(transfer.policy, longer))
+            elif is_half_full(p) and not self.context.has_long_lease(self._asked_lease_s):
+                self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
                 self.pairs.end(cell, _word(transfer.policy, longer))
         return self._observations[key]
 
@@ -81,17 +111,30 @@ class FaultBench:
 
         Raises Blocked if that would take too long.
         """
-        found = self.observe(cell, transfer, longer).transfer
+        found, key = self.observe(cell, transfer, longer).transfer, (cell, transfer.name, longer)
         assert found.usage is not None
-        mine = {r.prefill.id for r in found.requests}
-        if not mine & set(found.usage[0].requests):
+        if key in self._beyond_lease:
+            return self._beyond_lease[key]
+        if not {r.prefill.id for r in found.requests} & set(found.usage[0].requests):
             return ()
         self.context.require_short_lease(self._asked_lease_s)
-        p, d = self._engines(cell, transfer.policy, longer)
-        deadline = time.monotonic() + self.lease_s + self.context.deadlines.release
-        while (held := mine & set(p.usage().requests)) and time.monotonic() < deadline:
+        return self._wait_for_lease(cell, *self._engines(cell, transfer.policy, longer), found)
+
+    def _wait_for_lease(
+        self, cell: Cell, p: FaultyEngineHandle, d: FaultyEngineHandle, found: TransferObservation
+    ) -> tuple[str, ...]:
+        """Requests of a transfer that P still holds when their lease is over.
+
+        Once P has kept a request for so long, the cause is established in this cell, and the wait is short.
+        """
+        mine = {r.prefill.id for r in found.requests}
+        seconds = SOON_S if cell in self._keeps else self.lease_s + self.context.deadlines.release
+        deadline = Deadline(seconds, (p.process.pid, d.process.pid))
+        while (held := mine & set(p.usage().requests)) and not deadline.over():
             p.step(0.05)
             d.step()
+        if held:
+            self._keeps.add(cell)
         return tuple(sorted(held))
 
     @property
@@ -101,13 +144,14 @@ class FaultBench:
 
     @property
     def _asked_lease_s(self) -> float:
-        """Seconds of the lease that the suite asks for: on a slow machine a read takes longer, too."""
-        return self.context.scaled_seconds(LEASE_S)
+        """Seconds of the lease that the suite asks for."""
+        return self.context.asked_lease_s(LEASE_S)
 
     def _engines(
         self, cell: Cell, policy: str, longer: int = 0
     ) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
+        self.context.require_known_handover("byte")
         word = _word(policy, longer)
         if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
@@ -135,14 +179,14 @@ class FaultBench:
     ) -> None:
         """Hand something over without faults, so that peers have met, and what follows comes from the faults.
 
-        Raises Blocked if that fails. A connector that makes no NIXL agent even now is not asked for more: no
-        fault can be set for it.
+        Raises Blocked if that fails. A connector without NIXL agents and without `kvconform_fault` is not
+        asked for more: no fault can be set for it.
         """
         found = observe_transfer(
             lengthened(AFTER, longer), p, d, self.context.deadlines, self.context.next_name
         )
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
-        if reason and (found.failed or _agents(p, d)):
+        if reason and (found.failed or _means(p, d)):
             self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
@@ -156,9 +200,9 @@ def _word(policy: str, longer: int) -> str:
     return f"{policy} long" if longer else policy
 
 
-def _agents(*engines: FaultyEngineHandle) -> int:
-    """NIXL agents of all ranks."""
-    return sum(report.agents for engine in engines for report in engine.fault_reports())
+def _means(*engines: FaultyEngineHandle) -> int:
+    """NIXL agents of all ranks, and hooks of connectors that can fail on demand."""
+    return sum(report.agents + report.hooks for engine in engines for report in engine.fault_reports())
 
 
 def observe_faulty(
@@ -200,21 +244,22 @@ def _observe(
         if found.failed or found.stuck:
             return found, reports
         mine = {r.prefill.id for r in found.requests}
-        usage = _until_quiet(transfer, p, d, time.monotonic() + deadlines.release, mine)
+        released = _until_quiet(transfer, p, d, seconds_to_wait(p, deadlines.release), mine)
         reports = _report(p), _report(d)
         p_audits, d_audits = (
             _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
         )
-        found = replace(found, usage=usage, audits=(p_audits, d_audits))
+        found = replace(found, usage=released.usage, released=released, audits=(p_audits, d_audits))
     except EngineFailed as failed:
         found = replace(found, failed=failed)
     return found, reports
 
 
 def _until_quiet(
-    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, deadline: float, mine: set[str]
-) -> tuple[Usage, Usage]:
+    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, seconds: float, mine: set[str]
+) -> Release:
     """Step both engines until no transfer or message is under way and no block of this transfer is held."""
+    began, deadline = time.monotonic(), Deadline(seconds, (p.process.pid, d.process.pid))
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()
@@ -223,8 +268,10 @@ def _until_quiet(
         free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
         held = bool(mine & set(usage[0].requests)) and not may_keep
         quiet = free and not held and not any(_report(engine).pending for engine in (p, d))
-        if quiet or time.monotonic() > deadline:
-            return usage
+        if quiet or deadline.over():
+            if held or not free:
+                note_kept(p, usage, seconds)
+            return Release(usage, time.monotonic() - began, seconds)
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:

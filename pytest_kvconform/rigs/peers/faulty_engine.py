@@ -1,4 +1,4 @@
-"""A byte engine whose NIXL agents follow faults: its process and the handle on it.
+"""A byte engine whose transport follows faults: its process and the handle on it.
 
 `faulty_nixl.install` replaces the class of NIXL's agent before the connector is built and before ranks are
 forked.
@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
-from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
 from pytest_kvconform.rigs.scenario import Faults
 
@@ -25,7 +25,7 @@ class FaultyEngineHandle(ByteEngineHandle):
     target = "pytest_kvconform.rigs.peers.faulty_engine:serve"
 
     def set_faults(self, faults: tuple[Faults, ...]) -> None:
-        """Give the NIXL agents of every rank these faults, in place of earlier ones."""
+        """Give the transport of every rank these faults, in place of earlier ones."""
         self.call("set_faults", faults)
 
     def fault_reports(self) -> tuple[FaultReport, ...]:
@@ -35,6 +35,10 @@ class FaultyEngineHandle(ByteEngineHandle):
 
 class FaultyEngineProcess(ByteEngineProcess):
     """One byte engine on a transport that can fail."""
+
+    def __init__(self, spec: ByteEngineSpec):
+        super().__init__(spec)
+        self._workers(rank_faults.watch_loads)
 
     def _configure(self, spec: ByteEngineSpec) -> Any:
         faulty_nixl.install()
@@ -46,34 +50,18 @@ class FaultyEngineProcess(ByteEngineProcess):
         An engine without requests still serves the transfers of its peers.
         """
         if not self.scheduler.has_requests():
-            self._workers(_progress)
+            self._workers(rank_faults.progress)
         return super().step(seconds)
 
     def set_faults(self, faults: tuple[Faults, ...]) -> None:
-        """Give the NIXL agents of every rank these faults, in place of earlier ones."""
-        self._workers(_set_faults, faults)
+        """Give the transport of every rank these faults, in place of earlier ones."""
+        self._workers(rank_faults.set_faults, faults)
 
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
-        return tuple(self._workers(_fault_report))
+        return tuple(self._workers(rank_faults.fault_report))
 
 
 def serve(connection: Connection, spec: ByteEngineSpec) -> None:
     """Run the engine in a child of the zygote, see `engine.process.serve`."""
     engine_process.serve(connection, spec, FaultyEngineProcess)
-
-
-# ---- calls of the engine, in each rank ---------------------------------------------------------------------
-
-
-def _set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
-    worker.forget_failed_loads()
-    faulty_nixl.set_faults(faults, worker.rank)
-
-
-def _progress(worker: Any) -> None:
-    faulty_nixl.progress()
-
-
-def _fault_report(worker: Any) -> FaultReport:
-    return faulty_nixl.fault_report()

@@ -25,16 +25,27 @@ from pytest_kvconform.rigs.scenario import NEVER, POLL, POST, REVERSED, TWICE, F
 from pytest_kvconform.rigs.vllm_setup.nixl_agents import replace_agent_class
 
 
+class LoadReport(msgspec.Struct, frozen=True):
+    """How far the transfers of one rank were when its worker half reported a load as finished."""
+
+    rank: int
+    request: str
+    begun: int  # transfers that the connector had begun
+    ended: int  # of these, those that had ended, and of which the connector had been told so
+
+
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the faults did on one rank."""
 
     agents: int = 0  # agents that the connector has made; 0: it does not use NIXL
+    hooks: int = 0  # worker halves that have `kvconform_fault`, see rank_faults.py
     transfers: int = 0  # transfers begun since `set_faults`
     changed: int = 0  # of these, held, delayed or failed
     failed: int = 0  # of these, failed
     notifications: int = 0  # notifications that the faults changed
     # Transfers not begun yet, failed ones that may still write, notifications that are not due yet.
     pending: int = 0
+    loads: tuple[LoadReport, ...] = ()  # reported as finished since `set_faults`
 
     def __add__(self, other: FaultReport) -> FaultReport:
         return FaultReport(
@@ -98,6 +109,7 @@ class FaultyAgent:
     def _reset_counters(self) -> None:
         """Set the counters to 0."""
         self._begun = self._changed = self._failed = self._notifications_changed = 0
+        self._open: set[Any] = set()  # handles of transfers of which the connector does not know the end
 
     def _fault_report(self) -> FaultReport:
         with self._lock:
@@ -132,16 +144,31 @@ class FaultyAgent:
             self._begun += 1
             self._transfers.pop(handle, None)  # a handle may be used again
             if faults is None:
-                return self.real.transfer(self, handle, notif_msg)
+                state = self.real.transfer(self, handle, notif_msg)
+                self._note_state(handle, state)
+                return state
             self._changed += 1
             self._failed += bool(faults.fail)
             if faults.fail == POST:
                 raise self.error("NIXL_ERR_BACKEND: the transfer was not begun (asked for by the test suite)")
             transfer = self._transfers[handle] = _FaultyTransfer(handle, notif_msg, faults, self._rounds)
             self._advance(transfer)
+            self._note_state(handle, "PROC")
             return "PROC"
 
+    def _note_state(self, handle: Any, state: str) -> None:
+        """Note what the connector is told about a transfer."""
+        (self._open.add if state == "PROC" else self._open.discard)(handle)
+
     def check_xfer_state(self, handle: Any) -> Any:
+        with self._lock:
+            self._open.discard(handle)  # if the question raises, the transfer has failed
+            state = self._state(handle)
+            self._note_state(handle, state)
+            return state
+
+    def _state(self, handle: Any) -> Any:
+        """The state that the connector is told."""
         with self._lock:
             transfer = self._transfers.get(handle)
             if transfer is None:
@@ -170,6 +197,7 @@ class FaultyAgent:
                     "NIXL_ERR_REPOST_ACTIVE: the transfer cannot be cancelled (asked for by the test suite)"
                 )
             self._transfers.pop(handle, None)
+            self._open.discard(handle)
         return self.real.release_xfer_handle(self, handle)
 
     def _start_held(self) -> None:
@@ -302,6 +330,12 @@ def progress() -> None:
     """
     for agent in _active.agents:
         agent._progress()
+
+
+def begun_and_ended() -> tuple[int, int]:
+    """Transfers begun since the faults were set, and those of them that the connector knows to have ended."""
+    begun = sum(agent._begun for agent in _active.agents)
+    return begun, begun - sum(len(agent._open) for agent in _active.agents)
 
 
 def fault_report() -> FaultReport:

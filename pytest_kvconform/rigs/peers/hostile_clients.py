@@ -1,4 +1,4 @@
-"""Ports on which engines find each other: open ports, a silent listener, and malformed messages."""
+"""Ports on which engines find each other: a silent listener, a proxy that cuts, and malformed messages."""
 
 from __future__ import annotations
 
@@ -90,6 +90,70 @@ class SilentListener:
             return
         for one in (self.listener, *self.peers):
             one.close()
+
+
+class CuttingProxy:
+    """A proxy in front of P that resets every connection, when so many bytes of P have passed.
+
+    With -1 it resets each connection as soon as it has accepted it.
+    """
+
+    def __init__(self, port: int, target: int, after: int):
+        self.target, self.after, self.cut = target, after, 0
+        self.listener = socket.create_server(("127.0.0.1", port))
+        self.listener.setblocking(False)
+        self.pairs: list[tuple[socket.socket, socket.socket, list[int]]] = []  # client, P, bytes that passed
+
+    def receive(self) -> None:
+        """Pass on what has arrived since the last call, and cut what is due."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client, _ = self.listener.accept()
+                p = socket.create_connection(("127.0.0.1", self.target))
+                for one in (client, p):
+                    one.settimeout(0.0)
+                self.pairs.append((client, p, [0]))
+        for pair in list(self.pairs):
+            client, p, passed = pair
+            try:
+                over = self.after < 0 or not _pass_on(client, p)
+                if not over and (left := self.after - passed[0]) > 0:
+                    over = not _pass_on(p, client, left, passed)
+                over |= 0 <= self.after <= passed[0]
+            except OSError:
+                over = True
+            if over:
+                self.cut += 1
+                self.pairs.remove(pair)
+                _reset(client)
+                _reset(p)
+
+    def close(self) -> None:
+        for one in (self.listener, *(one for client, p, _ in self.pairs for one in (client, p))):
+            one.close()
+
+
+def _pass_on(
+    source: socket.socket, target: socket.socket, most: int = 1 << 16, passed: list[int] | None = None
+) -> bool:
+    """Pass bytes on that have arrived. Returns whether the source goes on."""
+    with contextlib.suppress(BlockingIOError):
+        while data := source.recv(most):
+            target.setblocking(True)
+            target.sendall(data)
+            target.settimeout(0.0)
+            if passed is not None:
+                passed[0] += len(data)
+                return True
+        return False
+    return True
+
+
+def _reset(one: socket.socket) -> None:
+    """Close a connection so that its other end gets a reset (RST), as from a machine that restarts."""
+    with contextlib.suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    one.close()
 
 
 def speaks_zeromq(port: int) -> bool:

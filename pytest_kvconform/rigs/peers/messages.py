@@ -10,6 +10,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+# Moments at which a request is aborted: the ranks have reported its load, and the scheduler does not know it;
+# the scheduler knows it; a step has computed the request for the first time.
+REPORTED, KNOWN, COMPUTED = MOMENTS = ("reported", "known", "computed")
+
 
 class RankReport(msgspec.Struct, frozen=True):
     """What the worker half of one rank reported in one step.
@@ -34,7 +38,9 @@ class RankObservation:
     steps: int
     idle_steps: int  # of these, without a token to compute
     load_error_polls: int  # calls of get_block_ids_with_load_errors
-    start_load_kv_calls: np.ndarray  # float64 [call, (start, seconds)]; start: seconds of the monotonic clock
+    # float64 [call, (start, seconds)]; start: of the monotonic clock; seconds: without those in which the
+    # thread waited for a core
+    start_load_kv_calls: np.ndarray
 
     def reports_of(self, field: str, request: str) -> list[RankReport]:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""

@@ -7,9 +7,9 @@ from typing import Any
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Trace
-from pytest_kvconform.rigs.peers import worker_recorder
+from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
-from pytest_kvconform.rigs.peers.messages import RankObservation
+from pytest_kvconform.rigs.peers.messages import COMPUTED, KNOWN, REPORTED, RankObservation
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -20,14 +20,17 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
 class PeerEngineProcess(FaultyEngineProcess):
     """One byte engine.
 
-    It overwrites blocks the moment they are freed, so that a late read of them is noticed.
+    Other requests overwrite P's blocks as soon as they are freed, so that a late read of them is noticed.
     """
 
     def __init__(self, spec: ByteEngineSpec):
         self.kept_in_queue: set[str] = set()
+        self.asked_only: set[str] = set()
+        self.abort_at: dict[str, str] = {}  # request -> moment of MOMENTS
+        self.aborted_ids: list[str] = []
         super().__init__(spec)
         self._workers(worker_recorder.install)
-        self.reuse(True)
+        self.reuse(spec.role == "P")
 
     def rank_observations(self) -> tuple[RankObservation, ...]:
         """What each rank's worker half was asked and reported, one record a rank."""
@@ -45,9 +48,29 @@ class PeerEngineProcess(FaultyEngineProcess):
         """
         self.kept_in_queue.add(request_id)
 
+    def ask_and_keep_in_queue(self, request_id: str) -> None:
+        """As `keep_in_queue`; the connector is asked, and the request gets no block."""
+        self.asked_only.add(request_id)
+
+    def add_without_prefix_cache(self, request: Request) -> None:
+        """Add a request that must not read the prefix cache, as one that asks for prompt_logprobs.
+
+        vLLM drops what the connector answers (Scheduler.schedule, skip_reading_prefix_cache).
+        """
+        self.add(request)
+        self.scheduler.requests[request.id].skip_reading_prefix_cache = True
+
     def let_schedule(self, request_id: str) -> None:
         """Let the request be scheduled from now on."""
         self.kept_in_queue.discard(request_id)
+
+    def abort_at_end_of_load(self, request_id: str, moment: str) -> None:
+        """Abort a request at this moment (`MOMENTS`) of the step in which the ranks report its load."""
+        self.abort_at[request_id] = moment
+
+    def aborted(self) -> tuple[str, ...]:
+        """Requests that were aborted at the end of their loads."""
+        return tuple(self.aborted_ids)
 
     def add_and_abort(self, request: Request) -> None:
         """Add a request and abort it before a step.
@@ -59,7 +82,29 @@ class PeerEngineProcess(FaultyEngineProcess):
 
     def start_held_transfers(self) -> None:
         """Start the transfers that were held (`set_faults`)."""
-        self._workers(worker_recorder.start_held_transfers)
+        self._workers(rank_faults.start_held_transfers)
+
+    def _watch_steps(self) -> None:
+        super()._watch_steps()
+        update = self.scheduler.update_from_output
+
+        def update_from_output(scheduler_output: Any, output: Any) -> Any:
+            reports = getattr(output, "kv_connector_output", None)
+            received = set(reports.finished_recving or ()) if reports else set()
+            self._abort(REPORTED, received)
+            self._abort(COMPUTED, scheduler_output.num_scheduled_tokens)
+            found = update(scheduler_output, output)
+            self._abort(KNOWN, received)
+            return found
+
+        self.scheduler.update_from_output = update_from_output
+
+    def _abort(self, moment: str, requests: Any) -> None:
+        """Abort those of the requests that are to be aborted at this moment."""
+        for request in [name for name in requests if self.abort_at.get(name) == moment]:
+            del self.abort_at[request]
+            self.aborted_ids.append(request)
+            self.abort(request)
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
@@ -69,6 +114,7 @@ class PeerEngineProcess(FaultyEngineProcess):
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
             if request.request_id in self.kept_in_queue:
                 return None, False
-            return matched(request, num_computed_tokens)
+            answer = matched(request, num_computed_tokens)
+            return (None, False) if request.request_id in self.asked_only else answer
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens

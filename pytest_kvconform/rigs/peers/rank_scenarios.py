@@ -6,16 +6,37 @@ They run one after the other on one P and one D.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from msgspec.structs import replace
 
-from pytest_kvconform.rigs.engine.messages import PREFILL
-from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.peers.messages import KNOWN, MOMENTS, REPORTED
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    BLOCK,
+    HELD,
+    KEPT,
+    ScenarioEngines,
+    ScenarioObservation,
+)
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
+# Why D loads nothing: its request is aborted before it is scheduled, or while it waits for a block; D's
+# prefix cache has the whole prompt; the request must not read the prefix cache.
+UNREAD = ("waiting", "asked", "whole", "dropped")
 AWHILE_S = 0.2  # engines step often enough in this time for whatever else is to happen
+
+
+def unread(matrix: str) -> tuple[str, ...]:
+    """The reasons of UNREAD that a run tries."""
+    return ("waiting", "dropped") if matrix == "quick" else UNREAD
+
+
+def moments(matrix: str) -> tuple[str, ...]:
+    """The moments of MOMENTS that a run tries."""
+    return (REPORTED, KNOWN) if matrix == "quick" else MOMENTS
 
 
 def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
@@ -31,13 +52,13 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
     first = yield from engines.prefill(p)
     decodes = {"first": (yield from engines.decode(d, first))}
     second = yield from engines.prefill(p)
-    held = yield from engines.add_decode_with_faults(d, second, last_rank(d, HELD))
+    held = yield from engines.add_decode_with_faults(p, d, second, last_rank(d, HELD))
     if not isinstance(held, str):
         yield from pause(engines.bench.scaled_seconds(AWHILE_S))
-        yield from d.call("start_held_transfers")
+        yield from engines.start_held_transfers(p, d)
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
-    aborted = engines.make_request(engines.new_prompt(), "p", PREFILL)
+    aborted = engines.make_request(engines.new_prompt(), "p", engines.prefill_params())
     yield from p.call("add_and_abort", aborted)
     last = yield from engines.prefill(p)
     decodes["last"] = yield from engines.decode(d, last)
@@ -53,7 +74,7 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     """
     prefill = yield from engines.prefill(p)
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
-    by_itself = yield from until(lambda: request.id in d.outputs, engines.limits.release)
+    by_itself = yield from until(lambda: request.id in d.outputs, d.deadline(engines.limits.release))
     if not by_itself:
         yield from engines.decode(d, None)
     decode = yield from engines.finish_decode(d, request, added)
@@ -76,17 +97,51 @@ def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     )
 
 
-def aborted_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """A request is aborted on D while its transfers are under way; they end later."""
+def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
+
+    `numbers`: reason -> seconds until P no longer holds the request; -1: it held it for most of the lease.
+    """
+    met = yield from engines.decode(d, (yield from engines.prefill(p)))
+    decodes, numbers, length = {}, {}, engines.length // BLOCK * BLOCK + 1
+    p.longest_gap = d.longest_gap = 0.0
+    for why in unread(engines.bench.context.settings.matrix):
+        prefill = yield from engines.prefill(p, length)
+        request = engines.make_request(prefill.number, "d", prefill.params, length)
+        if why == "waiting":
+            yield from d.call("add_and_abort", request)
+        elif why == "asked":
+            yield from d.call("ask_and_keep_in_queue", request.id)
+            yield from d.call("add", request)
+            yield from pause(engines.bench.scaled_seconds(AWHILE_S))
+            yield from d.call("abort", request.id)
+        else:
+            if why == "whole":
+                own = engines.make_request(prefill.number, "d", None, length)
+                yield from d.call("add", own)
+                yield from engines.finish_decode(d, own, time.monotonic())
+            yield from d.call("add" if why == "whole" else "add_without_prefix_cache", request)
+            decodes[why] = yield from engines.finish_decode(d, request, time.monotonic())
+        held = prefill.added + engines.lease_s * KEPT - time.monotonic()
+        freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
+        numbers[why] = freed - prefill.added if freed else -1.0
+    return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))
+
+
+def aborted_during_load(
+    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, faults: Faults = HELD
+) -> Steps:
+    """A request is aborted on D while transfers of it are under way (`faults`); they end later."""
     prefill = yield from engines.prefill(p)
-    held = yield from engines.add_decode_with_faults(d, prefill, HELD)
+    held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     request, _ = held
+    yield from pause(engines.bench.scaled_seconds(AWHILE_S) if faults.ranks else 0.0)  # the others report
     yield from d.call("abort", request.id)
     yield from pause(engines.bench.scaled_seconds(AWHILE_S))
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
-    yield from d.call("start_held_transfers")
+    yield from engines.start_held_transfers(p, d)
     after = yield from engines.wait_until_empty(d)
     audits = yield from d.call("audit")
     decodes = {"last": (yield from engines.decode(d, (yield from engines.prefill(p))))}
@@ -100,11 +155,40 @@ def aborted_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     )
 
 
+def aborted_after_one_rank(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """A request is aborted on D when all ranks but the last have loaded it."""
+    return (yield from aborted_during_load(engines, p, d, last_rank(d, HELD)))
+
+
+def aborted_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """One request after the other is aborted on D at another moment of the step in which its load ends.
+
+    `numbers`: moment -> blocks that D holds then and cannot give back; -1: the request was not aborted.
+    """
+    numbers = {}
+    for moment in moments(engines.bench.context.settings.matrix):
+        prefill = yield from engines.prefill(p)
+        request = engines.make_request(prefill.number, "d", prefill.params)
+        before: Usage = yield from d.call("usage")
+        yield from d.call("abort_at_end_of_load", request.id, moment)
+        yield from d.call("add", request)
+        yield from until(partial(d.outputs.__contains__, request.id), d.deadline(engines.limits.release))
+        gone = yield from engines.wait_until_gone(d, request.id, engines.limits.release)
+        usage: Usage = yield from d.call("usage")
+        held = 0 if gone else before.free_blocks - usage.free_blocks
+        aborted = request.id in (yield from d.call("aborted"))
+        numbers[moment] = float(held if aborted else -1)
+        if held:
+            break
+    decodes = {"last": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    return ScenarioObservation(decodes, numbers=numbers)
+
+
 def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """The last rank of D cannot read one request."""
     prefill = yield from engines.prefill(p)
     faults = last_rank(d, Faults(transfers=(0,), fail=STATUS))
-    held = yield from engines.add_decode_with_faults(d, prefill, faults)
+    held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     decodes = {"failed": (yield from engines.finish_decode(d, *held))}

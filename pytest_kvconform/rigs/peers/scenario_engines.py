@@ -14,10 +14,11 @@ from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
-from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import PREFILL, Trace, Usage
+from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
+from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
+from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
-from pytest_kvconform.rigs.peers.hostile_clients import SilentListener
+from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
     DeadlinePassed,
@@ -26,6 +27,7 @@ from pytest_kvconform.rigs.peers.stepping import (
     Steps,
     until,
 )
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, tokens
 
 if TYPE_CHECKING:
@@ -34,15 +36,24 @@ if TYPE_CHECKING:
 LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
 AT_ONCE = 12  # requests that an engine holds at once
 BLOCK = 16  # tokens
+# The first of the 8 hexadecimal digits that a server adds to the id of a request.
+SERVERS = {"p": ON_P[-1], "d": ON_D[-1]}
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
 HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
-NO_AGENT = "needs a connector that moves bytes with NIXL: no agent was made"
+NO_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
+P_WRITES = "P writes what D loads, and D begins no transfer that could fail"
 NO_TRANSFER = "the connector began no transfer that could be held"
+WITHIN_STEP = "D loads within the step that reads the KV, so that no step can run while a load is held"
 
 
 def prompt_length(context: RunContext) -> int:
     """Tokens of a prompt: more if the connector declares that it loads nothing of so short a prompt."""
     return LENGTH + declared_addition(context.subject, BLOCK)
+
+
+def loaded_within_step(trace: Trace) -> bool:
+    """Whether D loaded KV of a request within the step that read it."""
+    return bool(trace.external_tokens) and not trace.asynchronous
 
 
 @dataclass(frozen=True)
@@ -106,9 +117,13 @@ class ScenarioEngines:
         self.by_name: dict[str, SteppedEngine] = {}
         self.running: dict[str, RunningScenario] = {}
         self.silent_listeners: list[SilentListener] = []
+        self.proxies: list[CuttingProxy] = []
         self.prefills_elsewhere = 0  # times that a scenario has let another one's engine compute a prompt
+        self._router = bench.context.next_name()
         self._specs: dict[str, ByteEngineSpec] = {}
         self._numbers = itertools.count()
+        self._deadlines: dict[str, Deadline] = {}  # request of D -> when it must have ended
+        self._suffixes = itertools.count()  # what a server adds to the router's id of a request
         self._added: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
     def start(self, name: str, after: str = "") -> SteppedEngine:
@@ -126,9 +141,9 @@ class ScenarioEngines:
         return engine
 
     def all(self) -> list[SteppedEngine]:
-        """Every engine that was started so far. Listeners read what they have received."""
-        for listener in self.silent_listeners:
-            listener.receive()
+        """Every engine that was started so far. Listeners and proxies read what they have received."""
+        for one in self._doors():
+            one.receive()
         return list(self.by_name.values())
 
     def observations(self) -> dict[str, EngineObservation]:
@@ -145,11 +160,16 @@ class ScenarioEngines:
         return found
 
     def close(self) -> None:
-        """End engines and listeners."""
+        """Let the engines shut down, and end those that are stopped or ended; end listeners and proxies."""
         for engine in self.by_name.values():
-            engine.handle.end()
-        for listener in self.silent_listeners:
-            listener.close()
+            if engine.stopped:
+                engine.handle.end()
+        leave_all([engine.handle for engine in self.by_name.values()])
+        for one in self._doors():
+            one.close()
+
+    def _doors(self) -> list[SilentListener | CuttingProxy]:
+        return [*self.silent_listeners, *self.proxies]
 
     # ---- requests ------------------------------------------------------------------------------------------
 
@@ -162,31 +182,43 @@ class ScenarioEngines:
         """The number of a prompt that no engine has computed."""
         return next(self._numbers)
 
-    def make_request(self, number: int, side: str, params: dict[str, Any] | None) -> ByteRequest:
-        """A request with the prompt of this number. `side`: "p" or "d"."""
+    def make_request(
+        self, number: int, side: str, params: dict[str, Any] | None, length: int = 0
+    ) -> ByteRequest:
+        """A request with the prompt of this number, of `length` tokens if that is given. `side`: "p" or "d".
+
+        Its id is as in vLLM's servers, see ON_P: the router's, which P and D share, and that of the server.
+        """
         return ByteRequest(
-            id=f"{self.bench.context.next_name()}-{side}",
-            tokens=tokens(self.length, seed=number),
+            id=f"{self._router}-{number}-{SERVERS[side]}{next(self._suffixes):07x}",
+            tokens=tokens(length or self.length, seed=number),
             max_tokens=1,
             kv_transfer_params=params,
             salt=f"prompt {number}",
             watch=side == "d",
-            owners=np.full(self.length, number),
+            owners=np.full(length or self.length, number),
             number=number,
         )
 
-    def prefill(self, p: SteppedEngine) -> Steps:
-        """Let P compute a new prompt to hand over. Returns PrefillResult."""
-        request = self.make_request(self.new_prompt(), "p", PREFILL)
+    def prefill_params(self) -> dict[str, Any] | None:
+        """The kv_transfer_params of a new request of P. Which engine decodes it is not decided yet."""
+        decoder = next(spec for name, spec in self._specs.items() if name.startswith("D"))
+        return prefill_params(decoder.handover, self.bench.context.next_name(), decoder)
+
+    def prefill(self, p: SteppedEngine, length: int = 0) -> Steps:
+        """Let P compute a new prompt to hand over, see `make_request`. Returns PrefillResult."""
+        request = self.make_request(self.new_prompt(), "p", self.prefill_params(), length)
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
-        if not (yield from until(lambda: request.id in p.outputs, self.limits.request)):
+        if not (yield from until(lambda: request.id in p.outputs, p.deadline(self.limits.request))):
             sentence = (
                 f"P did not compute a prompt of {self.length} tokens within {self.limits.request:.0f} s"
             )
             raise DeadlinePassed(sentence)
         trace = yield from p.call("trace", request.id)
-        params = p.outputs[request.id][0].kv_transfer_params
+        spec, returned = p.handle.spec, p.outputs[request.id][0].kv_transfer_params
+        transfer_id = (request.kv_transfer_params or {}).get("transfer_id", "")
+        params = decode_params(spec.handover, transfer_id, spec, returned)
         return PrefillResult(request.id, request.number, params, trace, added)
 
     def add_decode(
@@ -195,12 +227,14 @@ class ScenarioEngines:
         """Add D's request for a prompt that P has computed, or for a new prompt. Returns ByteRequest."""
         number = prefill.number if prefill else self.new_prompt()
         request = self.make_request(number, "d", params or (prefill.params if prefill else None))
+        self._deadlines[request.id] = d.deadline(self.limits.request)
         yield from d.call("add", request)
         return request
 
     def finish_decode(self, d: SteppedEngine, request: ByteRequest, added: float) -> Steps:
         """Wait for the end of a request of D. Returns DecodeResult."""
-        yield from until(lambda: request.id in d.outputs, self.limits.request - (time.monotonic() - added))
+        deadline = self._deadlines.get(request.id) or d.deadline(self.limits.request)
+        yield from until(lambda: request.id in d.outputs, deadline)
         output, ended = d.outputs.get(request.id, (None, time.monotonic()))
         trace = yield from d.call("trace", request.id)
         checks = yield from d.call("pop_checks", request.id)
@@ -230,44 +264,72 @@ class ScenarioEngines:
 
     # ---- transfers that are held ---------------------------------------------------------------------------
 
-    def add_decode_with_faults(self, d: SteppedEngine, prefill: PrefillResult, faults: Faults) -> Steps:
-        """Add a request of D whose transfers these faults change.
+    def add_decode_with_faults(
+        self, p: SteppedEngine, d: SteppedEngine, prefill: PrefillResult, faults: Faults
+    ) -> Steps:
+        """Add a request of D whose transfers these faults change: transfers that D begins, or P if P writes.
 
-        Returns (request, when it was added), or why no transfer was changed.
+        What P writes is held on all ranks, and does not fail. Returns (request, when it was added), or why no
+        transfer was changed.
         """
-        if not sum(report.agents for report in (yield from d.call("fault_reports"))):
-            return NO_AGENT
+        reports = (yield from d.call("fault_reports")) + (yield from p.call("fault_reports"))
+        if not sum(report.agents + report.hooks for report in reports):
+            return NO_FAULTS
+        if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
+            return WITHIN_STEP
         yield from d.call("set_faults", (faults,))
+        yield from p.call("set_faults", (Faults(hold=faults.hold),))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, deadline, begun = faults.ranks or range(d.handle.ranks), added + self.limits.release, False
-        while not begun and time.monotonic() < deadline:
-            reports = yield from d.call("fault_reports")
-            begun = all(reports[rank].changed for rank in ranks)
-        yield from d.call("set_faults", ())  # what is held stays held
-        return (request, added) if begun else NO_TRANSFER
+        ranks, begun, of_p = faults.ranks or range(d.handle.ranks), False, 0
+        deadline = d.deadline(self.limits.release)
+        while not begun and not deadline.over() and not (of_p and faults.fail):
+            reports, of_p = (yield from d.call("fault_reports")), 0
+            for report in (yield from p.call("fault_reports")):
+                of_p += report.changed if faults.hold else report.transfers
+            begun = all(reports[rank].changed for rank in ranks) or (of_p > 0 and not faults.fail)
+        for engine in (p, d):
+            yield from engine.call("set_faults", ())  # what is held stays held
+        return (request, added) if begun else P_WRITES if of_p else NO_TRANSFER
+
+    def start_held_transfers(self, p: SteppedEngine, d: SteppedEngine) -> Steps:
+        """Begin what is held on P and on D."""
+        for engine in (p, d):
+            yield from engine.call("start_held_transfers")
 
     def wait_until_empty(self, engine: SteppedEngine) -> Steps:
         """Wait until an engine holds no block and no request, or until its deadline to free blocks.
 
         Returns Usage.
         """
-        deadline = time.monotonic() + self.limits.release
+        deadline = engine.deadline(self.limits.release)
         while True:
             usage: Usage = yield from engine.call("usage")
             empty = usage.free_blocks == usage.total_blocks and not usage.requests
-            if empty or time.monotonic() > deadline:
+            if empty or deadline.over():
                 return usage
             yield
 
-    def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
-        """Wait until P no longer holds a request. Returns when; 0.0: not within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while prefill.id in (yield from p.call("usage")).requests:
-            if time.monotonic() > deadline:
+    def wait_until_gone(self, engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
+        """Wait until an engine holds nothing of a request. Returns when; 0.0: not within `seconds`."""
+        deadline = engine.deadline(seconds)
+        while request_id in (yield from engine.call("usage")).requests:
+            if deadline.over():
                 return 0.0
             yield
         return time.monotonic()
+
+    def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
+        """Wait until P no longer holds a request, and another one has overwritten its blocks.
+
+        Returns when P no longer held it; 0.0: not within `seconds`.
+        """
+        if not (freed := (yield from self.wait_until_gone(p, prefill.id, seconds))):
+            return 0.0
+        deadline = p.deadline(self.limits.release)
+        while not (yield from p.call("overwritten")) and not deadline.over():
+            yield
+        return freed
 
     def too_slow(self, p: SteppedEngine, d: SteppedEngine) -> str:
         """Return why a lease cannot be tested, or "".

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
+    CuttingProxy,
     HostileClient,
     SilentListener,
     listening_ports,
@@ -18,20 +19,27 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import (
     RANKS,
+    aborted_after_one_rank,
+    aborted_at_end_of_load,
     aborted_before_load,
     aborted_during_load,
     failed_load,
     hand_overs,
     load_on_idle_engine,
+    nothing_to_load,
 )
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 
 STALL_S = 1.0  # for which P's process is stopped; a hook that waits for P takes as long
 MESSAGES = 1000
 CHUNK = 50  # messages at a time; the first of them is sent once more as raw bytes
 CONTACT_S = 5.0  # in which D has sent its first message to the silent peer
+BEGIN_S = 0.3  # in which D has begun a load
+ATTEMPTS = 3  # of a request after a failure: it may wait for what the request before it has begun
+CUT = {"accepted": -1, "answering": 512}  # bytes of P after which a connection to it is cut
 DELIVERY_S = 0.2  # in which messages arrive
 LEASES_WAITED = 1.3  # leases that a request waits
 NO_PORT = "its kv_transfer_params name no port on which P listens"
@@ -113,7 +121,8 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         yield from p.stop_process()
         numbers[f"{what}_from"] = added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
-        own = yield from engines.add_decode(d, None)
+        own = engines.make_request(engines.new_prompt(), "d", None)
+        d.queue("add", own)  # D may stand in a step until P goes on
         yield from pause(engines.bench.scaled_seconds(STALL_S))
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
@@ -128,12 +137,16 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
 def restarted_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
 ) -> Steps:
-    """P ends, and another engine is started on its ports.
+    """P is stopped during a load and killed, and another engine is started on its ports.
 
     D has met the old one, and the stranger has met neither.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
+    last = yield from engines.prefill(p)
+    yield from p.stop_process()
+    began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
+    yield from pause(engines.bench.scaled_seconds(BEGIN_S))
     p.end()
     new = engines.start("P2b", after="P2")
     yield from new.call("usage")
@@ -142,6 +155,7 @@ def restarted_peer(
     other = yield from engines.add_decode(stranger, older)
     decodes = {
         "met": met,
+        "interrupted": (yield from engines.finish_decode(d, interrupted, began)),
         "old": (yield from engines.finish_decode(d, one, added)),
         "stranger": (yield from engines.finish_decode(stranger, other, added)),
     }
@@ -175,7 +189,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     """
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
-    held = yield from engines.add_decode_with_faults(d, prefill, HELD)
+    held = yield from engines.add_decode_with_faults(p, d, prefill, HELD)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from d.pause_stepping()
@@ -183,7 +197,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     if not freed:
         return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
     d.resume()
-    yield from d.call("start_held_transfers")
+    yield from engines.start_held_transfers(p, d)
     decodes = {"late": (yield from engines.finish_decode(d, *held))}
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
@@ -192,7 +206,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """D's request waits in the queue for longer than a lease before it is scheduled."""
     # D has met P by then: see `loading_past_lease`
-    yield from until(lambda: d.outputs, engines.limits.request)
+    yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
     added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
@@ -210,14 +224,39 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
-    held = yield from engines.add_decode_with_faults(d, prefill, HELD)
+    held = yield from engines.add_decode_with_faults(p, d, prefill, HELD)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from pause(engines.lease_s * LEASES_WAITED)
     too_slow = engines.too_slow(p, d)
-    yield from d.call("start_held_transfers")
+    yield from engines.start_held_transfers(p, d)
     decode = yield from engines.finish_decode(d, *held)
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
+
+
+def cut_connections(
+    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
+) -> Steps:
+    """Connections of D to a P that it has not met are reset; then D reaches this P.
+
+    `numbers`: moment -> connections that were cut.
+    """
+    decodes, numbers = {}, {}
+    quick = engines.bench.context.settings.matrix == "quick"
+    for moment, peer in (("answering", p),) if quick else (("answering", p), ("accepted", other)):
+        bad, ports = (yield from engines.prefill(peer)), listening_ports(peer.handle.process.pid)
+        if not (named := ports_named_in(bad.params, ports)):
+            return ScenarioObservation(unsupported=NO_PORT)
+        proxy = CuttingProxy(port := free_port(), min(named), CUT[moment])
+        engines.proxies.append(proxy)
+        decodes[moment] = yield from engines.decode(d, bad, with_port_replaced(bad.params, ports, port))
+        numbers[moment] = float(proxy.cut)
+        for _ in range(ATTEMPTS):
+            after = yield from engines.decode(d, (yield from engines.prefill(peer)))
+            decodes[f"after_{moment}"] = after
+            if after.finish == "length":
+                break
+    return ScenarioObservation(decodes, numbers=numbers)
 
 
 # ---- malformed messages ------------------------------------------------------------------------------------
@@ -231,10 +270,11 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
     yield from until(
         lambda: engines.prefills_elsewhere == len(senders) or all(sender.done for sender in senders),
-        engines.limits.request,
+        p.deadline(engines.limits.request),
     )
     listeners = engines.silent_listeners
-    yield from until(lambda: any(one.received for one in listeners), engines.bench.scaled_seconds(CONTACT_S))
+    contact = Deadline(engines.bench.scaled_seconds(CONTACT_S))
+    yield from until(lambda: any(one.received for one in listeners), contact)
     valid = [frames for one in listeners for frames in one.received[:2]]
     before = yield from engines.prefill(p)
     listening = listening_ports(p.handle.process.pid)
@@ -257,14 +297,17 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     )
 
 
-# They have engines of their own and run one after the other: a fault holds for all requests of an engine.
-RANK_SCENARIOS = {
-    "hand_overs": PeerScenario(hand_overs, RANKS),
-    "load_on_idle_engine": PeerScenario(load_on_idle_engine, RANKS, after="hand_overs"),
-    "aborted_before_load": PeerScenario(aborted_before_load, RANKS, after="load_on_idle_engine"),
-    "aborted_during_load": PeerScenario(aborted_during_load, RANKS, after="aborted_before_load"),
-    "failed_load": PeerScenario(failed_load, RANKS, after="aborted_during_load"),
-}
+def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
+    """Scenarios about ranks, by name. They have engines of their own and run one after the other: a fault
+    holds for all requests of an engine.
+    """
+    found: dict[str, PeerScenario] = {}
+    for steps in scenarios:
+        found[steps.__name__] = PeerScenario(steps, RANKS, after=next(reversed(found), ""))
+    return found
+
+
+_WHOLE = (hand_overs, load_on_idle_engine, aborted_before_load, nothing_to_load, aborted_during_load)
 # Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is
 # not used in another.
 SCENARIOS: dict[str, dict[str, PeerScenario]] = {
@@ -274,13 +317,16 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
             unreachable_peer, ("P", "D"), other_engines=("P3",), starts_early=True
         ),
         "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
+        "cut_connections": PeerScenario(
+            cut_connections, ("P", "D10"), other_engines=("P3",), starts_early=True
+        ),
         "loading_past_lease": PeerScenario(loading_past_lease, ("P", "D6"), waits_for_lease=True),
         "queued_past_lease": PeerScenario(queued_past_lease, ("P", "D6"), waits_for_lease=True),
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
         "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
-        **RANK_SCENARIOS,
+        **_in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
     },
-    "P1D2": RANK_SCENARIOS,
+    "P1D2": _in_turn(*_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load),
 }

@@ -19,6 +19,7 @@ from typing import Any
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
+from pytest_kvconform.rigs.processes.cores import Deadline
 
 IDLE_S = 0.002  # pause after a round in which no engine computed anything
 # Pauses of an engine after empty steps, the first and the longest: a dozen engines share the cores.
@@ -63,7 +64,8 @@ class SteppedEngine:
     def __post_init__(self) -> None:
         self.queued: deque[Call] = deque()
         self.pending: Call | None = Call("start")
-        self.sent_at = self.stepped_at = time.monotonic()
+        self.stepped_at = time.monotonic()
+        self.limit = self._limit("start")
         self.next_step_at = 0.0
         self.pause = EMPTY_STEP_S[0]  # before the next step, if nothing happened; twice as long each time
         self.started = self.stopped = False
@@ -82,9 +84,8 @@ class SteppedEngine:
         busy = False
         if self.pending is not None:
             if not self.handle.answered():
-                limit = self.handle.start_s if self.pending.name == "start" else self.handle.deadline_s
-                if time.monotonic() - self.sent_at > limit:
-                    self.handle.fail_as_hung(self.pending.name, limit)
+                if self.limit.over():
+                    self.handle.fail_as_hung(self.pending.name, self.limit.seconds)
                 return False
             call, self.pending = self.pending, None
             call.answer = self.handle.take_answer(call.name)
@@ -94,9 +95,18 @@ class SteppedEngine:
         elif not self.paused and time.monotonic() >= self.next_step_at:
             self.pending = Call("step", (0.0,))
         if self.pending:
-            self.sent_at = time.monotonic()
+            self.limit = self._limit(self.pending.name)
             self.handle.send(self.pending.name, *self.pending.arguments)
         return busy
+
+    def deadline(self, seconds: float) -> Deadline:
+        """A deadline in seconds in which this engine, and this process that steps it, did not wait for a
+        core.
+        """
+        return Deadline(seconds, (os.getpid(), self.handle.process.pid))
+
+    def _limit(self, call: str) -> Deadline:
+        return self.deadline(self.handle.start_s if call == "start" else self.handle.deadline_s)
 
     def _record(self, call: Call) -> bool:
         """Keep the outputs of a step. Returns whether the step was anything but an empty one."""
@@ -114,9 +124,14 @@ class SteppedEngine:
         self.pause = EMPTY_STEP_S[0] if busy else min(2 * self.pause, EMPTY_STEP_S[1])
         return busy
 
+    def queue(self, name: str, *arguments: Any) -> Call:
+        """Call a method of the engine when it can, and do not wait."""
+        self.queued.append(call := Call(name, arguments))
+        return call
+
     def call(self, name: str, *arguments: Any) -> Steps:
         """Call a method of the engine, and wait for its answer."""
-        self.queued.append(call := Call(name, arguments))
+        call = self.queue(name, *arguments)
         while not call.done:
             if self.failed:
                 raise ScenarioEngineFailed(self)
@@ -148,11 +163,10 @@ class SteppedEngine:
         self.stepped_at = time.monotonic()
 
 
-def until(test: Callable[[], Any], seconds: float) -> Steps:
-    """Wait until a test is true. Returns whether it became true within `seconds`."""
-    deadline = time.monotonic() + seconds
+def until(test: Callable[[], Any], deadline: Deadline) -> Steps:
+    """Wait until a test is true. Returns whether it became true before the deadline."""
     while not test():
-        if time.monotonic() > deadline:
+        if deadline.over():
             return False
         yield
     return True
@@ -160,7 +174,9 @@ def until(test: Callable[[], Any], seconds: float) -> Steps:
 
 def pause(seconds: float) -> Steps:
     """Let the other scenarios go on for so long."""
-    yield from until(lambda: False, seconds)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
+from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 Names = tuple[str, ...]
 
@@ -51,11 +51,12 @@ class WorkerRecorder:
 
     def _start_load_kv(self, hook: Any) -> Any:
         def start_load_kv(*args: Any, **kwargs: Any) -> None:
-            started = time.monotonic()
+            started, waited = time.monotonic(), own_core_wait()
             try:
                 hook(*args, **kwargs)
             finally:
-                self.start_load_kv_calls.append((started, time.monotonic() - started))
+                took = time.monotonic() - started - (own_core_wait() - waited)
+                self.start_load_kv_calls.append((started, took))
 
         return start_load_kv
 
@@ -107,8 +108,3 @@ def install(worker: Any) -> None:
 def observation(worker: Any) -> RankObservation:
     """What this rank has recorded."""
     return _recorders[-1].observation()
-
-
-def start_held_transfers(worker: Any) -> None:
-    """Start the transfers that `faulty_nixl` holds in this rank."""
-    faulty_nixl.start_held_transfers()

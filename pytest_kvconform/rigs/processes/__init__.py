@@ -5,7 +5,9 @@
 | `zygote` | the zygote (fork server): imports once what children need, then forks children on demand |
 | `child` | a child as its caller sees it: a connection, a log, an end with a deadline |
 | `stacks`, `logs` | Python stacks and exceptions, read from the log of a child |
+| `cores` | how long threads waited for a core, and deadlines that do not count this time |
 | `linux` | facts from /proc: children, sessions, shared memory, threads, listening sockets |
+| `shared_memory` | files in /dev/shm that the processes of a run made |
 | `ports` | TCP ports that stay free until an engine binds them |
 | `huge_pages` | huge pages for the zygote's memory, so that a fork takes 11 ms instead of 37 |
 
@@ -17,10 +19,12 @@ The way of one case through this room:
 2. `ChildProcess(address, name, "module:function", argument, deadline)` asks the zygote for a fork. The
    child leads a session of its own, writes to a log of its own, and calls the function with a connection
    and the argument.
-3. The caller sends and receives messages over the connection; each `receive` has a deadline.
+3. The caller sends and receives messages over the connection; each `receive` has a deadline. Time in
+   which the child waited for a core does not count.
 4. A child that died or hung has its Python stack in the log. `ChildProcess.stack` prefers a stack that
    passes through one of the functions the caller names, such as the hooks of a connector.
-5. `ChildProcess.end` lets the zygote kill the child's session, reap it, and remove its shared memory.
+5. `child.leave` gives a child that shuts down time to end; the zygote looks after it. `ChildProcess.end` lets
+   the zygote kill the child's session, reap it, and remove its shared memory.
 6. The zygote ends when it is closed or when its standard input ends, which is when pytest's process is
    gone. It kills every descendant and removes the run's folder.
 

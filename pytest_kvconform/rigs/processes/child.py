@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Collection
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
-from pytest_kvconform.rigs.processes.stacks import Frame, most_telling_stack
+from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
 
 LOG_LINES = 12
+END_S = 60.0  # for the zygote to kill and reap a process
+POLL_S = 1.0  # between two looks at whether the process could run
 GONE = (
     "the zygote (the process that engines are forked from) is gone; "
     "did somebody kill it, or the machine for want of memory?"
@@ -45,23 +49,34 @@ class ChildProcess:
         self.pid: int = answer[1]
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time."""
-        if not self.connection.poll(deadline_s):
+        """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time.
+
+        Time in which the process waited for a core does not count.
+        """
+        if not poll(self.connection, Deadline(deadline_s, (getattr(self, "pid", os.getpid()),))):
             raise TimeoutError
         return self.connection.recv()
 
-    def end(self) -> int | None:
-        """Kill the process and everything it started. Returns its wait status. Can be called again."""
+    def end(self, gone: bool = False) -> int | None:
+        """Kill the process and everything it started. Returns its wait status, None without a zygote.
+
+        `gone`: its connection has ended. Returns zygote.LIVED if the process was still alive.
+        Can be called again.
+        """
         try:
             with connect(self.address, 0.0) as connection:
-                connection.send(("end", self.pid))
-                return connection.recv()[1] if connection.poll(10.0) else None
+                connection.send(("end", self.pid, gone))
+                return connection.recv()[1] if connection.poll(END_S) else None
         except (OSError, EOFError):
             return None  # the zygote is gone, and its children ended with it
         finally:
             # Last: without a connection the process would end by itself, and the zygote would not see what
             # the process leaves.
             self.connection.close()
+
+    def close(self) -> None:
+        """Forget the process, whose end the zygote looks after (`leave`)."""
+        self.connection.close()
 
     def mark(self) -> None:
         """Let `stack` look at what the process logs from now on."""
@@ -87,12 +102,39 @@ class ChildProcess:
         """The stack since the last `mark` that tells most, see `stacks.most_telling_stack`."""
         return most_telling_stack(self._text(self.asked_at, 60_000), functions)
 
+    def last_stacks(self) -> tuple[Frame, ...]:
+        """Frames of the threads that ended or hung the process since the last `mark`."""
+        return last_stacks(self._text(self.asked_at, 60_000))
+
     def _text(self, since: int, longest: int) -> str:
         """The log from a position on, at most the last `longest` bytes."""
         try:
             return self.log.read_bytes()[since:][-longest:].decode("utf-8", "backslashreplace")
         except OSError:
             return ""
+
+
+def leave(address: str, processes: Collection[ChildProcess], seconds: float, folder: str = "") -> None:
+    """Give processes that have been told to shut down this time to end, without waiting for them.
+
+    The zygote kills those that have not ended by then, and removes what they leave. `folder`: removed then.
+    """
+    try:
+        with connect(address, 0.0) as connection:
+            connection.send(("leave", tuple(process.pid for process in processes), seconds, folder))
+            connection.poll(END_S)
+    except OSError:
+        pass  # the zygote is gone, and its children ended with it
+    for process in processes:
+        process.close()
+
+
+def poll(connection: Connection, deadline: Deadline) -> bool:
+    """Wait until a message, or the end of the connection, can be read. Returns whether it came in time."""
+    while not connection.poll(min(POLL_S, max(0.0, deadline.left()))):
+        if deadline.over():
+            return False
+    return True
 
 
 def connect(address: str, deadline_s: float) -> Connection:

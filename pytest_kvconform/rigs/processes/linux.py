@@ -74,8 +74,20 @@ def kill_session(session: int) -> None:
 
 
 def shared_memory_of(session: int) -> set[str]:
-    """Files in /dev/shm that the processes of a session have mapped."""
-    return mapped_shared_memory([pid for pid in _pids() if _stat(pid)[1] == session])
+    """Files in /dev/shm that the processes of a session have mapped or open."""
+    return open_shared_memory([pid for pid in _pids() if _stat(pid)[1] == session])
+
+
+def open_shared_memory(pids: list[int] | None = None) -> set[str]:
+    """Files in /dev/shm that these processes have mapped or open (None: all processes)."""
+    found = mapped_shared_memory(pids)
+    for pid in _pids() if pids is None else pids:
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if (file := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith(SHARED_MEMORY):
+                        found.add(file)
+    return {file for file in found if os.path.exists(file)}
 
 
 def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:

@@ -1,13 +1,21 @@
-"""Read Python stacks from the log of a process that died, hung or printed an exception."""
+"""Python stacks: of an exception, and from the log of a process that died, hung or printed an exception."""
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Collection
 
 Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 _START = re.compile(r"\(most recent call (first|last)\)")  # "first": faulthandler; "last": traceback
+# faulthandler's stack of the thread that died or hangs, and the traceback of an exit that nobody catches
+_END = re.compile(
+    r"^Current thread .*\(most recent call first\):\n(?P<current>(?:  .*\n?)*)"
+    r"|^Traceback \(most recent call last\):\n(?P<exit>(?:  .*\n)*)(?=SystemExit|KeyboardInterrupt)",
+    re.MULTILINE,
+)
+FRAMES = "kv_frames"  # attribute of an exception from another process, whose traceback stayed there
 
 
 def most_telling_stack(text: str, functions: Collection[str]) -> tuple[Frame, ...]:
@@ -27,3 +35,25 @@ def most_telling_stack(text: str, functions: Collection[str]) -> tuple[Frame, ..
         (stack for stack in reversed(found) if any(name in functions for *_, name in stack)),
         found[-1] if found else (),
     )
+
+
+def stack_of(error: BaseException) -> tuple[Frame, ...]:
+    """Frames of an exception and of every exception that it was raised from, innermost first."""
+    found: list[Frame] = []
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        found += getattr(one, FRAMES, ())
+        found += [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(one.__traceback__)[::-1]]
+        one = one.__cause__ or one.__context__
+    return tuple(found)
+
+
+def last_stacks(text: str) -> tuple[Frame, ...]:
+    """Frames of all threads that ended or hung their process, in a log.
+
+    Other threads, which only waited meanwhile, and exceptions that somebody caught are not among them.
+    """
+    parts = [match["current"] or match["exit"] or "" for match in _END.finditer(text)]
+    return tuple((m["file"], int(m["line"]), m["name"]) for part in parts for m in _FRAME.finditer(part))

@@ -11,7 +11,9 @@ pickled tuple:
     ("ping",)                    -> ("ready", facts) or ("failed", kind, sentence), once PRELOAD has returned
     ("fork", name, target, arg)  -> the connection passes to a new child, which calls target(connection, arg);
                                     ("pid", pid) comes first
-    ("end", pid)                 -> kills the child's whole session, reaps it; ("ended", how it ended)
+    ("end", pid, gone)           -> kills the child's whole session, reaps it; ("ended", how it ended)
+    ("leave", pids, s, folder)   -> ("leaving",); kills these children after s seconds, if they have not ended
+                                    by then, and removes the folder
     ("close",)                   -> ends every child; ("closed", [sentences about processes that did not end])
 
 The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and
@@ -40,20 +42,31 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import (
     become_subreaper,
     children_of,
     die_with_parent,
     kill_session,
-    mapped_shared_memory,
-    shared_memory_of,
 )
+from pytest_kvconform.rigs.processes.shared_memory import SharedMemory
 
 SOCKET = "zygote.sock"
-REQUEST_S = 5.0  # for a connected client to send its request
+LOOK_S = 0.05  # between two looks at children that shut down
+GONE_S = 2.0  # for a child to end after the end of its connection
+LIVED = -1  # instead of a wait status: the child had not ended by then
+REQUEST_S = 20.0  # for a connected client to send its request
+
+
+class Leaving(NamedTuple):
+    """Children that have been told to shut down."""
+
+    pids: tuple[int, ...]
+    deadline: Deadline
+    folder: str  # to be removed then; "": none
 
 
 class ForkServer:
@@ -65,9 +78,8 @@ class ForkServer:
         self.listener.bind(str(run_dir / SOCKET))
         self.listener.listen(64)
         self.ready: tuple[Any, ...] = ("failed", "harness", "the preloading has not ended")
-        self.started = time.time()
-        # Files in /dev/shm that children had mapped when they were killed.
-        self.shared_memory: set[str] = set()
+        self.shared_memory = SharedMemory(run_dir)
+        self.leaving: list[Leaving] = []
         self.ended: dict[int, int] = {}  # pid -> wait status, of children already reaped
 
     def serve(self) -> None:
@@ -76,12 +88,13 @@ class ForkServer:
             selector.register(self.listener, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                for key, _ in selector.select(LOOK_S if self.leaving else None):
                     if key.fileobj is not self.listener:
                         if not os.read(sys.stdin.fileno(), 1):
                             return
                     elif not self._answer(Connection(self.listener.accept()[0].detach())):
                         return
+                self._look_after_leaving()
 
     def _answer(self, connection: Connection) -> bool:
         """Answer one request. Returns False after a request to close."""
@@ -94,6 +107,9 @@ class ForkServer:
                     self._fork(connection, *args)
                 elif what == "end":
                     connection.send(("ended", self._end(*args)))
+                elif what == "leave":
+                    self._let_leave(*args)
+                    connection.send(("leaving",))
                 elif what == "close":
                     connection.send(("closed", self.close()))
                     return False
@@ -110,36 +126,42 @@ class ForkServer:
             connection.send(("pid", os.getpid()))
             run(target, connection, argument)
 
-    def _end(self, pid: int) -> int | None:
-        """Kill the session of one child. Returns its wait status, or None for a process that is no child."""
+    def _end(self, pid: int, gone: bool = False, last: bool = True) -> int | None:
+        """Kill the session of one child. Returns its wait status, or None for a process that is no child.
+
+        `gone`: the child should have ended by itself. Returns LIVED if it has not. `last`: no other child is
+        ended right after it.
+        """
         if pid not in self.ended:
-            self._note_shared_memory([pid])
+            self.shared_memory.note([pid])
+            if gone and not has_ended(pid, Deadline(GONE_S, (pid,))):
+                self.ended[pid] = LIVED
             kill_session(pid)
             try:
-                self.ended[pid] = os.waitpid(pid, 0)[1]
+                status = os.waitpid(pid, 0)[1]
             except ChildProcessError:
                 return None
+            self.ended.setdefault(pid, status)
         kill_session(pid)  # what the child itself forked, and what it left to its own children
         self._reap()
-        self._remove_shared_memory()
+        if last:
+            self.shared_memory.remove()
         return self.ended[pid]
 
-    def _note_shared_memory(self, sessions: list[int]) -> None:
-        """Note which files in /dev/shm these sessions have mapped, before they are killed."""
-        self.shared_memory |= {
-            file
-            for session in sessions
-            for file in shared_memory_of(session)
-            if os.stat(file).st_ctime >= self.started
-        }
+    def _let_leave(self, pids: tuple[int, ...], seconds: float, folder: str) -> None:
+        """Give children that have been told to shut down time to end."""
+        self.shared_memory.note(list(pids))
+        self.leaving.append(Leaving(pids, Deadline(seconds, pids), folder))
 
-    def _remove_shared_memory(self) -> None:
-        """Remove files in /dev/shm that killed processes left, unless another process uses them."""
-        if self.shared_memory:
-            for file in self.shared_memory - mapped_shared_memory():
-                with contextlib.suppress(OSError):
-                    os.unlink(file)
-            self.shared_memory &= mapped_shared_memory()
+    def _look_after_leaving(self) -> None:
+        """Reap children that have shut down, and kill those that have not in time."""
+        for one in list(self.leaving):
+            if all(pid in self.ended or has_ended(pid) for pid in one.pids) or one.deadline.over():
+                self.leaving.remove(one)
+                for pid in one.pids:
+                    self._end(pid, last=pid == one.pids[-1])
+                if one.folder:
+                    shutil.rmtree(one.folder, ignore_errors=True)
 
     def _reap(self) -> None:
         while True:
@@ -156,16 +178,29 @@ class ForkServer:
 
         Returns a sentence for each process that did not end.
         """
-        deadline = time.monotonic() + 5
-        while (pids := children_of(os.getpid())) and time.monotonic() < deadline:
-            self._note_shared_memory(pids)
+        while self.leaving:
+            self._look_after_leaving()
+            time.sleep(0.005)
+        deadline = Deadline(5.0, (os.getpid(),))
+        while (pids := children_of(os.getpid())) and not deadline.over():
+            self.shared_memory.note(pids)
             for pid in pids:
                 kill_session(pid)
                 os.kill(pid, signal.SIGKILL)
             self._reap()
             time.sleep(0.005)
-        self._remove_shared_memory()
+        self.shared_memory.remove(at_the_end=True)
         return [f"process {pid} would not end" for pid in children_of(os.getpid())]
+
+
+def has_ended(pid: int, deadline: Deadline | None = None) -> bool:
+    """Whether a child ends by itself before the deadline, or has ended by now."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if deadline is None or deadline.over():
+                return False
+            time.sleep(0.002)
+    return True
 
 
 def become(name: str, run_dir: Path) -> None:

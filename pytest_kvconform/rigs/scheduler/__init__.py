@@ -2,7 +2,8 @@
 
 A case of this rig (`@case(RULE, rig="scheduler")`) decides what the workers report and when, and reads every
 answer of the connector. It takes milliseconds: no engine runs and no byte moves. A real worker half, of one
-rank and without a model, can be had in addition (worker_half.py, store_engine.py).
+rank and without a model, can be had in addition (worker_half.py, store_engine.py), and whole engines of such
+halves, whose loads are compared word by word (live/).
 
 The way of a case:
 

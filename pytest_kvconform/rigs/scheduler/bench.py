@@ -9,15 +9,17 @@ from typing import Any
 
 from model_matrix import parse_topology
 from pytest_kvconform.case_outcome import CaseEnd
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, HarnessError, Outcome
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
+from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scheduler.host import HostSpec
+from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
-GRACE_S = 10.0  # beyond a case's own deadline, which the host keeps
+AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
+GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
 HANGS = 3  # after so many cases that did not end in time, no other case is started
@@ -36,22 +38,27 @@ class SchedulerBench:
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
 
-        Raises Blocked after several cases that hung, HarnessError without a host.
+        Raises Blocked after several cases that hung, or one that waits for a server; HarnessError without a
+        host.
         """
+        self.context.require_nothing_missing()
         if len(self._hung) >= HANGS:
             raise Blocked(
                 f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
             )
-        deadline_s = CASE_PART * self.context.deadlines.call
-        end, in_time = self._ask(cell, (module, function, rule, variant, deadline_s), deadline_s + GRACE_S)
-        if not in_time:
+        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if self._hung else 1.0)
+        question = (module, function, rule, variant, deadline_s)
+        end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
+        if not in_time and end.outcome is Outcome.BLOCKED:
+            self.context.missing.append(end.reason)
+        elif not in_time:
             self._hung.append(function)
         return end
 
     def drop(self) -> None:
         """End the host."""
         if self._host is not None:
-            self._host.end()
+            leave(self.context.address, [self._host], LEAVE_S)
         self._host = self._cell = None
 
     def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, bool]:

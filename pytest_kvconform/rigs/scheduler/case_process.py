@@ -13,19 +13,24 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_kvconform.case_outcome import end_of, run_case
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised, SchedulerStopped
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
+    from pytest_kvconform.subject import Subject
 
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
-    """Receive (module, function, rule, variant), run this case, and send its CaseEnd. Ends the process."""
+    """Receive (module, function, rule, variant) and run this case. Ends the process.
+
+    Sends its CaseEnd, and whether a worker half is left that this process shuts down then.
+    """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))
     try:
@@ -38,7 +43,10 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(end)
+        leaves = _has_worker_half()
+        connection.send((end, leaves))
+        if leaves:
+            _shut_down()
         os._exit(0)
 
 
@@ -46,9 +54,37 @@ def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> ob
     try:
         case = getattr(importlib.import_module(module), function).__wrapped__
         return case(Rig(host, rule), variant)
-    except (HookRaised, SchedulerStopped):
+    except (HookRaised, SchedulerStopped) as raised:
         traceback.print_exc()  # to the log
+        if isinstance(raised, HookRaised) and (lacks := _what_is_missing(host.spec.subject, raised)):
+            raise Blocked(f"{host.spec.subject.connector} cannot start here: {lacks}") from None
         raise
+
+
+def _has_worker_half() -> bool:
+    """Whether the case has built a worker half that it has not shut down."""
+    state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
+    return state is not None and state.has_kv_transfer_group()
+
+
+def _shut_down() -> None:
+    """Let vLLM shut the worker half down, so that it signs off where it has signed on."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    try:
+        ensure_kv_transfer_shutdown()
+    except BaseException:
+        traceback.print_exc()  # to the log: cases about shutdown judge it
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _what_is_missing(subject: Subject, raised: HookRaised) -> str:
+    """Return what this environment lacks, if a hook of the start has raised because of it."""
+    if not raised.hook.startswith(("__init__", *START_HOOKS)):
+        return ""
+    error = raised.error
+    return what_is_missing(type(error).__name__, str(error), subject.module or "", subject.packages)
 
 
 def _prepare_process() -> None:

@@ -26,8 +26,21 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
-from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    Cell,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    ProcessKilled,
+    Violation,
+)
+from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes.child import poll
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.stacks import most_telling_stack
+from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
 from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
@@ -39,6 +52,7 @@ NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host 
 LONGEST = 8192  # tokens of a request
 LOG_LINES = 12
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
 STACK_S = 0.5  # that a process which hangs may take to write its stack
 
 
@@ -78,6 +92,7 @@ def serve(connection: Connection, spec: HostSpec) -> None:
         try:
             module, function, rule, variant, deadline_s = connection.recv()
         except EOFError:
+            host.close()
             return
         connection.send(host.run(module, function, rule, variant, deadline_s))
 
@@ -109,6 +124,8 @@ class Host:
         self._kv_configs: dict[tuple[str, bool, int], Any] = {}
         self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
         self._killed: list[int] = []  # children that are still to be reaped
+        self._leaving: list[tuple[int, Deadline]] = []  # children that shut their worker half down
+        self._leave_s = LEAVE_S
         keep_configured_limits()
         for role in "PD":
             self._make(role, True)
@@ -198,31 +215,58 @@ class Host:
     ) -> tuple[CaseEnd, bool]:
         """Run one case in a child. Returns its end, and whether it ended within the deadline."""
         importlib.import_module(module)  # so that the next child has it
-        for pid in self._killed:
-            os.waitpid(pid, 0)
+        self._reap()
         pid, line = self._spare or self._fork()
         log_from = os.lseek(2, 0, os.SEEK_END)
         self.note_running_hook("")
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        in_time, end = line.poll(deadline_s), None
+        in_time, end, leaves = poll(line, Deadline(deadline_s, (pid, os.getpid()))), None, False
         if in_time:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
-                end = line.recv()
+                end, leaves = line.recv()
         else:
             os.kill(pid, signal.SIGUSR1)  # the child writes its stack to the log
             time.sleep(STACK_S)
-        try:
-            os.killpg(pid, signal.SIGKILL)  # with the processes that the connector has started
-        except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)  # the child does not lead a group yet
         line.close()
+        if leaves:
+            assert end is not None
+            self._killed, self._leaving = [], [(pid, Deadline(self._leave_s, (pid,)))]
+            return end, in_time
+        hangs = end is None and in_time and not has_ended(pid, Deadline(GONE_S, (pid,)))
+        _kill(pid)
         if end is not None:
             return end, in_time
         self._killed, status = [], os.waitpid(pid, 0)[1]
+        if in_time and status == signal.SIGKILL and not hangs:
+            return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
+        if not in_time and self._hook[:].startswith(b"__init__") and waits_for_server(_stack_lines(log_from)):
+            sentence = "waits for a server: start it, or configure its address"
+            return end_of(
+                Blocked(f"{self.spec.subject.connector} cannot start here: its start {sentence}")
+            ), in_time
         how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
+
+    def _reap(self) -> None:
+        """Wait for the ends of earlier children.
+
+        A worker half that is being shut down may hold the port that the next case needs.
+        """
+        for pid, deadline in self._leaving:
+            if not has_ended(pid, deadline):
+                self._leave_s = LEAVE_AGAIN_S
+            _kill(pid)
+            self._killed.append(pid)
+        self._leaving = []
+        for pid in self._killed:
+            os.waitpid(pid, 0)
+        self._killed = []
+
+    def close(self) -> None:
+        """Let the last case end."""
+        self._reap()
 
     def _fork(self) -> tuple[int, Connection]:
         """A child that waits for one case: its pid, and the line to it."""
@@ -282,6 +326,20 @@ def _death(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
     return f"ended with exit code {os.WEXITSTATUS(status)}"
+
+
+def _kill(pid: int) -> None:
+    """Kill a child with the processes that the connector has started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # the child does not lead a group yet
+
+
+def _stack_lines(since: int) -> list[str]:
+    """The last stack that the child wrote, innermost first: "file:line in function"."""
+    frames = most_telling_stack(_log_text(since), ("__init__",))
+    return [f"{file.rpartition('/')[2]}:{line} in {name}" for file, line, name in frames]
 
 
 def _log_text(since: int) -> str:

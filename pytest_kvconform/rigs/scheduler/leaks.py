@@ -7,11 +7,12 @@ remembers. The classes of a connector's objects are unknown, so `walk` visits ev
 from __future__ import annotations
 
 import re
-import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.side import Side
@@ -57,16 +58,18 @@ def walk(root: Any) -> Iterator[tuple[Path, Any]]:
             todo += [((*path, "item"), inner) for inner in list(value)]
         elif type(value).__name__ == "ndarray":
             todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
-        elif not _not_ours(value):
-            todo += [((*path, name), inner) for name, inner in _attributes(value)]
+        elif not is_not_ours(value):
+            todo += [((*path, name), inner) for name, inner in attributes(value)]
 
 
-def _not_ours(value: Any) -> bool:
+def is_not_ours(value: Any) -> bool:
+    """Whether `walk` does not enter an object: a class, a function, or an object of the engine's."""
     kinds = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     return isinstance(value, kinds) or str(type(value).__module__).startswith(NOT_OURS)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
+    """Name and value of every attribute that an object itself has."""
     names = [
         *getattr(value, "__dict__", ()),
         *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),
@@ -166,7 +169,7 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
     early, late = most(ENOUGH), most(ENOUGH)
     if not late - early:
         return ""
-    _set_clocks_ahead(LATER_S)
+    set_ahead(LATER_S, monotonic=True)  # a connector may forget requests after some time
     most(A_FEW)
     now = Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
     growing = [(now[where], *where) for where, n in late.items() if early[where] < n <= now[where]]
@@ -177,18 +180,3 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
         f"the connector of {side.name} remembers ever more requests that have ended, {number} of "
         f"{len(side.finished)} by now: {place}"
     )
-
-
-def _set_clocks_ahead(seconds: float) -> None:
-    """Let this process believe that it is later: a connector may forget requests after some time."""
-    for clock, unit in (
-        (time.time, 1),
-        (time.monotonic, 1),
-        (time.time_ns, 10**9),
-        (time.monotonic_ns, 10**9),
-    ):
-        setattr(time, clock.__name__, _ahead(clock, int(seconds * unit)))
-
-
-def _ahead(clock: Callable[[], Any], units: int) -> Callable[[], Any]:
-    return lambda: clock() + units

@@ -7,16 +7,17 @@ before vLLM's own assertion ends the engine.
 
 from __future__ import annotations
 
-import json
+import math
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
+from pytest_kvconform.rigs.vllm_setup.answers import kept, params_after_the_way, unpacked, why_no_truth
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
 
@@ -29,14 +30,14 @@ class Call:
     step: int  # number of the side's step, from 1; 0: before the first
     arguments: dict[str, Any]  # numbers and block ids, copied: see `_arguments`
     result: Any
-    seconds: float
+    seconds: float  # without those in which the thread waited for a core
 
 
 @dataclass(frozen=True)
 class Unsure:
     """get_num_new_matched_tokens has answered None for a request, again and again."""
 
-    started: float  # time.monotonic()
+    since: Deadline  # without an end: how long it has done so
     times: int
     step: int  # of the last time
 
@@ -74,6 +75,15 @@ class Recorder:
         finally:
             self.note("")
 
+    def last_answer(self) -> str:
+        """The connector's last answer about a request, as the end of a sentence; "" without one."""
+        answers = (
+            f"; the connector's last answer was {call.result!r} of {call.hook}"
+            for call in reversed(self.calls)
+            if call.request
+        )
+        return next(answers, "")
+
     def _wrap(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.depth:
@@ -81,18 +91,20 @@ class Recorder:
             given = _arguments(hook, args, kwargs)
             before = _content(args[0]) if hook == "build_connector_meta" else None
             self.depth += 1
-            started = time.perf_counter()
+            started = time.perf_counter() - own_core_wait()
             try:
                 result = self.call(hook, method, *args, **kwargs)
             finally:
                 self.depth -= 1
-            seconds = time.perf_counter() - started
+            if hook == "get_num_new_matched_tokens" or hook in FINISHED:
+                result = unpacked(result)
+            seconds = time.perf_counter() - own_core_wait() - started
             request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
             if hook == "update_state_after_alloc" or hook in FINISHED:
                 self.unsure.pop(request, None)
             elif hook == "update_connector_output" and given["finished_recving"]:
                 # The connector may have waited for the end of another load: the time begins anew.
-                now = time.monotonic()
+                now = Deadline(math.inf)
                 self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
             self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
             if hook == "get_num_new_matched_tokens":
@@ -109,8 +121,8 @@ class Recorder:
     def _note_match(self, request: str, answer: Any) -> None:
         """Note an answer of get_num_new_matched_tokens in `unsure`."""
         if isinstance(answer, tuple) and answer[:1] == (None,):
-            before = self.unsure.get(request, Unsure(time.monotonic(), 0, 0))
-            self.unsure[request] = Unsure(before.started, before.times + 1, self.step)
+            before = self.unsure.get(request, Unsure(Deadline(math.inf), 0, 0))
+            self.unsure[request] = Unsure(before.since, before.times + 1, self.step)
         else:
             self.unsure.pop(request, None)
 
@@ -203,8 +215,8 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
         raise _broken(
             "KV-MATCH-001", f"{asked}: the first element is neither None nor an int that is 0 or more"
         )
-    if not isinstance(asynchronous, bool):
-        raise _broken("KV-MATCH-001", f"{asked}: the second element is no bool")
+    if wrong := why_no_truth(asynchronous):
+        raise _broken("KV-MATCH-001", f"{asked}: vLLM tests the truth of the second element, which {wrong}")
     if tokens > request.num_tokens - computed:
         raise _broken(
             "KV-MATCH-002",
@@ -217,12 +229,10 @@ def check_match(request: Any, computed: int, answer: Any) -> None:
 
 
 def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str, str]) -> None:
-    """Raise Violation unless the metadata survives pickle and the SchedulerOutput is unchanged."""
-    base = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
-    if not isinstance(metadata, base.KVConnectorMetadata):
+    """Raise Violation unless there is metadata that survives pickle, and the SchedulerOutput is unchanged."""
+    if metadata is None:
         raise _broken(
-            "KV-META-001",
-            f"build_connector_meta returned a {type(metadata).__name__}, which is no KVConnectorMetadata",
+            "KV-META-001", "build_connector_meta returned None, and the worker asserts that there is metadata"
         )
     try:
         pickle.loads(pickle.dumps(metadata))
@@ -245,10 +255,14 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
 def check_finished(hook: str, request: Any, answer: Any) -> None:
     """Raise Violation unless vLLM can use the answer of request_finished, and its params survive JSON."""
     returned = f"{hook}({request.status.name}) returned {_short(answer)}"
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], bool):
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise _broken("KV-FINISH-001", f"{returned}, and vLLM unpacks (keep the blocks, params or None)")
+    try:
+        kept(answer[0])
+    except TypeError as error:
         raise _broken(
-            "KV-FINISH-001", f"{returned}, and vLLM unpacks (keep the blocks: bool, params or None)"
-        )
+            "KV-FINISH-001", f"{returned}: vLLM combines the first element with a bool: {error}"
+        ) from None
     params = answer[1]
     if params is None:
         return
@@ -257,24 +271,12 @@ def check_finished(hook: str, request: Any, answer: Any) -> None:
             "KV-FINISH-002", f"{returned}: params are a {type(params).__name__}, and vLLM writes into a dict"
         )
     try:
-        again = json.loads(json.dumps(params))
+        params_after_the_way(params)
     except (TypeError, ValueError) as error:
         raise _broken(
-            "KV-FINISH-002", f"{returned}: as JSON, which is how they reach D, they are refused: {error}"
-        ) from None
-    if lost := [key for key, value in _listed(params).items() if key not in again or again[key] != value]:
-        raise _broken(
             "KV-FINISH-002",
-            f"JSON changes the params of {hook}, through which they reach D: "
-            f"{lost[0]!r} is {params[lost[0]]!r}",
-        )
-
-
-def _listed(value: Any) -> Any:
-    """With lists for tuples, which JSON does not tell apart."""
-    if isinstance(value, dict):
-        return {key: _listed(inner) for key, inner in value.items()}
-    return [_listed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+            f"{returned}: they reach D through msgpack and JSON, which refuse them: {error}",
+        ) from None
 
 
 def _short(value: Any) -> str:

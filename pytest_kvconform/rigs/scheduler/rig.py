@@ -27,18 +27,21 @@ numbers below 257, such as ranks and layers, are no block ids.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.scenario import tokens
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS
+from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
-from pytest_kvconform.rigs.scheduler.side_state import APART, first_block
+from pytest_kvconform.rigs.scheduler.side_state import APART, SideState, first_block
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
@@ -59,7 +62,11 @@ class Rig:
 
     host: Host
     rule: str  # of the case
+    # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
+    asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
+    secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))
+    transfers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def cell(self) -> Cell:
@@ -101,6 +108,7 @@ class Rig:
         vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
+        vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(
             self.host.spec.ports[len(self._sides) % len(self.host.spec.ports)]
@@ -111,20 +119,37 @@ class Rig:
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
-        token is a block id, too.
+        token is a block id, too. A store has saved no prompt of another case or run.
 
         It is longer than `length` if the connector declares that it loads nothing of so short a prompt.
         """
         if length > 1:
             length += declared_addition(self.subject, BLOCK)
-        return tuple(TOKENS_FROM + token for token in tokens(length, seed, shared))
+        prompt = tokens(length, seed, shared)
+        if self.subject.profile == "store":
+            prompt = with_other_tokens(prompt, self.secret)
+        return tuple(TOKENS_FROM + token for token in prompt)
 
     def prefill_params(self) -> dict[str, Any]:
         """The params with which a proxy asks P for a hand-over; none for a store."""
         if self.subject.profile == "store":
             return {}
-        asked = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        keys = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        asked: dict[str, Any] = dict.fromkeys(keys)
+        if self.subject.handover == RENDEZVOUS:
+            asked["transfer_id"] = f"{os.getpid()}-{next(self.transfers)}"
         return {"do_remote_decode": True, "do_remote_prefill": False} | asked
+
+    def rendezvous_params(self, p: SideState, transfer_id: str) -> dict[str, Any]:
+        """The params with which a router asks D to load what P has computed under an id."""
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_engine_id": p.config.kv_transfer_config.engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.host.spec.ports[0],
+        }
 
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any
@@ -172,7 +197,9 @@ class Rig:
             sentence = f"{self.subject.connector} begins no asynchronous load: it answered {answer}"
             if declared := declared_amount(self.subject):
                 sentence += f" for {len(d.prompts[missing[0]])} tokens, and {declared} is declared"
-            raise NotApplicable(sentence, refused=d.declined_to_load(missing[0]))
+            # a store has nothing to load of what no worker has saved
+            declined = self.subject.profile != "store" and d.declined_to_load(missing[0])
+            raise NotApplicable(sentence, refused=declined)
         return self.step_until_ordered(d, *ids)
 
     def step_until_ordered(self, d: Side, *ids: str) -> Step:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.result import Blocked, HarnessError, Violation
 from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
-from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
+from pytest_kvconform.rigs.scheduler.steps import (
+    END_OF_SEQUENCE,
+    Flight,
+    RequestOutput,
+    Step,
+    WorkerReport,
+    engine_request,
+    rank_output,
+)
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 
 if TYPE_CHECKING:
@@ -25,8 +33,7 @@ if TYPE_CHECKING:
 STEPS = 200  # that a run may take, without those in which the connector's answer is awaited
 PAUSE_S = 0.001  # after a step that computes nothing, as vLLM's EngineCore._process_engine_step makes it
 MAX_LOADS = 5  # of one request; more are no chance
-END_OF_SEQUENCE = 2
-SAMPLED = 7  # the token that the scripted worker samples
+SAMPLED, POOLED = 7, (1.0,)  # the token that the scripted worker samples, and what it pools
 
 
 class Side(SideState):
@@ -38,7 +45,11 @@ class Side(SideState):
         self.worker: Callable[[Any], Any] | None = None
         # Whether the scripted workers report every load in the step in which it is ordered.
         self.report_loads_at_once = False
-        self._preempting, self._taken = "", list[Any]()
+        # Whether a step is in flight when the next one is scheduled: vLLM's asynchronous scheduling.
+        self.asynchronous = bool(config.scheduler_config.async_scheduling)
+        self._in_flight: Flight | None = None
+        self._ending: list[str] = []
+        self._preempting, self._preemptions, self._taken = "", 0, list[Any]()
         self._watch_allocations()
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -52,17 +63,16 @@ class Side(SideState):
         *,
         stop: bool = False,
         read_cache: bool = True,
+        kind: str = "",
         **fields: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
 
         `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
         is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
-        caches, as one that wants log-probabilities of its prompt. `fields`: further ones of vLLM's
-        EngineCoreRequest. Raises HarnessError if the params are no JSON.
+        caches, as one that wants log-probabilities of its prompt. `kind`: see `steps.engine_request`.
+        `fields`: further ones of vLLM's EngineCoreRequest. Raises HarnessError if the params are no JSON.
         """
-        from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.request import Request
 
         id = id or f"cmpl-{self.name}-{len(self.prompts):04d}"
@@ -71,24 +81,9 @@ class Side(SideState):
                 params = json.loads(json.dumps(params))
             except (TypeError, ValueError) as error:
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            detokenize=False,
-            ignore_eos=not stop,
-            skip_reading_prefix_cache=not read_cache,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
-        sampling.update_from_generation_config({}, END_OF_SEQUENCE)
-        given = {
-            "request_id": id,
-            "prompt_token_ids": list(prompt),
-            "sampling_params": sampling,
-            "arrival_time": time.time(),
-        }
-        absent = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
-        request = EngineCoreRequest(**dict.fromkeys(absent) | given | fields)
+        request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
+        self.transfer_ids[id] = params.get("transfer_id", "") if isinstance(params, dict) else ""
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
         self._guarded(self.scheduler.add_request, made)
@@ -106,47 +101,65 @@ class Side(SideState):
         """Take one step of the engine: schedule(), the reports of the workers, update_from_output().
 
         Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as
-        well. `ranks` gives the reports of each rank instead. Raises Violation if vLLM's scheduler cannot go
+        well. `ranks` gives the reports of each rank instead. With asynchronous scheduling they are those of
+        the step before, which is in flight during schedule(). Raises Violation if vLLM's scheduler cannot go
         on with what the connector answered.
         """
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
-        reports = ranks or (report,) * self.ranks
+        if self.asynchronous and self._in_flight is None:
+            self._in_flight = self._schedule()  # EngineCore.step_with_batch_queue first fills its queue
+        ending = flight = self._schedule()
+        if self.asynchronous:
+            assert self._in_flight is not None
+            ending, self._in_flight = self._in_flight, flight
+        self._update(ending, ranks or (report,) * self.ranks)
+        if self.recorder.unsure and not flight.sampled:
+            time.sleep(PAUSE_S)
+        return self.steps[-1]
+
+    def end_flight(self) -> None:
+        """Give the scheduler the output of the step that is in flight, if there is one."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            self._update(flight, (WorkerReport(),) * self.ranks)
+
+    def _schedule(self) -> Flight:
+        """Call schedule(), run a real worker, and note the step."""
         self.recorder.step = len(self.steps) + 1
         output = self._guarded(self.scheduler.schedule)
         given = output.kv_connector_metadata
         metadata = pickle.loads(pickle.dumps(given))
         ended, preempted = frozenset(output.finished_req_ids), frozenset(output.preempted_req_ids or ())
-        outputs: dict[str, RequestOutput] = {}
-        scheduled = {
-            id: (
-                self.scheduler.requests[id].num_computed_tokens - number,
-                self.scheduler.requests[id].num_computed_tokens,
-            )
-            for id, number in output.num_scheduled_tokens.items()
-        }
+        scheduled, sampled, pooled, outputs = {}, {}, {}, dict[str, RequestOutput]()
+        for id, number in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[id]
+            scheduled[id] = request.num_computed_tokens - number, request.num_computed_tokens
+            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled[id] = [token] if done and not request.pooling_params else []
+            pooled[id] = POOLED if done and request.pooling_params else None
+        ordered = tuple(self.ordered_loads(metadata)) if self.report_loads_at_once else ()
+        reported = self.worker(output) if self.worker is not None else None
+        synchronous = output.has_sync_kv_loads
+        self.steps.append(
+            Step(len(self.steps) + 1, scheduled, outputs, metadata, synchronous, ended, preempted, given)
+        )
+        return Flight(output, sampled, pooled, outputs, ordered, reported)
+
+    def _update(self, flight: Flight, reports: tuple[WorkerReport, ...]) -> None:
+        """Call update_from_output() with the reports of the workers."""
         if self.report_loads_at_once:
-            reports = (WorkerReport(received=self.ordered_loads(metadata)),) * self.ranks
-        made = [self._rank_output(list(scheduled), one) for one in reports]
+            reports = (WorkerReport(received=flight.ordered),) * self.ranks
+        made = [flight.rank_output(one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
         if self.worker is not None:
-            whole.kv_connector_output = self.worker(output)
-        for batch in self._guarded(self.scheduler.update_from_output, output, whole).values():
-            for one in batch.outputs:
-                finish = None if one.finish_reason is None else str(one.finish_reason)
-                outputs[one.request_id] = RequestOutput(
-                    tuple(one.new_token_ids), finish, one.kv_transfer_params
-                )
-        self.results |= {id: one for id, one in outputs.items() if one.finish}
+            whole.kv_connector_output = flight.worker
+        for id in self._ending:
+            self.abort(id)
+        self._ending = []
+        flight.note_outputs(self._guarded(self.scheduler.update_from_output, flight.output, whole))
+        self.results |= {id: one for id, one in flight.outputs.items() if one.finish}
         self._note_ends()
-        has_sync_kv_loads = output.has_sync_kv_loads
-        self.steps.append(
-            Step(
-                len(self.steps) + 1, scheduled, outputs, metadata, has_sync_kv_loads, ended, preempted, given
-            )
-        )
-        if self.recorder.unsure and not scheduled:
-            time.sleep(PAUSE_S)
-        return self.steps[-1]
 
     def run(
         self,
@@ -207,9 +220,16 @@ class Side(SideState):
         self._guarded(self.scheduler.finish_requests, id, RequestStatus[how])
         self._note_ends()
 
+    def abort_in_next_step(self, id: str) -> None:
+        """Abort a request in the next step after schedule(), as EngineCore does with its queue of aborts."""
+        self._ending.append(id)
+
     def preempt(self, id: str) -> None:
-        """Preempt a running request in the next step: allocate_slots finds no block."""
-        self._preempting = id
+        """Preempt a running request: allocate_slots finds no block in the next step.
+
+        With a step in flight, it finds none until vLLM may free the blocks of the request.
+        """
+        self._preempting, self._preemptions = id, self.scheduler.requests[id].num_preemptions
 
     def take_all_free_blocks(self) -> None:
         """Take every free block from the pool, so that vLLM can allocate none.
@@ -245,6 +265,7 @@ class Side(SideState):
         Takes one empty step first, in which the connector notifies its workers of the ends.
         """
         self.step()
+        self.end_flight()
         return leaks(self)
 
     def require_standard_reports(self) -> None:
@@ -270,7 +291,7 @@ class Side(SideState):
 
         Raises HookRaised.
         """
-        self.call_hook("update_connector_output", self._rank_output([], report).kv_connector_output)
+        self.call_hook("update_connector_output", rank_output({}, {}, report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
         """Call vLLM's reset_prefix_cache for the connector's cache, too.
@@ -293,35 +314,7 @@ class Side(SideState):
         except Exception as error:
             if f"{os.sep}vllm{os.sep}" not in traceback.extract_tb(error.__traceback__)[-1].filename:
                 raise
-            last = next(
-                (
-                    f"; the connector's last answer was {c.result!r} of {c.hook}"
-                    for c in reversed(self.calls)
-                    if c.request
-                ),
-                "",
-            )
-            raise SchedulerStopped(self.name, error, last) from error
-
-    def _rank_output(self, ids: list[str], report: WorkerReport) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        sampled = []
-        for id in ids:
-            request = self.scheduler.requests[id]
-            token = END_OF_SEQUENCE if request.__dict__.get("kv_stops") else SAMPLED
-            sampled.append([token] if request.num_computed_tokens >= request.num_tokens else [])
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={id: index for index, id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=set(report.sent) or None,
-                finished_recving=set(report.received) or None,
-                failed_recving=set(report.failed),
-                invalid_block_ids=set(report.invalid),
-            ),
-        )
+            raise SchedulerStopped(self.name, error, self.recorder.last_answer()) from error
 
     def _note_ends(self) -> None:
         self.finished += [
@@ -333,8 +326,9 @@ class Side(SideState):
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             victim = self.scheduler.requests.get(self._preempting)
-            if victim is not None and victim in self.scheduler.running:
+            if victim is not None and victim.num_preemptions > self._preemptions:
                 self._preempting = ""
+            elif victim is not None and victim in self.scheduler.running:
                 self.scheduler.running.remove(victim)
                 self.scheduler.running.append(victim)  # vLLM preempts the last one
                 return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
+from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
@@ -44,7 +44,6 @@ class SideState:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.scheduler import Scheduler
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"
         self.config, self.kv_config, self.first_block = config, kv_config, first_block
@@ -53,6 +52,7 @@ class SideState:
         self.finished: list[str] = []
         self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.transfer_ids: dict[str, str] = {}  # of requests on which P and D meet by an id
         self.block_size, hash_size = resolve_kv_cache_block_sizes(kv_config, config)
         create = KVConnectorFactory.create_connector
 
@@ -61,7 +61,7 @@ class SideState:
 
         KVConnectorFactory.create_connector = create_connector
         try:
-            self.scheduler: Any = Scheduler(
+            self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
                 kv_cache_config=kv_config,
                 structured_output_manager=rig.host.structured_output,
@@ -149,17 +149,20 @@ class SideState:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def kv_transfer_params(self, id: str) -> dict[str, Any]:
-        """kv_transfer_params that P returned for a request that has ended, after the way through JSON.
+        """kv_transfer_params that P returned for a request that has ended, as they reach D.
 
-        Raises NotApplicable if P returned none.
+        With rendezvous the router adds the id and P's address. Raises NotApplicable if P returned none.
         """
         output = self.results.get(id)
+        if self.rig.subject.handover == RENDEZVOUS and output is not None:
+            given = self.rig.rendezvous_params(self, self.transfer_ids.get(id, ""))
+            return (output.params or {}) | given
         if output is None or output.params is None:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"
-            raise NotApplicable(sentence, refused=len(self.prompts.get(id, ())) > self.block_size)
-        found: dict[str, Any] = json.loads(json.dumps(output.params))
-        return found
+            long = len(self.prompts.get(id, ())) > self.block_size
+            raise NotApplicable(sentence, refused=long and self.rig.subject.profile != "store")
+        return params_after_the_way(output.params)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -190,7 +193,7 @@ class SideState:
         unsure = self.recorder.unsure.get(id)
         if unsure is None or unsure.times < ANSWER_STEPS:
             return False
-        return time.monotonic() - unsure.started > self.rig.scaled_seconds(ANSWER_S)
+        return unsure.since.passed() > self.rig.scaled_seconds(ANSWER_S)
 
     def matched_tokens(self, id: str) -> tuple[int, bool]:
         """The last answer of get_num_new_matched_tokens for a request, None not included; (0, False): there
@@ -204,7 +207,7 @@ class SideState:
         answer.
         """
         calls = self.calls_of("get_num_new_matched_tokens", id)[since:]
-        return [call.result for call in calls if call.result[0] is not None]
+        return [(call.result[0], bool(call.result[1])) for call in calls if call.result[0] is not None]
 
     def declined_to_load(self, id: str) -> bool:
         """Whether get_num_new_matched_tokens answered 0 although this side lacks a whole block or more."""

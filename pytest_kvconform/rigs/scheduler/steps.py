@@ -1,12 +1,19 @@
-"""Records of a side's steps: what its workers report, and what a step did."""
+"""What goes into a side and comes out: requests, reports of its workers, and records of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
+
+END_OF_SEQUENCE = 2
+# Kinds of requests that are not plain text: their prompt is embeddings (it has no token ids), they ask for
+# a pooled output instead of tokens, or they are computed with a LoRA adapter.
+KINDS = ("embeds", "pooling", "lora")
+WIDTH = 8  # of an embedding
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,54 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class Flight:
+    """A step between schedule() and update_from_output()."""
+
+    output: Any  # vLLM's SchedulerOutput
+    sampled: dict[str, list[int]]  # scheduled request -> the tokens that its model samples, one or none
+    pooled: dict[str, Any]  # scheduled request -> what is pooled of it, or None
+    outputs: dict[str, RequestOutput]  # of the Step, to be filled
+    ordered: tuple[str, ...]  # requests whose loads the metadata has ordered by now
+    worker: Any  # KVConnectorOutput of a real worker; None: the reports are scripted
+
+    def rank_output(self, report: WorkerReport) -> Any:
+        """The ModelRunnerOutput of one rank that reports this."""
+        return rank_output(self.sampled, self.pooled, report)
+
+    def note_outputs(self, batches: dict[int, Any]) -> None:
+        """Note what update_from_output returned: EngineCoreOutputs by client."""
+        for one in (one for batch in batches.values() for one in batch.outputs):
+            finish = None if one.finish_reason is None else str(one.finish_reason)
+            self.outputs[one.request_id] = RequestOutput(
+                tuple(one.new_token_ids), finish, one.kv_transfer_params
+            )
+
+
+def rank_output(sampled: dict[str, list[int]], pooled: dict[str, Any], report: WorkerReport) -> Any:
+    """A ModelRunnerOutput: tokens and pooled output by request, and the report of one rank."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=list(sampled),
+        req_id_to_index={id: index for index, id in enumerate(sampled)},
+        sampled_token_ids=list(sampled.values()),
+        pooler_output=list(pooled.values()) if any(pooled.values()) else None,
+        kv_connector_output=KVConnectorOutput(
+            finished_sending=set(report.sent) or None,
+            finished_recving=set(report.received) or None,
+            failed_recving=set(report.failed),
+            invalid_block_ids=set(report.invalid),
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class Step:
     """What one step did."""
 
     number: int  # from 1
     scheduled: dict[str, tuple[int, int]]  # request -> tokens [first, end) that are computed in it
-    outputs: dict[str, RequestOutput]
+    outputs: dict[str, RequestOutput]  # filled by update_from_output; with a step in flight one step later
     metadata: Any  # of build_connector_meta, after the way to a worker (pickle)
     has_sync_kv_loads: bool  # of the SchedulerOutput: a synchronous load happens in this step
     finished: frozenset[str]  # finished_req_ids: requests of whose end the workers are notified
@@ -54,3 +103,48 @@ class Step:
         They are what the metadata orders for the request's load or save.
         """
         return integers(self.metadata) if self.mentions(request) else frozenset()
+
+
+def engine_request(
+    id: str,
+    prompt: list[int],
+    params: Mapping[str, Any] | None,
+    max_tokens: int,
+    stop: bool = False,
+    read_cache: bool = True,
+    kind: str = "",
+    fields: Mapping[str, Any] | None = None,
+) -> Any:
+    """vLLM's EngineCoreRequest, as the API server sends it. `kind`: one of KINDS, "": plain text. `fields`:
+    further fields, which win.
+
+    Embeddings are made of the numbers of the prompt, so different prompts have different embeddings.
+    """
+    import torch
+    from vllm import PoolingParams, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine import EngineCoreRequest
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=not stop,
+        skip_reading_prefix_cache=not read_cache,
+        extra_args=None if params is None else {"kv_transfer_params": params},
+    )
+    sampling.update_from_generation_config({}, END_OF_SEQUENCE)
+    embeds = torch.tensor(prompt, dtype=torch.float32)[:, None].repeat(1, WIDTH)
+    given = {
+        "request_id": id,
+        "prompt_token_ids": None if kind == "embeds" else prompt,
+        "mm_features": None,
+        "sampling_params": None if kind == "pooling" else sampling,
+        "pooling_params": PoolingParams(task="embed") if kind == "pooling" else None,
+        "arrival_time": time.time(),
+        "lora_request": LoRARequest("adapter", 1, "/nowhere") if kind == "lora" else None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+        "prompt_embeds": embeds if kind == "embeds" else None,
+    }
+    return EngineCoreRequest(**given | dict(fields or {}))

@@ -1,4 +1,4 @@
-"""An engine of the scheduler rig with a real worker half, for stores.
+"""An engine of the scheduler rig with a real worker half, mostly for stores.
 
 What a store announces depends on what its workers have saved.
 
@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
 
 LONGEST = 8  # blocks of a request
 ENCODER_TOKENS = 1024
@@ -36,10 +37,15 @@ EMBEDDING = 8  # numbers of a token
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
-def start_engine_with_worker(rig: Rig) -> Side:
-    """Start it. Raises Blocked if the worker half cannot run on this machine."""
+def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None = None) -> Side:
+    """Start it. Raises Blocked if the worker half cannot run on this machine.
+
+    `durations`: gets the seconds of every call of the worker half, by hook.
+    """
     half = WorkerHalf(rig, "P", longest=LONGEST)
     half.construct()
+    if durations is not None:
+        half.time_hooks(durations)
     caches = half.allocate_kv_caches()
     half.register_kv_caches(caches)
     side = half.scheduler_side()
@@ -90,13 +96,23 @@ def request_fields(what: str, length: int) -> dict[str, dict[str, Any]]:
             f"the image {name}": {"mm_features": [MultiModalFeatureSpec(None, "image", name, place)]}
             for name in ("5eed0001", "5eed0002")
         }
+    new = torch.Generator()
+    new.seed()  # a fork has the random numbers of its parent
     return {
-        f"embeddings of {value}": {
+        f"embeddings {name}": {
             "prompt_token_ids": None,
-            "prompt_embeds": torch.full((length, EMBEDDING), value, dtype=torch.bfloat16),
+            "prompt_embeds": torch.rand(length, EMBEDDING, generator=new, dtype=torch.bfloat16),
         }
-        for value in (0.25, 0.5)
+        for name in ("a", "b")
     }
+
+
+def end_engine_with_worker(side: Side) -> None:
+    """Shut both halves down as vLLM does, workers first, so that another engine can start."""
+    assert isinstance(side.worker, functools.partial)
+    side.worker.args[0].shutdown()
+    side.scheduler.shutdown()
+    side.worker = side.scheduler.connector = side.connector = None
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
@@ -117,7 +133,7 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
         if name in half.layers
     }
     with set_forward_context(context, half.config):
-        guard("start_load_kv", half.active.pre_forward, output)
+        guard("start_load_kv", half.active.pre_forward, output, input_batch_of(output))
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):
                 half.call_hook("wait_for_layer_load", name)

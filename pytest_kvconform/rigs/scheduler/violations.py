@@ -10,7 +10,7 @@ from pytest_kvconform.result import Finding, Violation
 # or hangs, vLLM's scheduler stops.
 RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
 # Hooks with a rule of their own.
-RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-006"}
+RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-007"}
 # Hooks of an engine's start. One that raises with a message keeps the engine from
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")

@@ -16,16 +16,23 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +47,29 @@ class WorkerHalf:
     stand-in; `connector`: the worker half, None until it is built.
     """
 
-    def __init__(self, rig: Rig, role: str, *, layout: str = "", port: int = 0, longest: int = 1):
+    def __init__(
+        self,
+        rig: Rig,
+        role: str,
+        *,
+        layout: str = "",
+        port: int = 0,
+        longest: int = 1,
+        config: Any = None,
+        blocks: int = 0,
+        few: bool = False,
+        scratch: int = 0,
+    ):
         """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's.
         `port`: number of the side channel's port, 0 to 3.
         `longest`: blocks of the longest request.
+        `config`: a VllmConfig of one rank; None: made here. `blocks`: of the pool, 0: enough for one request.
+        `few`: only the first layers of the model, see `few_layers`.
+        `scratch`: num_speculative_blocks of states.
         """
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
+        from vllm.v1.kv_cache_interface import MambaSpec
 
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
@@ -60,14 +83,14 @@ class WorkerHalf:
         self.recorder = Recorder(rig.host.note_running_hook)
         self.connector: Any = None
         self.active: Any = None
-        self.config = _single_rank(rig, role)
+        self.config = config or single_rank_config(rig, role)
         if layout:
             self.config.cache_config.kv_cache_layout = layout
         memory, cache = rig.host.spec.memory[role], self.config.cache_config
         # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
         length = longest * cache.block_size
         self.config.model_config.max_model_len = length
-        blocks = blocks_for(rig.geometry, cache.block_size, length) + 2
+        blocks = blocks or blocks_for(rig.geometry, cache.block_size, length) + 2
         byte_worker.spec_of_process = ByteEngineSpec(
             role=role,
             geometry=rig.cell.family,
@@ -89,11 +112,17 @@ class WorkerHalf:
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
         with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
             self._worker.init_device()
+            if few:
+                self._worker.geometry = few_layers(rig.geometry)
             self._worker.load_model()
         meeting.unlink(missing_ok=True)
-        self.layers = self._worker.layers
+        self.geometry, self.layers = self._worker.geometry, self._worker.layers
         cache.num_gpu_blocks_override = blocks
-        self.kv_config = kv_cache_config_of_rank(self.config, self._worker.get_kv_cache_spec())
+        specs = self._worker.get_kv_cache_spec()
+        for name, spec in specs.items() if scratch else ():
+            if isinstance(spec, MambaSpec):
+                specs[name] = self.layers[name].spec = replace(spec, num_speculative_blocks=scratch)
+        self.kv_config = kv_cache_config_of_rank(self.config, specs)
         cache.num_gpu_blocks = self.kv_config.num_blocks
 
     # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ----------
@@ -110,6 +139,16 @@ class WorkerHalf:
             )
         self.connector = get_kv_transfer_group()
         return self.connector
+
+    def time_hooks(self, durations: dict[str, list[float]]) -> None:
+        """Note from now on the seconds that each call of a hook takes, by hook.
+
+        Those in which the thread waits for a core do not count.
+        """
+        for name in calls_of(WORKER, BOTH):
+            setattr(
+                self.connector, name, _timed(getattr(self.connector, name), durations.setdefault(name, []))
+            )
 
     def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
@@ -137,11 +176,14 @@ class WorkerHalf:
         found = self.call_hook("get_handshake_metadata")
         return {} if found is None else {(0, 0): found}
 
-    def scheduler_side(self) -> Side:
-        """The engine's scheduler, with the scheduler half of the same configuration."""
-        return Side(
-            self.rig, self.role, 0, self.config, generate_scheduler_kv_cache_config([self.kv_config]), 0
-        )
+    def scheduler_side(self, index: int = 0, first_block: int = 0) -> Side:
+        """The engine's scheduler, with the scheduler half of the same configuration.
+
+        `first_block`: the block id below those that it may use.
+        """
+        self.config.scheduler_config.async_scheduling = self.rig.asynchronous
+        kv_config = generate_scheduler_kv_cache_config([self.kv_config])
+        return Side(self.rig, self.role, index, self.config, kv_config, first_block)
 
     def set_handshake_metadata(self, side: Side) -> None:
         """Give the scheduler half what the rank publishes."""
@@ -190,7 +232,24 @@ class WorkerHalf:
         self.active = self.connector = None
 
 
-def _single_rank(rig: Rig, role: str) -> Any:
+def _timed(hook: Any, durations: list[float]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started, waited = time.perf_counter(), own_core_wait()
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            durations.append(time.perf_counter() - started - (own_core_wait() - waited))
+
+    return call
+
+
+def few_layers(geometry: Geometry) -> Geometry:
+    """A geometry with the first layers of a model: the first run of kinds once, or two layers of one kind."""
+    run = geometry.layers[0]
+    return structs.replace(geometry, layers=(structs.replace(run, times=2 if len(run.kinds) == 1 else 1),))
+
+
+def single_rank_config(rig: Rig, role: str) -> Any:
     """A VllmConfig of one rank: the host's, or one made now where the cell has more ranks."""
     from pytest_kvconform.rigs.scheduler.host import configuration
 

@@ -12,6 +12,7 @@
 | `forked_executor` | vLLM's executor for tensor parallel workers that are forked |
 | `hooks` | the one list of the connector interface's hooks, and how vLLM calls each |
 | `classes` | classes of vLLM that cases compare with |
+| `answers` | which answers of hooks vLLM can use, and how P's params reach D |
 | `probe` | what is checked of the connector's class, in a child process |
 
 The way of one hand-over through this room:

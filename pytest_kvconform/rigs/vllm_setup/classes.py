@@ -14,6 +14,7 @@ _CLASSES = {
     "KVConnectorHandshakeMetadata": f"{_V1}.base",
     "KVConnectorWorkerMetadata": f"{_V1}.base",
     "KVConnectorRole": f"{_V1}.base",
+    "SupportsHMA": f"{_V1}.base",
     "KVConnectorStats": f"{_V1}.metrics",
     "KVCacheEvent": "vllm.distributed.kv_events",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",

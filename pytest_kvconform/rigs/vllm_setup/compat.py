@@ -9,6 +9,7 @@ vLLM is imported inside functions only.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 SUPPORTED = "0.32."  # the versions of vLLM whose contract the suite tests
@@ -56,3 +57,20 @@ def select_common_block_size(block_size: int, backends: list[Any], specs: list[A
     from vllm.v1.worker import utils
 
     return int(utils.select_common_block_size(block_size, backends, specs))
+
+
+def input_batch_of(scheduler_output: Any) -> Any:
+    """What ActiveKVConnector.pre_forward reads of the InputBatch of vLLM's second model runner.
+
+    It passes them on to start_load_kv, as keyword arguments: the ids of the requests, where the worker
+    keeps their state, and the number of tokens of the step. Source: v1/worker/gpu/kv_connector.py:
+    ActiveKVConnector._build_load_kwargs.
+    """
+    import torch
+
+    ids = list(scheduler_output.num_scheduled_tokens)
+    return SimpleNamespace(
+        req_ids=ids,
+        idx_mapping=torch.arange(len(ids), dtype=torch.int32),
+        num_tokens=scheduler_output.total_num_scheduled_tokens,
+    )

@@ -9,7 +9,9 @@ workers before the engine has touched a device, sleeps while it waits for them, 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,14 +26,21 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.stacks import FRAMES, stack_of
+
+REAP_S = 2.0  # for a worker to end after the end of its connection
 
 
 class WorkerDied(RuntimeError):
-    """A worker process is gone. `rank` is its rank, `pid` its process id."""
+    """A worker process is gone. `rank` is its rank, `pid` its process id, `status` its wait status."""
 
-    def __init__(self, rank: int, pid: int):
-        super().__init__(f"worker {rank} (process {pid}) died")
+    def __init__(self, rank: int, pid: int, status: int | None = None):
+        how = "died"
+        if status is not None and os.WIFSIGNALED(status):
+            how = f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        super().__init__(f"worker {rank} (process {pid}) {how}")
         self.rank, self.pid = rank, pid
 
 
@@ -44,6 +53,7 @@ class ForkedExecutor(Executor):
 
     def _init_executor(self) -> None:
         self.workers: list[tuple[int, Connection]] = []
+        self.ended: dict[int, int] = {}  # pid -> wait status, of workers that have ended
         init_method = get_file_store_init_method()
         for rank in range(self.parallel_config.world_size):
             here, there = Pipe()
@@ -79,7 +89,7 @@ class ForkedExecutor(Executor):
             try:
                 connection.send_bytes(message)
             except OSError as error:
-                raise WorkerDied(rank, pid) from error
+                raise WorkerDied(rank, pid, self._reap(pid)) from error
         results = [self._receive(rank) for rank in range(len(self.workers))]
         for result in results:
             if isinstance(result, BaseException):
@@ -95,7 +105,19 @@ class ForkedExecutor(Executor):
         try:
             return cloudpickle.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise WorkerDied(rank, pid) from error
+            raise WorkerDied(rank, pid, self._reap(pid)) from error
+
+    def _reap(self, pid: int) -> int | None:
+        """The wait status of a worker whose connection has ended; None: it lives."""
+        deadline = Deadline(REAP_S, (pid,))
+        while pid not in self.ended:
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                self.ended[pid] = status
+            elif deadline.over():
+                return None
+            time.sleep(0.002)
+        return self.ended[pid]
 
     def _model_call(self, method: str, argument: Any, non_block: bool) -> Any:
         outputs = self.collective_rpc(method, args=(argument,))
@@ -114,7 +136,7 @@ class ForkedExecutor(Executor):
 
     def check_health(self) -> None:
         for rank, (pid, _) in enumerate(self.workers):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            if pid in self.ended or os.waitpid(pid, os.WNOHANG)[0]:
                 raise WorkerDied(rank, pid)
 
     def shutdown(self) -> None:
@@ -131,7 +153,8 @@ class ForkedExecutor(Executor):
             except (WorkerDied, OSError):
                 raised.append(WorkerDied(rank, pid))
             connection.close()
-            os.waitpid(pid, 0)
+            if pid not in self.ended:
+                os.waitpid(pid, 0)
         self.workers = []
         if raised:
             raise raised[0]
@@ -164,6 +187,7 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
                     result = result.get_output()
             except Exception as error:
                 traceback.print_exc()
+                setattr(error, FRAMES, stack_of(error))  # a traceback does not travel
                 result = error
             connection.send_bytes(cloudpickle.dumps(result))
         code = 0

@@ -81,6 +81,33 @@ FINISHED = (
     "request_finished_all_groups",
 )
 IN_STACKS = frozenset(hook.name for hook in HOOKS if hook.in_stacks)
+# vLLM calls these in every step or for every request, and the engine waits for them.
+STEP_LOOP = frozenset(
+    (
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "get_external_cache_hit_sources",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        *FINISHED,
+        "take_events",
+        "get_kv_connector_stats",
+        "has_pending_push_work",
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "finish_forward",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "get_kv_connector_kv_cache_events",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+    )
+)
 RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
 
 

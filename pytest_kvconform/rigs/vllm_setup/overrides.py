@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
+from collections.abc import Iterable
 from typing import Any
 
 _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow it
@@ -76,6 +78,23 @@ def accept_prefill_of_one_token() -> None:
         return kernel(x.as_strided(x.shape, (1, x.shape[0])) if one_token else x, *args, **kwargs)
 
     _custom_ops.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
+
+
+def hide_cpu_features(names: Iterable[str]) -> None:
+    """Let vLLM take features of the CPU for missing: it chooses its kernels by these functions of torch."""
+    import torch
+
+    for name in names:
+        asked = f"_is_{name}_supported"
+        getattr(torch.cpu, asked)  # raises AttributeError where torch has renamed it
+        setattr(torch.cpu, asked, lambda: False)
+
+
+def kernel_library() -> str:
+    """The library of kernels for CPUs that vLLM has loaded: "_C", "_C_AVX512" or "_C_AVX2"; "": none."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        found = re.search(r"/vllm/(_C(?:_AVX\w+)?)\.", maps.read())
+    return found[1] if found else ""
 
 
 def share_gloo_devices() -> None:

@@ -19,13 +19,14 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     Returns facts about vLLM.
 
     `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
-    engines without a model; "modules": modules of the rigs to import. The order of the steps matters where a
-    comment says so.
+    engines without a model; "modules": modules of the rigs to import; "hidden": features of the CPU that vLLM
+    takes for missing. The order of the steps matters where a comment says so.
     """
     architectures, geometries = arguments["architectures"], arguments["geometries"]
     mended = mend_imports()  # before vLLM is imported
     import torch
 
+    overrides.hide_cpu_features(arguments.get("hidden", ()))  # vLLM asks as it is imported
     torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment sets
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -59,6 +60,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
         "vllm": vllm.__version__,
         "device": current_platform.device_type,
         "mended": "; ".join(mended),
+        "kernels": overrides.kernel_library() if current_platform.is_cpu() else "",
         "connectors": " ".join(sorted(KVConnectorFactory._registry)),
     }
 

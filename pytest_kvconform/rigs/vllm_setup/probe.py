@@ -31,7 +31,6 @@ class _Bad(Exception):
 def _look(config: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
     names = [name for name in inspect.signature(KVTransferConfig).parameters if name != "self"]
     for key in config:
@@ -54,7 +53,8 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
         "name": found.__name__,
         "module": found.__module__,
         "file": inspect.getsourcefile(found) or "",
-        "supports_hma": supports_hma(found),
+        # as vLLM decides it for this configuration (config/vllm.py); MultiConnector asks its children
+        "supports_hma": KVConnectorFactory.supports_hma_config(transfer),
     }
 
 

@@ -63,6 +63,8 @@ def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Rec
 def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
     """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     observed = observe(bench, transfer)
+    if observed.excuse:
+        raise Blocked(observed.excuse)
     if observed.failed or observed.stuck or observed.refused:
         raise Blocked(
             f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
@@ -183,13 +185,19 @@ def moved(observed: TransferObservation) -> int:
 
 
 def wrong_words(check: Check, kind: str) -> int:
-    """Return how many words of regions of a kind ("attention", "state") were due and are not right."""
+    """Return how many words of regions of a kind ("attention", "state") were due and are not right.
+
+    Words from the first block on whose load within the step was reported as failed are not counted: vLLM ends
+    the request, or D computes them (v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks).
+    """
     runs = check.pool.runs
     bad = runs[(runs["kind"] != SAME) & (runs["kind"] != COLLATERAL)]
+    if (failed := bad[np.isin(bad["block"], check.failed)]).size:
+        bad = bad[bad["expected"]["token"] < failed["expected"]["token"].min()]
     of_kind = np.array([region.kind == kind for region in check.pool.regions])
     words = int(bad["words"][of_kind[bad["region"]]].sum()) if len(bad) else 0
     # if there are very many runs, only some are kept; the cells of the picture count all
-    if not words and check.pool.truncated:
+    if not words and check.pool.truncated and not check.failed:
         cells = [cell for cell in check.pool.cells if of_kind[cell.region]]
         words = sum(int(((cell.kinds != SAME) & (cell.kinds != COLLATERAL)).sum()) for cell in cells)
     return words

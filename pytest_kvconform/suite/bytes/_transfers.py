@@ -76,6 +76,18 @@ def hits(cell: Cell, matrix: str) -> list[Transfer]:
     ]
 
 
+def one_token_a_step(cell: Cell) -> tuple[Transfer, Transfer]:
+    """The transfer of a block and one token more, of which P computes one token a step, and D one in all.
+
+    In the second of the two, vLLM replays these steps as full CUDA graphs.
+    """
+    prompts = (Prompt(tokens(block_size(cell, "P") + 1)),)
+    return (
+        Transfer("one_token_a_step", prompts, budget=1),
+        Transfer("full_graphs", prompts, budget=1, graphs=True),
+    )
+
+
 @functools.cache
 def transfers(cell: Cell, matrix: str) -> list[Transfer]:
     """All transfers of a cell."""

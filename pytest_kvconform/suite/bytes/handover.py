@@ -18,7 +18,7 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 def completes(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends, no engine dies, hangs or raises, and the connector does not give a load up."""
     observed = observe(bench, transfer)
-    check_all_ended(observed, bench.settings.timeout_scale)
+    check_all_ended(observed)
     if observed.refused:
         first = next(r for r in observed.requests if r.finish == "error")
         finding = Finding(

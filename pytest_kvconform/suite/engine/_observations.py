@@ -60,6 +60,8 @@ def loads_of(bench: Bench, observed: Observation) -> Loads:
 def completed(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario in which every request came to its end. Otherwise raises Blocked."""
     observed = observe(bench, scenario)
+    if observed.excuse:
+        raise Blocked(observed.excuse)
     if observed.failed or observed.stuck:
         # an engine died or hung, which is no clean refusal
         raise Blocked(f"depends on kv::engine/handover::completes[{bench.cell}-{scenario}]")

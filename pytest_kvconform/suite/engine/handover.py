@@ -15,7 +15,7 @@ from pytest_kvconform.suite.engine._scenarios import everything, transfers
 def completes(bench: Bench, scenario: Scenario) -> Evidence:
     """Every request ends, and no engine dies, hangs or raises on the way."""
     observed = observe(bench, scenario)
-    check_all_ended(observed, bench.settings.timeout_scale)
+    check_all_ended(observed)
     ends = [r.got.finish for r in observed.requests if r.got]
     wrong = [
         f"{r.name} ended with {r.got.finish} after {len(r.got.tokens)} tokens"

@@ -54,8 +54,8 @@ def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
                     rule="KV-START-002",
                     happened=f"{role} has {len(engine.groups)} KV cache group and the hybrid memory "
                     f"allocator is {'on' if engine.hma else 'off'}; this family has layers of several kinds",
-                    diagnosis=f"{bench.facts.name} "
-                    f"{'inherits' if bench.facts.supports_hma else 'does not inherit'} SupportsHMA",
+                    diagnosis=f"{bench.facts.name} {'supports' if bench.facts.supports_hma else 'lacks'} HMA "
+                    "in this configuration, as vLLM's supports_hma_config answers",
                 )
             )
     return Evidence(looked_at=sum(len(engine.groups) for engine in facts), unit="groups")

@@ -17,9 +17,10 @@ from pytest_kvconform.suite.interface._cells import has_groups, once
 
 @case("KV-CLASS-001", applies=once, variants=lambda cell, matrix: ("scheduler", "worker"), rig="scheduler")
 def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
-    """After construction the base class holds the three arguments that vLLM passed.
+    """After construction the base class has what it needs of the three arguments that vLLM passed.
 
-    They are the configuration, the role and the KV cache configuration.
+    These are the role, and the KV cache groups: hooks of the base class answer with them. What else a half
+    keeps, and whether it keeps copies, is its choice.
     """
     if which == "worker":
         half = WorkerHalf(rig, "P")
@@ -33,19 +34,22 @@ def base_class_gets_constructor_arguments(rig: Rig, which: str) -> Evidence:
             f"{type(found).__name__} is no subclass of KVConnectorBase_V1",
             diagnosis="the class has another base",
         )
+    role = class_named("KVConnectorRole")[which.upper()]
     given = {
-        "_vllm_config": config,
-        "_role": class_named("KVConnectorRole")[which.upper()],
-        "_kv_cache_config": kv_config,
-        "_kv_transfer_config": config.kv_transfer_config,
+        "role": (found.__dict__.get("_role"), role),
+        "KV cache groups": (_groups(found.__dict__.get("_kv_cache_config")), _groups(kv_config)),
+        "KV transfer configuration": (
+            type(found.__dict__.get("_kv_transfer_config")).__name__,
+            type(config.kv_transfer_config).__name__,
+        ),
     }
-    for name, value in given.items():
-        if (kept := getattr(found, name, None)) is not value:
+    for name, (has, passed) in given.items():
+        if has != passed:
             raise rig.violation(
                 "",
-                f"the base class of the {which} half has {_short(kept)} as {name}, but vLLM built the "
-                f"connector with {_short(value)}",
-                diagnosis=f"the constructor did not pass its arguments to super().__init__ unchanged: {name} "
+                f"the base class of the {which} half has {_short(has)} as its {name}, and vLLM built the "
+                f"connector with {_short(passed)}",
+                diagnosis=f"the constructor did not pass its arguments to super().__init__: the {name} "
                 "differs",
             )
     return Evidence(looked_at=len(given), unit="attributes")
@@ -100,7 +104,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     """
     found, hma = connector_class(rig), rig.host.spec.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))
-    if finishes and not hma:
+    if finishes and not issubclass(found, class_named("SupportsHMA")):
         raise rig.violation(
             "",
             f"{found.__name__} has request_finished_all_groups and does not inherit SupportsHMA, so vLLM "
@@ -116,8 +120,8 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
     if on != hma or (groups > 1) != hma:
         raise rig.violation(
             "",
-            f"{found.__name__} {'inherits' if hma else 'does not inherit'} SupportsHMA, and the hybrid "
-            "memory allocator is "
+            f"vLLM turns the hybrid memory allocator {'on' if hma else 'off'} for {found.__name__} "
+            "(supports_hma_config), and it is "
             f"{'on' if on else 'off'} with {groups} KV cache groups",
             diagnosis="the connector changed what vLLM decides about the hybrid memory allocator",
         )
@@ -126,6 +130,12 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
         unit="groups",
         notes={"hybrid memory allocator": "on" if on else "off", "groups": groups},
     )
+
+
+def _groups(kv_cache_config: Any) -> list[list[str]] | None:
+    """Return the names of the layers of each KV cache group; None if there is no KV cache configuration."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None)
+    return None if groups is None else [list(group.layer_names) for group in groups]
 
 
 def _parameters(method: Any) -> str:

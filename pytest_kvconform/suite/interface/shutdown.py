@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import (
     children_of,
     listening_sockets,
@@ -45,8 +46,8 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
 
 def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
-    deadline = time.monotonic() + rig.scaled_seconds(MOMENT_S)
-    while (found := look()) and time.monotonic() < deadline:
+    deadline = Deadline(rig.scaled_seconds(MOMENT_S))
+    while (found := look()) and not deadline.over():
         gc.collect()  # some things end when the halves are garbage-collected
         time.sleep(0.02)
     return found

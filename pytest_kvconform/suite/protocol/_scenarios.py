@@ -244,3 +244,37 @@ def _order(d: Side, begin: int, end: int) -> list[Step]:
     """Return the first step from `begin` on, before `end`, that orders a load of request SAME; none: []."""
     steps = d.steps[begin - 1 : end - 1]
     return [step for step in steps if any(map(d.owns_block, step.block_ids_for(SAME)))][:1]
+
+
+def require_no_order_yet(rig: Rig, d: Side, id: str) -> None:
+    """Raise Violation if the metadata of a step orders a load for a request that has no block yet: the blocks
+    that it names belong to others.
+    """
+    for step in d.steps:
+        if ordered := sorted(filter(d.owns_block, step.block_ids_for(id))):
+            raise rig.violation(
+                "",
+                f"step {step.number} orders a load into blocks {ordered} for {id}, which has no block yet",
+                diagnosis="get_num_new_matched_tokens orders a load, instead of update_state_after_alloc",
+            )
+
+
+def require_d_loads_no_more(rig: Rig, p: Side, id: str, computed: int) -> None:
+    """P's prompt was cut to `computed` tokens after a preemption. Raise Violation if D loads more of it."""
+    d = rig.side("D")
+    d_id = d.add(p.prompts[id], p.kv_transfer_params(id))
+    rig.step_until_matched(d, d_id)
+    if (loaded := d.first_external_tokens(d_id)) > computed:
+        raise rig.violation(
+            "",
+            f"after a preemption a prompt of {len(p.prompts[id])} tokens was cut to {computed}, and D loads "
+            f"{loaded}",
+            diagnosis="P cuts a prompt again after a preemption, and D does not know of it",
+        )
+    d.run()
+
+
+def was_computed(side: Side, id: str) -> bool:
+    """Whether a side computed a request to its end."""
+    ended, computed = side.results.get(id), side.locally_computed_tokens(id)
+    return ended is not None and ended.finish == "length" and computed == len(side.prompts[id])

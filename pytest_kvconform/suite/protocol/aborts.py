@@ -7,11 +7,8 @@ from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
-    SAME,
     first_in_quick,
     needs_hand_over,
-    notifies_p,
-    places_while_waiting,
     token_count,
 )
 
@@ -97,31 +94,3 @@ def _bring_to_state(d: Side, id: str, state: str) -> None:
         if state == "preempted":
             d.preempt(id)
             d.step()
-
-
-@case("KV-ABORT-002", variants=first_in_quick("waiting", "asked"), rig="scheduler")
-def abort_before_the_load_notifies_p(rig: Rig, state: str) -> Evidence:
-    """D aborts a request before it had a block: D notifies P, which keeps blocks for it."""
-    needs_hand_over(rig)
-    p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(token_count(PROMPT, d.block_size))
-    first = p.add(prompt, rig.prefill_params())
-    p.run()
-    params = p.kv_transfer_params(first)
-    waiting = places_while_waiting(rig.side("D"), prompt, params)
-    d.add(prompt, params, id=SAME)
-    _bring_to_state(d, SAME, state)
-    d.abort(SAME)
-    d.return_taken_blocks()
-    d.step()
-    d.step()
-    if first in p.delayed_free_requests() and not notifies_p(d, params, waiting):
-        raise rig.violation(
-            "",
-            f"D aborted a request while it was {state}; P keeps {p.free_blocks_at_start - p.free_blocks()} "
-            "blocks for it, and no step's metadata orders a notification to P",
-            diagnosis="request_finished of a request that was never scheduled does not end the hand-over",
-        )
-    p.run(sent=True)
-    rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(d.steps), unit="steps")

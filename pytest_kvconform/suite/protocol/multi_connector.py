@@ -39,18 +39,20 @@ def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
     )
 
 
-def _alone(rig: Rig, prompt: tuple[int, ...]) -> int:
-    """Return how many tokens of a prompt D loads if the connector is alone."""
+def _alone(rig: Rig, prompt: tuple[int, ...]) -> tuple[int, bool]:
+    """Return how many tokens of a prompt D loads if the connector is alone, and whether the metadata names
+    D's blocks then.
+    """
     p, d = rig.side("P"), rig.side("D")
     _, d_id = rig.hand_over_and_load(p, d, prompt)
-    return d.first_external_tokens(d_id)
+    return d.first_external_tokens(d_id), any(map(d.owns_block, d.steps[-1].block_ids_for(d_id)))
 
 
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks.
 
-    It orders no load, and notifies P.
+    It orders no load, and notifies P (KV-HIT-001).
     """
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 
@@ -82,14 +84,16 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
             )
-    if where == "first" and not notifies_p(d, params, waiting):
-        raise rig.violation(
-            "",
-            f"another connector has loaded {SAME}, P keeps {p.free_blocks_at_start - p.free_blocks()} "
-            "blocks, and no step's metadata orders a notification to P",
-        )
+    notified, kept = notifies_p(d, params, waiting), p_id in p.delayed_free_requests()
+    blocks = p.free_blocks_at_start - p.free_blocks()
     report_all(p)
     rig.require_no_leaks(p, d)
+    if where == "first" and kept and not notified:
+        raise rig.violation(
+            "KV-HIT-001",
+            f"another connector has loaded {SAME}, P keeps {blocks} blocks, and no step's metadata orders a "
+            "notification to P",
+        )
     return Evidence(looked_at=len(d.steps), unit="steps")
 
 
@@ -99,7 +103,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     rig="scheduler",
 )
 def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
-    """The fake connector announces nothing, or does not know yet: the connector loads what it loads alone."""
+    """The fake connector announces nothing, or does not know yet: the connector loads as it does alone."""
     from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
 
     how, _, place = where.rpartition("_")
@@ -118,12 +122,9 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
             )
     rig.step_until_matched(d, id)
     step = rig.step_until_ordered(d, id)
-    external, due = d.first_external_tokens(id), _alone(rig, prompt)
-    if (
-        external != due
-        or not d.waits_for_remote_kv(id)
-        or not any(map(d.owns_block, integers(step.metadata.metadata[subject.index])))
-    ):
+    external, (due, names) = d.first_external_tokens(id), _alone(rig, prompt)
+    ordered = any(map(d.owns_block, integers(step.metadata.metadata[subject.index])))
+    if bool(external) != bool(due) or not d.waits_for_remote_kv(id) or (names and not ordered):
         raise rig.violation(
             "",
             f"alone the connector loads {due} tokens, beside a fake connector ({where}) {external}, and {id} "

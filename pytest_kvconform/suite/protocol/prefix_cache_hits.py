@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from model_matrix import load_geometries
 from model_matrix.geometries import State
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
-    SAME,
     lengths,
     needs_hand_over,
-    notifies_p,
-    places_while_waiting,
     token_count,
 )
 
@@ -36,50 +31,15 @@ def has_states(cell: Cell) -> bool:
     return any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
-def _end_of(p: Side, p_id: str) -> int:
-    """Return how many tokens of a request P has computed."""
-    return max(step.scheduled[p_id][1] for step in p.steps if p_id in step.scheduled)
-
-
-@case("KV-HIT-001", variants=lambda cell, matrix: ("dropped", "whole"), rig="scheduler")
-def p_is_notified_without_a_load(rig: Rig, why: str) -> Evidence:
-    """If D has nothing to load, it notifies P all the same.
-
-    D's own cache has the prompt, or vLLM drops the answer.
-    """
-    needs_hand_over(rig)
-    p, d = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(2 * d.block_size + 1)
-    p_id = p.add(prompt, rig.prefill_params())
-    p.run()
-    params = p.kv_transfer_params(p_id)
-    waiting = places_while_waiting(rig.side("D"), prompt, params)
-    if why == "whole":
-        d.warm_prefix_cache(prompt, len(prompt))
-    d.add(prompt, params, id=SAME, read_cache=why == "whole")
-    d.run()
-    if external := d.first_external_tokens(SAME):
-        raise NotApplicable(
-            f"with all whole blocks of a prompt in D's own cache {rig.subject.connector} still loads "
-            f"{external} tokens"
-        )
-    d.step()
-    if p_id in p.delayed_free_requests() and not notifies_p(d, params, waiting):
-        raise rig.violation(
-            "",
-            f"D computed its request without a load, P keeps {p.free_blocks_at_start - p.free_blocks()} "
-            "blocks for it, and no step's metadata orders a notification to P",
-            diagnosis="update_state_after_alloc with 0 tokens does not end the hand-over",
-        )
-    p.run(sent=True)
-    rig.require_no_leaks(p, d)
-    return Evidence(looked_at=len(d.steps), unit="steps", computed_tokens=d.locally_computed_tokens(SAME))
+def _ends_of(p: Side, p_id: str) -> set[int]:
+    """Return the tokens of a request at which steps of P ended. A connector may save its states there."""
+    return {step.scheduled[p_id][1] for step in p.steps if p_id in step.scheduled}
 
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     """D's load ends where it ends without a hit, or earlier, whatever D's prefix cache holds, and D does not
-    load what it holds. How much less it loads is the connector's choice, in whole blocks or as declared.
+    load what it holds. How much less it loads is the connector's choice, or as declared.
     """
     needs_hand_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -92,13 +52,13 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     rig.step_until_matched(d, id)
     asked = d.calls_of(ASKED, id)[-1]
     local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
-    end, step = local + external, rig.subject.load_granularity or math.gcd(p.block_size, d.block_size)
+    end, step = local + external, rig.subject.load_granularity or 1
     if external and end != stop and (end > stop or (end % step and external % step)):
         raise rig.violation(
             "",
             f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} "
             f"returned {asked.result}, which ends at {end}",
-            diagnosis="" if end > stop else f"the load ends inside a block of {step} tokens",
+            diagnosis="" if end > stop else f"load_granularity = {step} is declared",
         )
     for side in (cold, d):
         side.run()
@@ -135,6 +95,8 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
         [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups],
     )
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
+    if not any(map(d.owns_block, named)) and not _names_blocks(rig, prompt):
+        raise NotApplicable("the metadata names no block in a form that the suite can read")
     for group in groups:
         if not named & set(placed.arguments["writable"][group]):
             raise rig.violation(
@@ -150,6 +112,13 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     return Evidence(looked_at=len(groups), unit="groups", external_tokens=asked.result[0], notes=notes)
 
 
+def _names_blocks(rig: Rig, prompt: tuple[int, ...]) -> bool:
+    """Whether the metadata of a load without a hit names D's blocks."""
+    d = rig.side("D")
+    _, id = rig.hand_over_and_load(rig.side("P"), d, prompt)
+    return any(map(d.owns_block, d.steps[-1].block_ids_for(id)))
+
+
 def _stops(cell: Cell, matrix: str) -> list[str]:
     return lengths(cell, matrix) if has_states(cell) else ["1", "b+1"]
 
@@ -158,14 +127,16 @@ def _stops(cell: Cell, matrix: str) -> list[str]:
 def load_ends_where_p_stopped(rig: Rig, length: str) -> Evidence:
     """D loads no more tokens than P has computed.
 
-    For a model with states D loads exactly as many, and not the last token of the prompt.
+    For a model with states D loads up to a token at which P had a state: where a step of P ended, or at the
+    end of a block. It does not load the last token of the prompt.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(length, d.block_size))
     p_id, d_id = rig.hand_over_and_load(p, d, prompt)
-    end, loaded, states = _end_of(p, p_id), d.first_external_tokens(d_id), has_states(rig.cell)
-    if loaded > end or (states and loaded != end):
+    ends, loaded, states = _ends_of(p, p_id), d.first_external_tokens(d_id), has_states(rig.cell)
+    end = max(ends)
+    if loaded > end or (states and loaded % d.block_size and loaded not in ends):
         why = "the state is of another token" if states else "the rest was never computed"
         raise rig.violation(
             "", f"of a prompt of {len(prompt)} tokens P computed {end}, and D loads {loaded}: {why}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
@@ -171,8 +170,8 @@ def _require_workers_to_report(rig: Rig, ending: str) -> None:
     p = start_engine_with_worker(rig)
     _, id, _ = run_to_end(rig, ending, (p,))
     [call] = p.calls_of(ENDED, id)
-    deadline = time.monotonic() + (patience := rig.scaled_seconds(DRAIN_S))
-    while call.result[0] and id in p.delayed_free_requests() and time.monotonic() < deadline:
+    deadline = Deadline(patience := rig.scaled_seconds(DRAIN_S))
+    while call.result[0] and id in p.delayed_free_requests() and not deadline.over():
         p.step()
     if id in p.delayed_free_requests():
         raise rig.violation(

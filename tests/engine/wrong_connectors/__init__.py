@@ -10,6 +10,7 @@ import this package under its bare name; the tests themselves do not import it.
 from .corruption import *
 from .failures import *
 from .form import *
+from .later import *
 from .reads import *
 from .reports import *
 from .right import *

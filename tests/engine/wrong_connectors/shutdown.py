@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -16,6 +18,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from .right import Right
 
+MASTER, SEGMENT = "master", "segment-of-a-store-"
 FORGOTTEN: list[Any] = []  # or the end of the connector object would be the end of what it began
 
 
@@ -93,3 +96,38 @@ class HangsInShutdown(Right):
     def shutdown(self) -> None:
         while True:
             time.sleep(1)
+
+
+class SignsOn(Right):
+    """No mistake. As the client of a store it signs on at a master (a folder) and signs off in shutdown. It
+    makes a file in /dev/shm that it does not map.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        name = f"{self.role.name}-{os.getpid()}"
+        self.signed_on = Path(tempfile.gettempdir(), MASTER, name)
+        self.signed_on.parent.mkdir(exist_ok=True)
+        self.signed_on.touch()
+        Path("/dev/shm", f"{SEGMENT}{name}").touch()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.signed_on.unlink(missing_ok=True)
+
+
+class SignsOnAndHangs(SignsOn):
+    """shutdown never returns."""
+
+    def shutdown(self) -> None:
+        while True:
+            time.sleep(1)
+
+
+class KilledInLoad(Right):
+    """No mistake: D is killed during its first load, as Linux kills a process for want of memory."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._connector_metadata.reqs_to_recv:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().start_load_kv(forward_context, **kwargs)

@@ -19,13 +19,14 @@ class SilentWithoutALoad(Right):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 
-class StopsEarly(Right):
-    """Loads one block less where D has some already, and so ends inside a block."""
+class ForgetsTheBackoff(Right):
+    """Loads the last token, too, where D has some already: P leaves it to D."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        size = self._vllm_config.cache_config.block_size
-        return (count - size, is_async) if num_computed_tokens and count > size else (count, is_async)
+        return (
+            request.num_tokens - num_computed_tokens if num_computed_tokens and count else count
+        ), is_async
 
 
 class LeavesStatesOut(Right):
@@ -75,13 +76,3 @@ class ForgetsTheOthers(Right):
         if self.dropping and handed_over(request):
             self.dropping, request.kv_transfer_params = False, None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
-class SilentAtTheEnd(Right):
-    """Does not notify P when a request ends that was never admitted."""
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        answer = super().request_finished_all_groups(request, block_ids)
-        if (found := self.half._reqs_need_recv.get(request.request_id)) is not None and not found[3]:
-            del self.half._reqs_need_recv[request.request_id]
-        return answer

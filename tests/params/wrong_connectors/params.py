@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .right import Answer, Ended, Right, handed_over
+from .right import Answer, Right, handed_over
 
 
-class AnswersStrangers(Right):
-    """Returns params for every request that has any."""
+class HandsStrangersOver(Right):
+    """Hands every request over, also one that asks for nothing."""
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        keeps, params = super().request_finished_all_groups(request, block_ids)
-        return keeps, {
-            "served_by": self.half.engine_id
-        } if params is None and request.kv_transfer_params else params
+    def on_new_request(self, request: Any) -> None:
+        if not handed_over(request) and self._vllm_config.kv_transfer_config.is_kv_producer:
+            request.kv_transfer_params = {"do_remote_decode": True}
+        super().on_new_request(request)
 
 
 class LoadsByTransferId(Right):
@@ -79,15 +78,16 @@ class ReadsInOrder(Right):
         return super().usable(params) and params["remote_block_ids"] == list(params.values())[2]
 
 
-class ServesOnce(Right):
-    """Two requests with one answer of P are one to it."""
+class OrdersOnce(Right):
+    """Two requests with one answer of P are one to it: it announces both and loads one."""
 
-    def usable(self, params: dict[str, Any]) -> bool:
-        seen = self.half.__dict__.setdefault("seen", set())
-        if super().usable(params) and params["remote_request_id"] not in seen:
-            seen.add(params["remote_request_id"])
-            return True
-        return False
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if handed_over(request) and num_external_tokens:
+            seen = self.half.__dict__.setdefault("seen", set())
+            if (name := request.kv_transfer_params["remote_request_id"]) in seen:
+                return
+            seen.add(name)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)

@@ -8,7 +8,9 @@ under its full name; the tests themselves do not import it.
 """
 
 # ruff: noqa: F403
+
 from .leases import *
 from .ranks import *
 from .right import *
+from .sockets import *
 from .unreachable import *

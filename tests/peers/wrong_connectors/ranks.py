@@ -122,3 +122,41 @@ class DropsAborted(Ranks):
         results.finished_recving -= self.gone
         results.finished_recving |= aborted
         self.gone = self.gone | aborted
+
+
+class WaitsForTheDrain(Right):
+    """D keeps the blocks of a request that is aborted before its first token until its ranks report its load,
+    although they have.
+    """
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.__dict__.setdefault("loaded", set()).add(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        loaded = request.request_id in self.__dict__.get("loaded", ())
+        return kept or (loaded and not request.num_output_tokens), params
+
+
+class SilentAtTheEnd(Right):
+    """Does not notify P when a request ends that was never scheduled."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished_all_groups(request, block_ids)
+        orders = self.connector_scheduler._reqs_need_recv
+        if not orders.get(request.request_id, (None, [0]))[1]:
+            del orders[request.request_id]
+        return answer
+
+
+class SilentWithoutALoad(Right):
+    """Has nothing to load, and so nothing to say."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and not num_external_tokens:
+            params["do_remote_prefill"] = False
+            return
+        super().update_state_after_alloc(request, blocks, num_external_tokens)

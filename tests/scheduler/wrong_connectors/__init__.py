@@ -7,3 +7,4 @@ from .matched import *
 from .reports import *
 from .requests import *
 from .right import *
+from .steps import *

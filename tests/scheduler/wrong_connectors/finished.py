@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from vllm.v1.request import RequestStatus
 
 from .right import Ended, Right, loads, prefills
@@ -15,12 +16,12 @@ class AnswersParamsAlone(Right):
         return super().request_finished_all_groups(request, block_ids)[1]
 
 
-class KeepsByNumber(Right):
-    """Says how many groups it keeps."""
+class KeepsInWords(Right):
+    """Says yes where it keeps blocks."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         kept, params = super().request_finished_all_groups(request, block_ids)
-        return len(block_ids) if kept else 0, params
+        return "yes" if kept else "", params
 
 
 class Adds(Right):
@@ -34,14 +35,14 @@ class Adds(Right):
         raise NotImplementedError
 
 
-class AddsASet(Adds):
+class AddsANumber(Adds):
     def add(self, params: dict[str, Any]) -> Any:
-        return params | {"ranks": {0, 1}}
+        return params | {"tokens": np.int64(53)}
 
 
 class AddsNumberedKeys(Adds):
     def add(self, params: dict[str, Any]) -> Any:
-        return params | {"ranks": {0: "host", 1: "host"}}
+        return {0: "host", 1: "host"} | params
 
 
 class AddsProtection(Adds):

@@ -49,6 +49,17 @@ class NothingComesLater(Right):
         return count, loads(request)
 
 
+class LoadsWhenAsked(Right):
+    """Orders a load when it is asked, into the last blocks of the pool."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count and request.request_id not in self.half._reqs_need_recv:
+            last = [block.block_id for block in self._kv_cache_manager.block_pool.blocks[-4:]]
+            self.half._reqs_need_recv[request.request_id] = (request, (last,), (0,), True)
+        return count, is_async
+
+
 class AnswersOnce(Right):
     """Uses the params up in get_num_new_matched_tokens, before update_state_after_alloc."""
 

@@ -64,3 +64,17 @@ class CannotReset(Right):
         if self.half._heartbeat_req_engine:
             raise RuntimeError("a load is under way")
         return True
+
+
+class ForgetsAtReset(KnowsEveryLoad):
+    """Drops at a reset what it noted about loads that are under way."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        mine = [name for name in connector_output.finished_recving or () if name.startswith("cmpl-D")]
+        for name in mine:
+            del self.notes[name]
+        Right.update_connector_output(self, connector_output)
+
+    def reset_cache(self) -> bool | None:
+        self.notes.clear()
+        return True

@@ -43,9 +43,12 @@ class ComputesAhead(Right):
 # ---- the metadata of a step ----
 
 
-class TellsADict(Right):
+class TellsNothing(Right):
+    """Returns None for a step in which no request is scheduled."""
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return vars(super().build_connector_meta(scheduler_output))
+        metadata = super().build_connector_meta(scheduler_output)
+        return metadata if scheduler_output.num_scheduled_tokens else None
 
 
 class TellsALock(Right):

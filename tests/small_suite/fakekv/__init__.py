@@ -7,6 +7,7 @@ What each case does is said in the variable FAKEKV: glob of `case[family-topolog
 import fnmatch
 import json
 import os
+import signal
 
 from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
 
@@ -59,6 +60,8 @@ def act(bench, rule, name, variant, moved):
         return Evidence(looked_at=1, unit="tokens")
     if deed == "interrupt":
         raise KeyboardInterrupt
+    if deed == "be killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if deed == "die":
         os._exit(3)
     return Evidence(looked_at=1, unit="bytes", bytes_moved=moved)

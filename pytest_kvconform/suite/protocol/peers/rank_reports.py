@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, Violation
+from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.messages import RankObservation
-from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
-from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
+from pytest_kvconform.rigs.peers.messages import COMPUTED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, moments
+from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     check_right,
@@ -18,6 +18,7 @@ from pytest_kvconform.suite._peer_observations import (
     engine,
     evidence,
     observe,
+    one_rank,
     outcome_of,
     require_some_load,
     violation,
@@ -26,6 +27,11 @@ from pytest_kvconform.suite._peer_observations import (
 SENDING, RECVING = "sending", "recving"
 ENGINES = dict(zip("PD", RANKS, strict=True))
 OWNS = " ".join(RANKS)
+ABORTED = {
+    REPORTED: "when the ranks of D had reported its load, before update_from_output",
+    KNOWN: "when the scheduler of D knew that its load had ended",
+    COMPUTED: "in the step that computed it for the first time after its load",
+}
 
 
 @case("KV-RANK-001", rig="peers")
@@ -36,7 +42,10 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     require_some_load(observed)
     looked_at = 0
     for name, handed in observed.prefills.items():
-        wanted = [("D", RECVING, observed.decodes[name].id), ("P", SENDING, handed.id)]
+        decode = observed.decodes[name]
+        wanted = [("P", SENDING, handed.id)]
+        if not loaded_within_step(decode.trace):
+            wanted.append(("D", RECVING, decode.id))
         for role, where, request in wanted:
             for watched in engine(observed, ENGINES[role]).ranks:
                 looked_at += 1
@@ -174,6 +183,8 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
     observed = completed(bench, "load_on_idle_engine", "KV-RANK-004", OWNS)
     ended = observed.decodes["quiet"]
+    if loaded_within_step(ended.trace):
+        raise NotApplicable("D loads within the step that reads the KV, so that this step is not idle")
     if not observed.numbers["by_itself"]:
         then = f"it {'ended' if ended.finish else 'did not end either'} when D had something to compute"
         raise violation(
@@ -201,9 +212,26 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
 
     Its blocks are free then.
     """
-    observed = completed(bench, "aborted_during_load", "KV-RANK-005", OWNS)
+    return _abort_waits(bench, "aborted_during_load", 0)
+
+
+@case("KV-RANK-005", rig="peers", applies=lambda cell: not one_rank(cell))
+def aborted_load_waits_for_the_last_rank(bench: Bench, variant: None) -> Evidence:
+    """A load that all ranks but the last have reported when its request is aborted: its blocks are free when
+    the last rank has reported it, too.
+    """
+    return _abort_waits(bench, "aborted_after_one_rank", 1)
+
+
+def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
+    """`first_held`: the first rank whose transfers were held while the request was aborted."""
+    observed = completed(bench, scenario, "KV-RANK-005", OWNS)
     request = observed.request_ids["aborted"]
-    early = [watched.rank for watched in observed.ranks_while_held if watched.reports_of(RECVING, request)]
+    early = [
+        watched.rank
+        for watched in observed.ranks_while_held
+        if watched.rank >= first_held and watched.reports_of(RECVING, request)
+    ]
     if early or request not in observed.usage["before"].requests:
         raise violation(
             "KV-RANK-005",
@@ -228,6 +256,27 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
     _check_audits(observed)
     check_right("KV-RANK-005", observed, bench.peers.lease_s, {"last": "the next request of D"})
     return evidence(observed.usage["after"].total_blocks, "blocks", observed)
+
+
+@case("KV-FAIL-008", rig="peers", variants=lambda cell, matrix: moments(matrix))
+def abort_at_the_end_of_a_load_frees_blocks(bench: Bench, moment: str) -> Evidence:
+    """A request that is aborted in the step in which its load ends gives its blocks back."""
+    observed = completed(bench, "aborted_at_end_of_load", "KV-FAIL-008", OWNS)
+    held = observed.numbers.get(moment)
+    if held is None:
+        raise Blocked("a request that was aborted at an earlier moment of this step still holds its blocks")
+    if held < 0:
+        raise NotApplicable("the connector loads within the step that reads, and no step waits for a load")
+    if held:
+        raise violation(
+            "KV-FAIL-008",
+            f"a request was aborted {ABORTED[moment]}, and {RELEASE_S * bench.settings.timeout_scale:.0f} s "
+            f"later D still holds {held:.0f} blocks",
+            observed,
+            diagnosis="the connector waits for a report of a load that the ranks have reported already",
+        )
+    check_right("KV-FAIL-008", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    return evidence(1, "requests", observed)
 
 
 def _check_audits(observed: ScenarioObservation) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
-from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, start_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, new_prompts, run_and_save, start_store
 
 ENGINES = ("model", "dtype")
 # variant -> what differs between two prompts of the same tokens, as the message names it
@@ -28,11 +29,11 @@ ANSWER_S = 2.0  # seconds in which a scheduler half without workers may answer N
 PAUSE_S = 0.005  # seconds between two questions
 
 
-def _external_tokens(side: Side, prompt: tuple[int, ...], fields: dict[str, Any]) -> int:
+def _external_tokens(rig: Rig, side: Side, prompt: tuple[int, ...], fields: dict[str, Any]) -> int:
     """Run a request while the prefix cache is empty. Returns the tokens that were announced for it."""
     side.evict_prefix_cache()
     id = side.add(prompt, **fields)
-    side.run()
+    run_and_save(rig, side)
     return side.first_external_tokens(id)
 
 
@@ -43,13 +44,14 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
 
     side = start_store(rig)
     allow_images(side)
-    prompt = rig.prompt(token_count(PROMPT, side.block_size))
+    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
     if what == "embeddings":
         prompt = (0,) * len(prompt)  # what vLLM has in the place of token ids
     keys: dict[str, dict[str, Any]] = {"nothing but its tokens": {}} | request_fields(what, len(prompt))
     saved: list[str] = []
     for name, fields in keys.items():
-        if external := _external_tokens(side, prompt, fields):
+        external = _external_tokens(rig, side, prompt, fields)
+        if external and saved:
             raise rig.violation(
                 "",
                 f"{external} of {len(prompt)} tokens were announced for a prompt with {name}, and the same "
@@ -58,7 +60,7 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
                 check=("does the key have all that vLLM's request.block_hashes depend on?",),
             )
         saved.append(name)
-    again = [_external_tokens(side, prompt, fields) for fields in keys.values()]
+    again = [_external_tokens(rig, side, prompt, fields) for fields in keys.values()]
     if not any(again):
         raise NotApplicable(f"{rig.subject.connector} announced no token of prompts that it could save")
     return Evidence(looked_at=2 * len(keys), unit="requests", external_tokens=sum(again))
@@ -66,8 +68,8 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
 
 def _announced(rig: Rig, side: Side, prompt: tuple[int, ...]) -> int:
     """Return the tokens that a scheduler half announces for a prompt; 0 if it answers None for ANSWER_S."""
-    id, deadline = side.add(prompt), time.monotonic() + rig.scaled_seconds(ANSWER_S)
-    while (found := side.call_hook(ASKED, side.request(id), 0)[0]) is None and time.monotonic() < deadline:
+    id, deadline = side.add(prompt), Deadline(rig.scaled_seconds(ANSWER_S))
+    while (found := side.call_hook(ASKED, side.request(id), 0)[0]) is None and not deadline.over():
         time.sleep(PAUSE_S)
     return found or 0
 
@@ -78,8 +80,8 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.store_engine import start_scheduler_half
 
     side = start_store(rig)
-    prompt = rig.prompt(token_count(PROMPT, side.block_size))
-    _external_tokens(side, prompt, {})
+    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
+    _external_tokens(rig, side, prompt, {})
     same = _announced(rig, start_scheduler_half(rig), prompt)
     if not same:
         raise NotApplicable(
@@ -100,9 +102,9 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
 def reset_store_forgets(rig: Rig, variant: None) -> Evidence:
     """After reset_cache has returned True, nothing is announced of what was saved before."""
     side = start_store(rig)
-    prompt = rig.prompt(token_count(PROMPT, side.block_size))
-    _external_tokens(side, prompt, {})
-    before = _external_tokens(side, prompt, {})
+    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
+    _external_tokens(rig, side, prompt, {})
+    before = _external_tokens(rig, side, prompt, {})
     if not before:
         raise NotApplicable(f"{rig.subject.connector} announced no token of a prompt that it could save")
     side.step()  # the last one of an engine that is paused: the workers are notified of the end
@@ -110,7 +112,7 @@ def reset_store_forgets(rig: Rig, variant: None) -> Evidence:
     returned = side.calls_of("reset_cache")[-1].result
     if returned is not True:
         raise NotApplicable(f"reset_cache returned {returned}: nothing was reset")
-    if external := _external_tokens(side, prompt, {}):
+    if external := _external_tokens(rig, side, prompt, {}):
         raise rig.violation(
             "",
             f"reset_cache returned True, and then {external} of {len(prompt)} tokens were announced for a "

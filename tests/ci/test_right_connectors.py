@@ -1,4 +1,4 @@
-"""right.toml lists every right connector of this folder. ci/right_connectors.py runs the suite on each."""
+"""right.toml lists every right connector. ci/right_connectors.py runs the suite on each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pytest_kvconform.declaration import read
 from tests.helpers.fixtures import ROOT, must_be_installed
 
 SCRIPT = ROOT / "ci" / "right_connectors.py"
-HERE = Path(__file__).parent
-# Classes of this folder that no run needs: bases, and the wrong connectors beside the right ones.
-OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "PartOfABlock"}
+HERE = ROOT / "tests" / "right_connectors"
+# Classes that no run needs: bases, the wrong connectors beside the right ones, and TcpPull, which
+# knows one kind of layers and one rank; tests/faults and tests/peers run the cases that it is for.
+OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "TcpPull"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,156 @@
+"""Whose failure it is when an engine raises, dies or hangs: the connector's, or vLLM's and the machine's.
+
+The failure is the connector's if code of the connector is in the stack. Otherwise the same is done again on
+fresh engines without the connector, and the failure is the connector's if that passes. A run in which no
+engine fails has no control, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Generic, Protocol
+
+import msgspec
+
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, EngineFacts
+from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle
+from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
+
+# the folder of vLLM's own connectors: a connector may inherit from one of them, or be one of them
+OF_VLLM = os.path.join("vllm", "distributed", "kv_transfer", "kv_connector", "v1", "")
+NOT_HOOKS = (f"{os.sep}vllm{os.sep}", f"{os.sep}pytest_kvconform{os.sep}")  # other functions have such names
+LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
+LOADS = "REMOTE"  # in vLLM's status of a request that waits for the connector
+
+
+class Ended(Protocol):
+    """How a scenario ended, in an observation of either rig."""
+
+    @property
+    def failed(self) -> EngineFailed | None: ...
+    @property
+    def stuck(self) -> tuple[str, ...]: ...
+
+
+def shows_connector(frames: Iterable[Frame], facts: SubjectFacts) -> bool:
+    """Whether a stack has code of the connector: of the package of its class, or a hook."""
+    folder, name = os.path.split(facts.file)
+    in_package = "." in facts.module or name == "__init__.py"
+    own = os.path.join(folder, "") if in_package else facts.file
+    in_vllm = OF_VLLM in facts.file
+    return any(
+        OF_VLLM in file
+        or (not in_vllm and bool(facts.file) and file.startswith(own))
+        or (function in IN_STACKS and not any(part in file for part in NOT_HOOKS))
+        for file, _, function in frames
+    )
+
+
+class Control(Generic[Handle]):
+    """Does again what failed, on fresh engines without the connector."""
+
+    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1):
+        """`calls`: how many times as long as usual one call of an engine may take."""
+        # Waits of full length, whatever the connector has made shorter, and nothing noted against it.
+        self.context = replace(context, in_vain=set(), keeping=set())
+        self.pairs = EnginePairs(self.context, handle, calls, " without the connector")
+        self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
+        self._starts: dict[tuple[Cell, str], str] = {}
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The deadlines of what runs without the connector."""
+        return self.context.deadlines
+
+    def excuse_start(
+        self, cell: Cell, failed: EngineFailed, spec: Callable[[str, int, str], Any], word: str = ""
+    ) -> str:
+        """Return why engines do not start here without the connector either.
+
+        "": the connector keeps them from starting. `spec` and `word`: see `EnginePairs.pair`.
+        """
+        if shows_connector(failed.frames, self.context.facts):
+            return ""
+        if (cell, word) not in self._starts:
+            self._starts[cell, word] = self._fails(cell, spec, lambda p, d: "", None, word)
+        return self._starts[cell, word]
+
+    def excuse(
+        self,
+        cell: Cell,
+        found: Ended,
+        spec: Callable[[str, int, str], Any],
+        run: Callable[[Handle, Handle], Ended],
+        facts: EngineFacts,
+        word: str = "",
+    ) -> str:
+        """Return why a scenario fails here without the connector, too; "": the failure is the connector's.
+
+        `run` observes the scenario again on P and D. `facts`: of an engine that failed.
+        """
+        if found.failed and shows_connector(found.failed.frames, self.context.facts):
+            return ""
+        if not found.failed and found.stuck and LOADS in found.stuck[0]:
+            return ""
+        return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
+
+    def excuse_call(
+        self,
+        cell: Cell,
+        spec: Callable[[str, int, str], Any],
+        call: Callable[[Handle, Handle], str],
+        facts: EngineFacts,
+        word: str = "",
+    ) -> str:
+        """Return why a call of P and D fails here without the connector, too.
+
+        "": `call` returned "", so a failure with the connector is the connector's.
+        """
+        why = self._fails(cell, spec, call, facts, word)
+        self.excused[cell] += bool(why)
+        return why
+
+    def _fails(
+        self,
+        cell: Cell,
+        spec: Callable[[str, int, str], Any],
+        call: Callable[[Handle, Handle], str],
+        facts: EngineFacts | None,
+        word: str,
+    ) -> str:
+        try:
+            pair = self.pairs.pair(cell, lambda *args: without_connector(spec(*args), facts), word)
+            why = call(*pair)
+        except EngineFailed as failed:
+            why = failed.sentence
+        finally:
+            self.pairs.end(cell, word)
+        return f"vLLM fails here without the connector, too: {why}" if why else ""
+
+
+def without_connector(spec: Any, facts: EngineFacts | None = None) -> Any:
+    """The specification of the same engine without the connector.
+
+    `facts`: of the engine with the connector, if it started.
+    """
+    given = spec.kv_transfer_config
+    config = {
+        "kv_connector": "NoConnector",
+        "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
+        **{key: given[key] for key in ("kv_role", "kv_buffer_device")},
+    }
+    layout = {CONV_LAYOUT: facts.conv_layout} if facts and facts.conv_layout else {}
+    return msgspec.structs.replace(
+        spec, kv_transfer_config=config, environment={**spec.environment, **layout}
+    )
+
+
+def _sentence(found: Ended) -> str:
+    return found.failed.sentence if found.failed else next(iter(found.stuck), "")

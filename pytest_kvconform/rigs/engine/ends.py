@@ -1,0 +1,76 @@
+"""The end of an engine: vLLM's own shutdown, and what the process still has after it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.rigs.engine.messages import Leftovers
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.processes.stacks import Frame, stack_of
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.engine.process import EngineProcess
+
+MOMENT_S = 2.0  # that threads may take to end
+
+
+@dataclass
+class Before:
+    """What a process had before the connector was built. The connector need not end what vLLM keeps."""
+
+    threads: Counter[str] = field(default_factory=Counter)
+    ports: frozenset[str] = frozenset()
+    noted: bool = False
+
+
+def note_environment() -> Before:
+    """Note threads and ports when vLLM builds the first half of the connector in this process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create, process, before = KVConnectorFactory.create_connector, os.getpid(), Before()
+
+    def create_connector(*args: Any, **kwargs: Any) -> Any:
+        if not before.noted and os.getpid() == process:  # not in a rank that was forked
+            before.threads, before.ports = thread_names(), frozenset(listening_sockets(process))
+            before.noted = True
+        return create(*args, **kwargs)
+
+    KVConnectorFactory.create_connector = create_connector
+    return before
+
+
+def end_core(engine: EngineProcess) -> tuple[str, tuple[Frame, ...]]:
+    """Shut down as vLLM's EngineCore.shutdown does. Returns what was raised, or "", and its stack."""
+    try:
+        engine.core.structured_output_manager.clear_backend()
+        engine.core.model_executor.shutdown()
+        engine.scheduler.shutdown()
+    except Exception as raised:
+        traceback.print_exc()
+        return f"{type(raised).__name__}: {raised}", stack_of(raised)
+    return "", ()
+
+
+def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
+    """Shut down, and return what the process still has."""
+    (error, frames), pid = end_core(engine), os.getpid()
+    deadline = Deadline(MOMENT_S)
+    if thread_names() - before.threads or children_of(pid):
+        engine.core.model_executor = engine.scheduler.connector = None
+        gc.collect()  # as vLLM does: some threads end with the objects that they serve
+    while not deadline.over() and (thread_names() - before.threads or children_of(pid)):
+        time.sleep(0.02)
+    return Leftovers(
+        threads=tuple(sorted((thread_names() - before.threads).elements())),
+        children=tuple(children_of(pid)),
+        error=error,
+        frames=frames,
+        listening=tuple(a for a in listening_sockets(pid) if a not in before.ports),
+    )

@@ -1,0 +1,70 @@
+"""The wait until engines hold nothing, and what they are known to keep.
+
+A connector that keeps blocks for ever would make every scenario wait as long as the first. So the first wait
+of a cell is of full length. After it has ended in vain, the cause is established in this cell: what engines
+keep is known, and a later wait ends when they hold nothing else, or soon.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from pytest_kvconform.rigs.engine.handle import EngineHandle
+from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.processes.cores import Deadline
+
+SOON_S = 0.1  # for engines that have kept something before; a release takes milliseconds
+PAUSE_S = 0.001
+
+
+class Release(NamedTuple):
+    """What P and D hold when a scenario is over."""
+
+    usage: tuple[Usage, Usage]
+    took_s: float
+    waited_s: float  # at most
+
+
+def until_released(p: EngineHandle, d: EngineHandle, seconds: float) -> Release:
+    """Step both engines until neither holds anything that is not known to be kept, or until time is up."""
+    began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
+    deadline = Deadline(seconds, (p.process.pid, d.process.pid))
+    while True:
+        d.step_beside(p)
+        p.step_beside(d)
+        usage = p.usage(), d.usage()
+        if all(map(_holds_no_more, usage, p.kept or (None, None))):
+            break
+        if deadline.over():
+            note_kept(p, usage, seconds)
+            break
+        time.sleep(PAUSE_S)
+    return Release(usage, time.monotonic() - began, seconds)
+
+
+def seconds_to_wait(p: EngineHandle, seconds: float) -> float:
+    """How long to wait at most for engines to release something."""
+    return min(seconds, SOON_S) if p.kept or p.keeps else seconds
+
+
+def note_kept(p: EngineHandle, usage: tuple[Usage, Usage], seconds: float) -> None:
+    """Note what P and D held after a wait in vain."""
+    if seconds:
+        p.kept = usage
+
+
+def is_half_full(p: EngineHandle) -> bool:
+    """Whether P or D keeps so much that there is soon no room for requests."""
+    return any(2 * usage.free_blocks < usage.total_blocks for usage in p.kept or ())
+
+
+def _holds_no_more(usage: Usage, kept: Usage | None) -> bool:
+    """Whether an engine holds nothing beyond what it is known to keep."""
+    if kept is None:
+        return usage.free_blocks == usage.total_blocks and not usage.requests and not usage.unfinished
+    return (
+        usage.free_blocks >= kept.free_blocks
+        and set(usage.requests) <= set(kept.requests)
+        and usage.unfinished <= kept.unfinished
+    )

@@ -1,0 +1,109 @@
+"""Faults in one rank: those of NIXL's agents, or of a connector that can fail on demand.
+
+A connector that does not move bytes with NIXL can have `kvconform_fault`: a method of its class, or a
+function of the class's module that gets the connector first. docs/authors.md describes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, LoadReport
+from pytest_kvconform.rigs.scenario import NEVER, Faults
+
+HOOK = "kvconform_fault"
+ALL = -1  # every transfer
+# What the hook is asked: see docs/authors.md. COUNT changes nothing.
+FAIL, DELAY, DROP, NONE, START, COUNT = "fail", "delay", "drop", "none", "start", ""
+
+_loads: list[LoadReport] = []  # of this rank, since the faults were set
+_asked: list[Faults] = []  # of the hook, since the faults were set
+
+
+def hook_of(connector: Any) -> Callable[[str, int, int], int] | None:
+    """`kvconform_fault` of a worker half: (what, transfer, steps) -> transfers changed so far. None: it has
+    none.
+    """
+    if (own := getattr(connector, HOOK, None)) is not None:
+        return own
+    function = getattr(sys.modules[type(connector).__module__], HOOK, None)
+    return functools.partial(function, connector) if function is not None else None
+
+
+def hook_has(faults: Faults) -> bool:
+    """Whether the hook has such a fault."""
+    return not (faults.late or faults.linger or faults.notifications not in ("", NEVER))
+
+
+def questions(faults: Faults) -> list[tuple[str, int, int]]:
+    """What the hook is asked for these faults."""
+    what = FAIL if faults.fail else DROP if faults.notifications else DELAY
+    return [(what, transfer, faults.hold) for transfer in faults.transfers or (ALL,)]
+
+
+def set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
+    """Let the transport of this rank have these faults, in place of earlier ones."""
+    worker.forget_failed_loads()
+    _loads.clear()
+    faulty_nixl.set_faults(faults, worker.rank)
+    if hook := hook_of(_connector()):
+        hook(NONE, ALL, 0)
+        _asked[:] = [one for one in faults if not one.ranks or worker.rank in one.ranks]
+        for question in (question for one in _asked for question in questions(one)):
+            hook(*question)
+
+
+def start_held_transfers(worker: Any) -> None:
+    """Begin every transfer that a fault holds in this rank."""
+    faulty_nixl.start_held_transfers()
+    if hook := hook_of(_connector()):
+        hook(START, ALL, 0)
+
+
+def progress(worker: Any) -> None:
+    """Serve the peers of this rank although its engine does not step, see `faulty_nixl.progress`."""
+    faulty_nixl.progress()
+
+
+def fault_report(worker: Any) -> FaultReport:
+    """What the faults did in this rank."""
+    report = replace(faulty_nixl.fault_report(), loads=tuple(_loads))
+    if hook := hook_of(_connector()):
+        changed = hook(COUNT, ALL, 0)
+        failing = [len(one.transfers) or changed for one in _asked if one.fail]
+        dropped = any(one.notifications for one in _asked)
+        report += FaultReport(
+            hooks=1,
+            transfers=changed,
+            changed=changed,
+            failed=min(changed, sum(failing)),
+            notifications=changed * dropped,
+        )
+    return report
+
+
+def watch_loads(worker: Any) -> None:
+    """Note from now on how far the transfers are when a load is reported as finished."""
+    connector = _connector()
+    results = connector.get_transfer_results
+
+    def get_transfer_results(finished_req_ids: set[str]) -> Any:
+        found = results(finished_req_ids)
+        begun, ended = faulty_nixl.begun_and_ended()
+        finished = set(found.finished_recving or ()) - set(found.failed_recving or ())
+        _loads.extend(LoadReport(worker.rank, request, begun, ended) for request in sorted(finished))
+        return found
+
+    connector.get_transfer_results = get_transfer_results
+
+
+def _connector() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()

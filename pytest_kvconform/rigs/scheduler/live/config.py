@@ -1,0 +1,91 @@
+"""The vLLM configuration of a live engine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from model_matrix.geometries import Geometry, expand_layers
+from pytest_kvconform.rigs.scheduler.worker_half import few_layers, single_rank_config
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.rig import Rig
+
+SEQUENCES = 64  # requests that may run at once
+
+
+@dataclass(frozen=True)
+class LiveSpec:
+    """How one live engine is built."""
+
+    role: str  # "P" or "D"
+    engine: int = 0  # 0 or 1: the number in the words that it computes
+    port: int = 0  # number of its side channel's port
+    blocks: int = 160  # of the pool
+    first_block: int = 0  # the block id below those that it may use
+    both: bool = False  # kv_role is kv_both
+    speculates: int = 0  # tokens that a draft model proposes; 0: no speculation
+    finalize_late: bool = False  # wait_for_save after the results, as with a drafter
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
+
+
+def live_config(rig: Rig, spec: LiveSpec) -> Any:
+    """A VllmConfig of one rank. What belongs to a case is the same for every process that it forks."""
+    config = single_rank_config(rig, spec.role)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.max_num_seqs = SEQUENCES
+    if spec.both:
+        config.kv_transfer_config.kv_role = "kv_both"
+    if spec.speculates:
+        config.speculative_config = _draft_model(spec.speculates)
+    return with_few_layers(config, rig.geometry)
+
+
+def with_few_layers(config: Any, geometry: Geometry) -> Any:
+    """Let the model of a configuration have no more layers than `few_layers` leaves."""
+    count = len(expand_layers(few_layers(geometry))) - len(_draft(geometry))
+    config.model_config = model = copy.copy(config.model_config)
+    model.hf_config = copy.deepcopy(model.hf_config)
+    model.hf_text_config = model.hf_config.get_text_config()
+    model.hf_text_config.num_hidden_layers = count
+    if kinds := getattr(model.hf_text_config, "layer_types", None):
+        model.hf_text_config.layer_types = kinds[:count]
+    model.model_arch_config = copy.copy(model.model_arch_config)
+    model.model_arch_config.total_num_hidden_layers = count
+    return config
+
+
+def for_rank(config: Any, spec: LiveSpec) -> None:
+    """Make a configuration that of one of several data-parallel ranks (v1/engine/core.py, DPEngineCoreProc).
+
+    To be called when process groups are there: a live engine joins no group with its fellow ranks.
+    """
+    if spec.data_parallel_size > 1:
+        parallel, transfer = config.parallel_config, config.kv_transfer_config
+        parallel.data_parallel_size, parallel.data_parallel_rank_local = spec.data_parallel_size, 0
+        parallel.data_parallel_rank = parallel.data_parallel_index = spec.data_parallel_rank
+        transfer.engine_id = f"{transfer.engine_id}_dp{spec.data_parallel_rank}"
+
+
+def _draft(geometry: Geometry) -> list[Any]:
+    return [layer for layer in expand_layers(geometry) if layer.draft]
+
+
+def _draft_model(tokens: int) -> Any:
+    """A SpeculativeConfig of a draft model that is not there: the scheduler reads its numbers alone."""
+    from vllm.config import SpeculativeConfig
+
+    made = object.__new__(SpeculativeConfig)
+    for field in dataclasses.fields(SpeculativeConfig):
+        if field.default is not dataclasses.MISSING:
+            value: Any = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        else:
+            value = None
+        object.__setattr__(made, field.name, value)
+    made.method, made.num_speculative_tokens = "draft_model", tokens
+    return made

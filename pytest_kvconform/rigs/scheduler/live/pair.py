@@ -1,0 +1,188 @@
+"""Live engines for one case, each in a process of its own as in a deployment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.rigs.processes.child import poll
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
+from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.rig import Rig
+
+ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
+# Without progress, in which requests must come to their end: seconds, likewise, and steps of every engine.
+SETTLE_S, SETTLE_STEPS = 4.0, 400
+
+
+class RemoteEngine:
+    """A `LiveEngine` in a forked process. Its methods are called there; what they raise is raised here."""
+
+    def __init__(self, rig: Rig, spec: LiveSpec):
+        self.rig, self.spec = rig, spec
+        config = live_config(rig, spec)
+        self._line, theirs = Pipe()
+        if (pid := os.fork()) == 0:
+            self._line.close()
+            _serve(rig, spec, config, theirs)
+        theirs.close()
+        self.pid = pid
+        self._answer("__init__")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._line.send((name, args, kwargs))
+            return self._answer(name)
+
+        return call
+
+    def end(self) -> None:
+        """End the process, whatever it is doing. It has closed the connector before, unless it failed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._line.close()
+
+    def _answer(self, name: str) -> Any:
+        if not poll(self._line, Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))):
+            raise self.rig.violation(
+                "KV-HOOK-002", f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
+            )
+        try:
+            word, value = self._line.recv()
+        except EOFError:
+            raise self.rig.violation(
+                "KV-HOOK-002", f"the process of {self.spec.role}'s engine ended in `{name}`"
+            ) from None
+        if word == "returned":
+            return value
+        raise _error(value)
+
+
+def _error(end: CaseEnd) -> Exception:
+    if end.finding is not None:
+        return Violation(end.finding)
+    kinds = {Outcome.BLOCKED: Blocked, Outcome.NOT_APPLICABLE: NotApplicable}
+    if end.outcome in kinds:
+        return kinds[end.outcome](end.reason, refused=end.refused)
+    return HarnessError(f"{end.reason}\n{end.defect}")
+
+
+def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
+    """Run a live engine: answer each (method, arguments) until the line is closed. Ends the process."""
+    die_with_parent()
+    engine: Any = None
+    try:
+        while True:
+            try:
+                if engine is None:
+                    engine = LiveEngine(rig, spec, config)
+                    answer: tuple[str, Any] = "returned", None
+                else:
+                    name, args, kwargs = line.recv()
+                    answer = "returned", getattr(engine, name)(*args, **kwargs)
+            except EOFError:
+                break
+            except BaseException as error:
+                traceback.print_exc()
+                answer = "raised", end_of(error)
+            line.send(answer)
+            if engine is None:
+                break
+    finally:
+        os._exit(0)
+
+
+@dataclass
+class Live:
+    """The engines of a case: P computes first, D loads. Of a store both are one engine."""
+
+    rig: Rig
+    p: Any
+    d: Any
+    others: tuple[Any, ...] = ()
+    # Of the prompts of this case: see `prompts_of` of the cases.
+    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 30))
+    aborted: set[str] = field(default_factory=set)  # P's requests of which D aborted the load
+
+    @property
+    def store(self) -> bool:
+        """Whether there is one engine: a store, which loads what it has saved itself."""
+        return self.p is self.d
+
+    @property
+    def engines(self) -> tuple[Any, ...]:
+        return (self.p, *self.others) if self.store else (self.p, self.d, *self.others)
+
+    def settle(self, done: Callable[[], bool], what: str) -> None:
+        """Step all engines in turn until `done()`. Raises Violation of the case's rule after a
+        deadline without any change of a request's status.
+        """
+        limit, before, steps = self.rig.scaled_seconds(SETTLE_S), None, 0
+        pids = [os.getpid(), *(engine.pid for engine in self.engines if isinstance(engine, RemoteEngine))]
+        deadline = Deadline(limit, pids)
+        while not done():
+            steps += 1
+            for engine in self.engines:
+                engine.step()
+            if (now := [engine.statuses() for engine in self.engines]) != before:
+                before, deadline, steps = now, Deadline(limit, pids), 0
+            elif deadline.over() and steps > SETTLE_STEPS:
+                waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
+                raise self.rig.violation(
+                    "",
+                    f"{what} did not come to their end: "
+                    f"{', '.join(waiting[:4]) or 'an engine keeps blocks'}, and nothing has changed for "
+                    f"{limit:.0f} s",
+                )
+
+    def check(self) -> int:
+        """Raise Violation of the case's rule if KV that was loaded is wrong. Returns compared tokens."""
+        total = 0
+        for engine in self.engines:
+            wrong, compared = engine.verdict()
+            if wrong:
+                raise self.rig.violation("", wrong[0], differs="; ".join(wrong[1:3]))
+            total += compared
+        return total
+
+
+@contextlib.contextmanager
+def live_engines(
+    rig: Rig, p: LiveSpec | None = None, d: LiveSpec | None = None, *more: LiveSpec
+) -> Iterator[Live]:
+    """Start P and D, for a store one engine, and further engines; end them whatever happens."""
+    first = p or LiveSpec("P")
+    if rig.subject.profile == "store":
+        engine = LiveEngine(rig, first, live_config(rig, first))
+        try:
+            yield Live(rig, engine, engine)
+        finally:
+            engine.close()
+        return
+    # Forked before this process has threads of a connector.
+    remote = [RemoteEngine(rig, spec) for spec in (first, *more)]
+    own = d or LiveSpec("D", engine=1, port=1)
+    try:
+        engine = LiveEngine(rig, own, live_config(rig, own))
+        yield Live(rig, remote[0], engine, tuple(remote[1:]))
+        engine.close()
+        for one in remote:
+            one.close()
+    finally:
+        for one in remote:
+            one.end()

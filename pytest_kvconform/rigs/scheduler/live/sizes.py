@@ -1,0 +1,46 @@
+"""What the halves of a connector remember: how many things their containers hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, is_not_ours
+
+SHARE = 0.5  # a container that grows by so many things a request grows with the requests
+CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def container_sizes(state: dict[str, Any]) -> dict[str, int]:
+    """Place within the attributes of an object -> how many things the containers hold that are there.
+
+    Members of a container have one place, so a dict of many lists has two: its own, and that of the lists.
+    """
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    todo: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in state.items()]
+    for _ in range(MANY):
+        if not todo:
+            break
+        path, value = todo.pop()
+        if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in seen or len(path) > DEEP:
+            continue
+        seen.add(id(value))
+        if isinstance(value, CONTAINERS) or type(value).__name__ in ("deque", "OrderedDict", "defaultdict"):
+            found[".".join(path)] += len(value)
+            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+            todo += [((*path, "*"), one) for one in inner]
+        elif isinstance(getattr(value, "queue", None), (list,)) or hasattr(value, "qsize"):
+            found[".".join(path)] += value.qsize()
+        elif not is_not_ours(value):
+            todo += [((*path, name), one) for name, one in attributes(value)]
+    return dict(found)
+
+
+def growth(before: dict[str, int], after: dict[str, int], requests: int) -> str:
+    """One sentence about the container that has grown most, "" if none has grown with the requests."""
+    grown = {place: size - before.get(place, 0) for place, size in after.items()}
+    place = max(grown, key=lambda place: grown[place], default="")
+    if not place or grown[place] < SHARE * requests:
+        return ""
+    return f"{place} holds {after[place]} things, {grown[place]} more than {requests} requests ago"

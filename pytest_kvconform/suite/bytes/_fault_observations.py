@@ -1,0 +1,219 @@
+"""Observations of transfers with faults, and what most cases about them look at."""
+
+from __future__ import annotations
+
+from pytest_kvconform.kvspace.kinds import UNWRITTEN
+from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
+from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.bytes.specs import block_size
+from pytest_kvconform.rigs.context import declared_addition, declared_amount
+from pytest_kvconform.rigs.peers.fault_bench import FaultObservation
+from pytest_kvconform.rigs.peers.rank_faults import hook_has
+from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
+from pytest_kvconform.suite._load_amount import LONGER
+from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
+from pytest_kvconform.suite.bytes._stores import is_store
+
+NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
+
+
+def require_faults(bench: Bench, transfer: Transfer) -> None:
+    """Raise NotApplicable if the faults of a transfer cannot be set for the connector."""
+    if is_store(bench):
+        raise NotApplicable(NEEDS_FAULTS)
+    means = bench.faults.means(bench.cell, transfer.policy)
+    if not means.agents and not means.hooks:
+        if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):
+            raise HarnessError("vLLM's own NIXL connector made no agent that the suite can control")
+        raise NotApplicable(NEEDS_FAULTS)
+    if means.hooks and not all(map(hook_has, transfer.faults)):
+        raise NotApplicable(f"kvconform_fault has no such fault: {fault_sentence(transfer)}")
+
+
+def with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
+    """Observe a transfer with faults.
+
+    Raises NotApplicable if no fault can be set, Blocked if a fault affected nothing.
+    """
+    require_faults(bench, transfer)
+    found, _ = observe(bench, transfer)
+    report = found.reports[0] + found.reports[1]
+    done = not (found.transfer.failed or found.transfer.stuck)
+    if done and any(f.hold or f.late or f.fail for f in transfer.faults) and not report.changed:
+        raise Blocked(
+            f"{fault_sentence(transfer)}: the connector started no transfer that this fault is for "
+            f"({report.transfers} in all)"
+        )
+    if done and any(f.notifications for f in transfer.faults) and not report.notifications:
+        raise Blocked(f"{fault_sentence(transfer)}: no notification came, so none could be disturbed")
+    return found
+
+
+def observe(bench: Bench, transfer: Transfer) -> tuple[FaultObservation, int]:
+    """Observe a transfer with faults. Its prompts are long enough for the connector's loads: returns also by
+    how many tokens they are longer.
+    """
+    if declared_amount(bench.subject):
+        by = declared_addition(bench.subject, block_size(bench.cell, "D"))
+        return bench.faults.observe(bench.cell, transfer, by), by
+    found = bench.faults.observe(bench.cell, transfer)
+    if _all_load(found):
+        return found, 0
+    longer = bench.faults.observe(bench.cell, transfer, LONGER)
+    return (longer, LONGER) if _all_load(longer) else (found, 0)
+
+
+def _all_load(found: FaultObservation) -> bool:
+    """Whether D loaded something for every request. True for a hand-over that did not end."""
+    return all(
+        bool(observed.failed or observed.stuck) or all(r.decode.external_tokens for r in observed.requests)
+        for observed in (found.transfer, found.after)
+        if observed is not None
+    )
+
+
+def completed(bench: Bench, transfer: Transfer) -> FaultObservation:
+    """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
+    found = with_faults(bench, transfer)
+    if found.transfer.failed or found.transfer.stuck:
+        raise Blocked(f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
+    return found
+
+
+def failed_requests(observed: TransferObservation) -> list[Received]:
+    """Return requests that ended with an error, or that D computed itself after KV was announced."""
+    return [
+        r
+        for r in observed.requests
+        if r.finish == "error"
+        or (r.decode.external_tokens and r.decode.first_computed <= r.decode.local_tokens)
+    ]
+
+
+def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
+    """Return evidence of the requests for which D loaded KV.
+
+    Raises Violation if a row is wrong: of KV-FAIL-007 where a load was reported as finished too early.
+    """
+    for r in found.transfer.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention") and (early := _reported_early(found, r, check)):
+                wrong = finding(bench, found.transfer, r, check, "KV-FAIL-007")
+                happened, diagnosis = early
+                raise Violation(
+                    Finding(
+                        rule="KV-FAIL-007",
+                        happened=f"{fault_sentence(found.transfer.transfer)}: {r.name}: {happened}, and D "
+                        "computed with what was not there yet",
+                        differs=wrong.differs,
+                        picture=wrong.picture,
+                        diagnosis=diagnosis,
+                        signature=diagnosis,
+                    )
+                )
+    return bytes_right(bench, found.transfer, rule)
+
+
+def _reported_early(found: FaultObservation, r: Received, check: Check) -> tuple[str, str] | None:
+    """Return what happened and why if a load was reported as finished before its last transfer had ended."""
+    if UNWRITTEN not in check.pool.words or any(s.failed for s in found.reports):
+        return None
+    loads = [one for one in found.reports[1].loads if one.request == r.decode.id and one.ended < one.begun]
+    for one in sorted(loads, key=lambda one: one.rank != check.rank):
+        reported = f"rank {one.rank} of D reported its load as finished when"
+        if one.ended:
+            return (
+                f"{reported} {one.ended} of the {one.begun} transfers that it had begun had ended",
+                "a load is reported as soon as one of its transfers has ended, and not when all have",
+            )
+        return (
+            f"{reported} none of the {one.begun} transfers that it had begun had ended",
+            "a load is reported as soon as its transfers have begun, and not when they have ended",
+        )
+    if found.reports[0].hooks + found.reports[1].hooks:
+        return (
+            "D was told that its load had finished while a transfer was late",
+            "a load is reported before the last of its transfers has ended",
+        )
+    return None
+
+
+def bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evidence:
+    """Return evidence of the requests for which D loaded KV. Raises Violation if a row is wrong."""
+    for r in observed.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention"):
+                raise Violation(finding(bench, observed, r, check, rule))
+    due = sum(check.rows_due for r in observed.requests for check in r.checks)
+    if not due:
+        raise Blocked(
+            f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
+            "loaded nothing"
+        )
+    return Evidence(
+        looked_at=due, unit="rows", bytes_moved=moved(observed), notes={"seconds": round(observed.seconds, 3)}
+    )
+
+
+def all_checks(observed: TransferObservation) -> list[Check]:
+    """Return all comparisons of D's pools.
+
+    A difference is reported once, so a late write may be in the check of another request.
+    """
+    return [check for r in observed.requests for check in r.checks] + list(observed.audits[1])
+
+
+def unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -> Finding | None:
+    """Return a finding if a transfer failed and D went on as if it had not.
+
+    None: the bytes are there, since the connector has tried again.
+    """
+    cause = "a transfer that failed is reported as if it had been made"
+    for r in observed.requests:
+        for check in r.checks:
+            if wrong_words(check, "attention"):
+                wrong = finding(bench, observed, r, check, "KV-FAIL-001")
+                return Finding(
+                    rule=wrong.rule,
+                    happened=f"{fault_sentence(transfer)}, and {wrong.happened}",
+                    differs=wrong.differs,
+                    picture=wrong.picture,
+                    diagnosis=f"{cause}: {wrong.diagnosis}",
+                    signature=cause,
+                )
+    return None
+
+
+def fault_sentence(transfer: Transfer) -> str:
+    """What the transport did, in words: "on rank 1 transfer 0 failed"."""
+    sentences: list[str] = []
+    for f in transfer.faults:
+        where = f"on rank {', '.join(map(str, f.ranks))} " if f.ranks else ""
+        every = "every other transfer" if sentences else "every transfer"
+        which = f"transfer {', '.join(map(str, f.transfers))}" if f.transfers else every
+        if f.fail:
+            how = {
+                STATUS: "ended in the state ERR",
+                POST: "could not be started (transfer() raised)",
+                POLL: "failed (check_xfer_state() raised)",
+            }
+            sentences.append(
+                f"{where}{which} {how[f.fail]}"
+                + (" and could not be cancelled for a while" if f.linger else "")
+            )
+        elif f.hold or f.late:
+            sentences.append(
+                f"{where}{which} {'was started' if f.hold else 'was reported as complete'} "
+                f"{f.hold or f.late} rounds late"
+            )
+        if f.notifications:
+            sentences.append(
+                {
+                    TWICE: "every notification came twice",
+                    LATE: "notifications came late",
+                    NEVER: "no notification came",
+                }.get(f.notifications, "notifications came in another order")
+            )
+    return " and ".join(sentences)

@@ -1,0 +1,106 @@
+"""Hand-overs between live engines, and the cells of cases on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from model_matrix import parse_topology
+from model_matrix.geometries import State, load_geometries
+from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.suite.protocol._scenarios import one_group
+
+Prompts = dict[int, tuple[int, ...]]  # owner -> prompt
+
+
+def plain(cell: Cell) -> bool:
+    """Whether this is the cell of full attention at one rank: a live engine has one rank."""
+    return parse_topology(cell.topology) == (1, 1) and one_group(cell) and cell.setup == "b16"
+
+
+def first_alone(cell: Cell, matrix: str, *variants: str) -> tuple[str, ...]:
+    """Variants of a case that the quick matrix has with the first one alone."""
+    return variants if matrix != "quick" else variants[:1]
+
+
+def in_full(cell: Cell, matrix: str) -> tuple[None, ...]:
+    """Variants of a case that the quick matrix does not have."""
+    return () if matrix == "quick" else (None,)
+
+
+def with_states(cell: Cell) -> bool:
+    """Whether some layers keep a state, and P and D have equal ranks."""
+    p, d = parse_topology(cell.topology)
+    return p == d and any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
+
+
+def prompts_of(live: Any, lengths: Iterable[int], first: int = 0) -> Prompts:
+    """Prompts of these lengths in tokens, owner -> prompt, the first of number `first`. No other case has
+    them: a store may keep what earlier cases have saved.
+    """
+    return {
+        owner: live.rig.prompt(length, seed=live.seed + owner) for owner, length in enumerate(lengths, first)
+    }
+
+
+def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int, str]:
+    """Let P compute prompts. Returns owner -> id. A store has saved everything then, and forgotten its
+    prefix cache. `p`: another engine than P. `more`: of `LiveEngine.add`.
+    """
+    p = p or live.p
+    asked = None if live.store else live.rig.prefill_params()
+    ids = {owner: p.add(prompt, owner, asked, **more) for owner, prompt in prompts.items()}
+    live.settle(lambda: p.ended(list(ids.values())), "prefills")
+    if live.store:
+        live.settle(p.is_idle, "saves")
+        p.evict_prefix_cache()
+    return ids
+
+
+def decode(
+    live: Any, prompts: Prompts, prefills: dict[int, str], p: Any = None, d: Any = None, **more: Any
+) -> list[str]:
+    """Add these prompts to D with what P handed over. Returns their ids. `p`, `d`: other engines."""
+    p, d = p or live.p, d or live.d
+    return [
+        d.add(
+            prompt,
+            owner,
+            None if live.store else p.params(prefills[owner]),
+            loads_from=p.spec.engine,
+            like=prefills[owner],
+            **more,
+        )
+        for owner, prompt in prompts.items()
+    ]
+
+
+def settle(live: Any, ids: Iterable[str], d: Any = None, released: bool = True) -> None:
+    """Step until these requests of D have ended, and with `released` until all engines are idle. Raises
+    Violation of the case's rule if loaded KV is wrong, or if a request ended with an error.
+    """
+    wanted, d = list(ids), d or live.d
+    live.settle(lambda: d.ended(wanted), "requests of D")
+    live.check()
+    if failed := [id for id, finish in d.finishes(wanted).items() if finish == "error"]:
+        raise live.rig.violation("", f"{failed[0]} ended with an error: the connector gave its load up")
+    if released:
+        live.settle(lambda: all(engine.is_idle() for engine in live.engines), "releases")
+
+
+def loaded(live: Any, ids: Iterable[str], d: Any = None) -> Evidence:
+    """Check what was loaded. Raises NotApplicable if nothing was loaded."""
+    ids = list(ids)
+    compared, announced = live.check(), (d or live.d).announced(ids)
+    if not sum(announced.values()):
+        raise NotApplicable(
+            f"{live.rig.subject.connector} loaded nothing of {len(ids)} prompts", refused=True
+        )
+    return Evidence(looked_at=max(1, compared), unit="tokens", external_tokens=sum(announced.values()))
+
+
+def declined(error: Violation, what: str) -> Exception:
+    """NotApplicable if the connector declined to start engines that do this, otherwise the violation."""
+    if error.finding.declined:
+        return NotApplicable(f"it declines {what}: {error.finding.declined}", refused=True)
+    return error

@@ -1,0 +1,102 @@
+"""Many loads at once, and many requests one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.suite.protocol.stress._live import (
+    Prompts,
+    decode,
+    in_full,
+    loaded,
+    plain,
+    prefill,
+    prompts_of,
+    settle,
+)
+
+AT_ONCE = 64  # loads in flight
+ROUND, ABORTED = 32, 8  # requests of a round, and how many of them are aborted while they load
+ROUNDS = 3  # before the memory is measured, and between
+MORE = 6  # rounds of AT_ONCE, if something has grown: a memory of some hundred requests is right
+LATER_S = 86_400.0  # a connector may forget requests after some time
+
+
+def _prompts(live: Any, count: int) -> Prompts:
+    """Prompts of two blocks."""
+    return prompts_of(live, [live.rig.host.spec.memory["D"].block + 5] * count)
+
+
+@case("KV-MANY-001", applies=plain, variants=in_full, rig="scheduler")
+def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
+    """Many loads begin in one step of D, and each brings the KV of its own prompt."""
+    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+
+    with live_engines(rig) as live:
+        prompts = _prompts(live, AT_ONCE)
+        ids = decode(live, prompts, prefill(live, prompts))
+        live.d.step()
+        settle(live, ids)
+        evidence = loaded(live, ids)
+        for engine in live.engines:
+            if left := engine.leaks():
+                raise rig.violation(
+                    "KV-FINISH-003", f"after {AT_ONCE} loads at once, on {engine.name()} {left[0]}"
+                )
+        return evidence
+
+
+@case("KV-MANY-002", applies=plain, rig="scheduler")
+def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
+    """Over hundreds of requests no container of either half grows with their number.
+
+    The same prompts come again and again: what a store keeps of them does not grow either.
+    """
+    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+    from pytest_kvconform.rigs.scheduler.live.sizes import growth
+
+    with live_engines(rig) as live:
+        prompts = _prompts(live, ROUND)
+        before = _after(live, prompts, ROUNDS)
+        after, number = _after(live, prompts, ROUNDS), ROUND * ROUNDS
+        if any(growth(*sizes, number) for sizes in zip(before, after, strict=True)):
+            number += AT_ONCE * MORE
+            after = _after(live, _prompts(live, AT_ONCE), MORE)
+        if any(growth(*sizes, number) for sizes in zip(before, after, strict=True)):
+            for engine in live.engines:
+                engine.set_clock_ahead(LATER_S, monotonic=True)
+            after = _after(live, dict(list(prompts.items())[:2]), 1)
+        for engine, early, late in zip(live.engines, before, after, strict=True):
+            if found := growth(early, late, number):
+                raise rig.violation("", f"after {number} more requests, {engine.name()}: {found}")
+        return Evidence(looked_at=2 * ROUND * ROUNDS, unit="requests", notes={"places": sum(map(len, after))})
+
+
+def _after(live: Any, prompts: Prompts, rounds: int) -> list[dict[str, int]]:
+    """What the connector remembers on each engine after so many rounds."""
+    for _ in range(rounds):
+        _round(live, prompts)
+    return [engine.sizes() for engine in live.engines]
+
+
+def _round(live: Any, prompts: Prompts) -> None:
+    """Hand all prompts over at once; some are aborted while they load. Then the harness forgets them.
+
+    P may keep the blocks of aborted ones until a lease ends: that is judged by other cases.
+    """
+    prefills = prefill(live, prompts)
+    ids = decode(live, prompts, prefills)
+    live.d.step()
+    aborted = ABORTED if len(ids) > ABORTED else 0
+    for id in ids[:aborted]:
+        live.d.abort(id)
+    live.aborted |= set(list(prefills.values())[:aborted])
+    live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
+    live.settle(lambda: live.p.kept() <= live.aborted, "releases")
+    live.check()
+    for engine in live.engines:
+        engine.step()
+        engine.forget()

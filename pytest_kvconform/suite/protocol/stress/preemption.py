@@ -1,0 +1,36 @@
+"""Preemptions after saves or sends have begun: the blocks of the request belong to another one at once."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Evidence, HarnessError
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prompts_of, settle
+
+
+@case("KV-PREEMPT-001", applies=plain, rig="scheduler")
+def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
+    """A prefill is preempted between two chunks, and another request writes into its blocks in the same step.
+
+    Whatever was saved or sent of it, D loads the KV of its own tokens.
+    """
+    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+
+    with live_engines(rig) as live:
+        p, b = live.p, rig.host.spec.memory["P"].block
+        prompts = prompts_of(live, (6 * b + 3, 5 * b + 7))
+        asked = None if live.store else rig.prefill_params()
+        p.set_token_budget(4 * b, each=2 * b)
+        ids = {owner: p.add(prompt, owner, asked) for owner, prompt in prompts.items()}
+        p.step()
+        p.preempt_for_another(ids[1])
+        if p.preempted() != [ids[1]]:
+            raise HarnessError(f"vLLM preempted {p.preempted()}, and not the second of two prefills")
+        p.set_token_budget(1 << 12)
+        live.settle(lambda: p.ended(list(ids.values())), "prefills")
+        if live.store:
+            live.settle(p.is_idle, "saves")
+            p.evict_prefix_cache()
+        found = decode(live, prompts, ids)
+        settle(live, found)
+        return loaded(live, found)

@@ -1,0 +1,216 @@
+"""Connectors with one mistake each in hooks of vLLM's second model runner, or in the way of statistics.
+
+All of them are vLLM's NixlConnector but for what the first sentence of their docstring says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from tests.engine.wrong_connectors import Right
+
+__all__ = [
+    "BuildsNoMetrics",
+    "CountsBytes",
+    "CountsDown",
+    "DividesByNothing",
+    "EndsWithTheForward",
+    "ForgetsAtCapture",
+    "ForgetsToRebuild",
+    "HandsOverWhatRuns",
+    "LoadsWhatRuns",
+    "NumbersItsKeys",
+    "SendsAPath",
+    "StopsAtWarmUp",
+    "WantsTuples",
+]
+
+# ---- hooks of the second model runner ----
+
+
+class LoadsWhatRuns(Right):
+    """Takes the requests that run, which start_load_kv gets by name, for those that are to be loaded."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        for name in kwargs.get("request_ids", ()):
+            metadata.reqs_to_recv[name]
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class ForgetsAtCapture(Right):
+    """After the capture of CUDA graphs it has forgotten all, the registered memory too: it loads nothing."""
+
+    captured = False
+
+    def reset_capture_state(self) -> None:
+        self.captured = True
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.captured:
+            self._get_connector_metadata().reqs_to_recv.clear()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class StopsAtWarmUp(Right):
+    """Its thread ends when vLLM has no connector, as during warm-up, and without it nothing is loaded."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self) -> None:
+        while has_kv_transfer_group():
+            time.sleep(0.001)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self.thread.is_alive():
+            self._get_connector_metadata().reqs_to_recv.clear()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class EndsWithTheForward(Right):
+    """Takes finish_forward for the end of the step: loads that start after it find no metadata."""
+
+    def finish_forward(self) -> None:
+        self.clear_connector_metadata()
+
+
+class HandsOverWhatRuns(Right):
+    """Hands over what ran in the last step that was scheduled: with a step in flight P's request did not."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.running = set(scheduler_output.num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        ended = super().request_finished_all_groups(request, block_ids)
+        return ended if request.request_id in self.running else (False, None)
+
+
+# ---- statistics ----
+
+
+class Count(KVConnectorStats):
+    """Counts loads."""
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return type(self)({"loads": self.data["loads"] + other.data["loads"]})
+
+    def is_empty(self) -> bool:
+        return not self.data.get("loads")
+
+    def reduce(self) -> dict[str, int | float]:
+        return {"Loads": self.data["loads"]}
+
+
+class LoadsCounter(KVConnectorPromMetrics):
+    """One counter for each engine."""
+
+    step = 1
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = self._counter_cls(name="vllm:test_loads", documentation="loads", labelnames=labelnames)
+        self.counters = {engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self.counters[engine_idx].inc(self.step * transfer_stats_data["loads"])
+
+
+class CountsBytes(Right):
+    """No mistake: it counts loads, and reports them in the step in which they end."""
+
+    stats: type[Count] = Count
+    metrics: type[LoadsCounter] = LoadsCounter
+    loads = 0
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        found = super().get_transfer_results(finished_req_ids)
+        self.loads += len(found.finished_recving)
+        return found
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        loads, self.loads = self.loads, 0
+        return self.stats(self.reported(loads)) if loads else None
+
+    def reported(self, loads: int) -> dict[Any, Any]:
+        return {"loads": loads}
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return cls.stats(data or {"loads": 0})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        return cls.metrics(*args)
+
+
+class SendsAPath(CountsBytes):
+    """Reports the path of its store, which is no msgpack."""
+
+    def reported(self, loads: int) -> dict[Any, Any]:
+        return {"loads": loads, "store": Path("/store")}
+
+
+class NumbersItsKeys(CountsBytes):
+    """Reports by rank, with numbers for keys."""
+
+    def reported(self, loads: int) -> dict[Any, Any]:
+        return {"loads": loads, 0: loads}
+
+
+class WantsTuples(CountsBytes):
+    """Reports (start, end), of which msgpack makes a list."""
+
+    def reported(self, loads: int) -> dict[Any, Any]:
+        return {"loads": loads, "times": (1.0, 2.0)}
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        assert data is None or isinstance(data["times"], tuple)
+        return super().build_kv_connector_stats(data)
+
+
+class Rate(Count):
+    def reduce(self) -> dict[str, int | float]:
+        return {"Failures per load": 1 / (self.data["loads"] - self.data["loads"])}
+
+
+class DividesByNothing(CountsBytes):
+    """Divides by a number that is 0 if no load has failed."""
+
+    stats = Rate
+
+
+class Down(LoadsCounter):
+    step = -1
+
+
+class CountsDown(CountsBytes):
+    """Counts down with a Prometheus counter, which only goes up."""
+
+    metrics = Down
+
+
+class ForgetsToRebuild(CountsBytes):
+    """Collects statistics and has no build_kv_connector_stats."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return None
+
+
+class BuildsNoMetrics(CountsBytes):
+    """Its metrics have a name that Prometheus does not take."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        raise ValueError("Invalid metric name: vllm:loads per second")

@@ -1,0 +1,70 @@
+"""A package, server, configuration or GPU that is missing: BLOCKED at once, with what to do about it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import fixtures
+
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.declarations.absent", "bytes", ("llama3_1_8b",), "quick"),
+    lambda case_runner: partial(_run, case_runner),
+)
+START = ("engine_starts_in_vllm_call_order", "engines_start", "attention_kv_arrives")
+
+
+def _run(case_runner: CaseRunner, tier: str, connector: str, **more: Any) -> CellRun:
+    runner = copy.copy(case_runner)
+    runner.tier = tier
+    return runner.run(
+        connector,
+        "llama3_1_8b",
+        setup="b16",
+        only=lambda planned: planned.case.name in START and planned.module != "bytes/transport_faults",
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("connector", "sentence"),
+    [
+        (
+            "NeedsAPackage",
+            "the package no_such_kv_client is not installed here (pip install no_such_kv_client)",
+        ),
+        ("NeedsAServer", "no server answers; start it, or configure its address: "),
+        ("NeedsAConfiguration", "the environment variable NO_SUCH_KV_CONFIG_PATH is not set"),
+        ("NeedsAGpu", "it needs a device that this machine lacks: "),
+    ],
+)
+def test_what_is_missing_blocks(run_cases: Callable[..., CellRun], connector: str, sentence: str) -> None:
+    for tier in ("interface", "bytes"):
+        started, run = time.monotonic(), run_cases(tier, connector)
+        reasons = {result.reason for result in run.results}
+        assert set(run.outcomes.values()) == {"BLOCKED"}, run.findings
+        assert all(reason.startswith(f"{connector} cannot start here: ") for reason in reasons)
+        assert all(sentence in reason for reason in reasons)
+        assert run.verdict.word == "INCOMPLETE" and run.verdict.exit_code == 10
+        assert time.monotonic() - started < 60  # one attempt
+
+
+def test_a_start_that_waits_for_a_server_is_tried_once(run_cases: Callable[..., CellRun]) -> None:
+    for tier in ("interface", "bytes"):
+        run = run_cases(tier, "WaitsForAServer", scale=0.1)
+        assert set(run.outcomes.values()) == {"BLOCKED"}, run.findings
+        [reason] = {result.reason for result in run.results}
+        assert "its start waits for a server: start it, or configure its address" in reason
+
+
+def test_a_mistake_in_the_constructor_is_a_violation(run_cases: Callable[..., CellRun]) -> None:
+    for tier in ("interface", "bytes"):
+        run = run_cases(tier, "MakesAMistake")
+        assert run.failed and run.verdict.exit_code == 1
+        assert all("no_such_attribute" in finding.happened for finding in run.findings.values())

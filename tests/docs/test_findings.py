@@ -1,0 +1,53 @@
+"""Programs of docs/findings.md print what the page shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.helpers.fixtures import must_be_installed
+
+from .pages import PAGES, blocks
+
+WITH_OPTIONAL_PACKAGES = """
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+mend_imports()
+"""  # torchvision from PyPI does not load beside a CPU torch
+
+
+def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "check_xfer_state" in code]
+    [said] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("notified")]
+    environment = os.environ | {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert [line for line in run.stdout.splitlines() if line.startswith("notified")] == said.splitlines(), (
+        run.stderr
+    )
+
+
+def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "causal_conv1d_fwd_cpu" in code]
+    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("2 tokens")]
+    can = "from torch import cpu; print(cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported())"
+    run = subprocess.run([sys.executable, "-c", can], capture_output=True, text=True, timeout=60, check=True)
+    if run.stdout.strip() != "True":
+        return  # the finding is about CPUs with AVX512-BF16 and without AMX: others have nothing to show
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_OPTIONAL_PACKAGES + code], capture_output=True, text=True, timeout=120
+    )
+    assert [line for line in run.stdout.splitlines() if "tokens, strides" in line] == printed.splitlines(), (
+        run.stderr
+    )
+
+
+def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "get_offset" in code]
+    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if "use offset" in text]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == printed, run.stderr

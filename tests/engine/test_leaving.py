@@ -1,0 +1,64 @@
+"""Engines end by vLLM's shutdown, and what the processes of a run leave in /dev/shm goes with them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.engine import handle
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+from pytest_kvconform.verdict import EXIT_CODES
+from tests.helpers.case_runner import CONFIG, CaseRunner
+
+from .command import Run
+
+SOON_S = 20.0
+
+
+def left(master: Path) -> list[str]:
+    """Names of halves of engines that are signed on."""
+    return sorted(file.name for file in master.iterdir())
+
+
+@pytest.mark.parametrize(("connector", "signs_off"), [("SignsOn", True), ("SignsOnAndHangs", False)])
+def test_engines_sign_off_while_the_next_cell_starts(
+    case_runner: CaseRunner, monkeypatch: pytest.MonkeyPatch, connector: str, signs_off: bool
+) -> None:
+    monkeypatch.setattr(handle, "LEAVE_S", 60.0 if signs_off else 1.0)
+    settings = Settings(connector=f"wrong_connectors:{connector}", config=CONFIG, tier=("engine",))
+    facts, subject = case_runner.probe(settings), resolve(settings)
+    bench = Bench(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
+    master = case_runner.zygote.run_dir / "master"
+    bench.engine.engines(Cell("llama", "P1D1"))
+    assert len(left(master)) == 4  # both halves of two engines
+    began = time.monotonic()
+    bench.close()
+    assert time.monotonic() - began < 1.0  # nobody waits for them
+    end = time.monotonic() + SOON_S
+    while left(master) and signs_off and time.monotonic() < end:
+        time.sleep(0.02)
+    assert bool(left(master)) is not signs_off
+    for file in master.iterdir():
+        file.unlink()
+
+
+def test_files_in_shared_memory_go_with_the_run(command: Run) -> None:
+    before = set(Path("/dev/shm").glob("segment-of-a-store-*"))  # of the zygote of other tests
+    run = command("wrong_connectors:SignsOn", "-k", "n64", "--kv-family=llama", "--kv-topology=P1D1")
+    assert run.outcomes, run.text
+    assert set(Path("/dev/shm").glob("segment-of-a-store-*")) <= before
+
+
+def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run) -> None:
+    run = command("wrong_connectors:KilledInLoad", "--kv-family=llama", "--kv-topology=P1D1")
+    assert (run.code, run.word) == (EXIT_CODES["HARNESS"], "HARNESS"), run.text
+    assert set(run.outcomes.values()) <= {"HARNESS", "PASS"}
+    assert "was killed by SIGKILL, exit code 137, which the suite did not send: most likely the" in run.text
+    assert "the engine llama-P1D1-D-" in run.text
+    assert not [pid for pid in run.processes() if pid != os.getpid()]

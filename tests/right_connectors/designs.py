@@ -1,0 +1,210 @@
+"""Right connectors of other designs than a pull between steps. Each names the connector that it is like."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+
+from reference_connector import ReferenceConnector
+from reference_connector.connector import Metadata, NotifiedLeases
+from reference_connector.messages import Load, read_params
+
+WAIT_S = 20.0
+
+
+class Right(ReferenceConnector):
+    """Nothing but ReferenceConnector."""
+
+
+@dataclass
+class Ended(NotifiedLeases):
+    """What a worker reports of loads within a step: requests whose load has ended, well or not."""
+
+    loads: set[str]
+
+    def aggregate(self, other: Any) -> Ended:
+        return Ended(self.leases | other.leases, self.loads | other.loads)
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A block, and whether the request may write to it."""
+
+    block_id: int
+    is_null: bool
+    block_hash: Any
+
+
+class LayerWise(ReferenceConnector):
+    """Loads within the step that reads them: begun in start_load_kv, waited for in wait_for_layer_load, as
+    vLLM's MoRIIOConnector in mode read.
+
+    vLLM hashes the blocks of such a load before update_state_after_alloc, so that the local hit is known by
+    its length alone. A failed load is reported by its blocks. vLLM takes that from models with one KV cache
+    group only, so that the others read once more.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self.local: dict[str, int] = {}  # tokens of the local hit
+        self.loads: dict[str, Load] = {}  # of this step
+        self.again: set[str] = set()
+        self.ended: set[str] = set()
+        self.invalid: set[int] = set()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return False
+
+    # ---- the scheduler half
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.local[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)[0], False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        local = self.local.pop(request.request_id, 0)
+        tables = [
+            [Mine(b.block_id, b.is_null, i * size < local or None) for i, b in enumerate(table)]
+            for table, size in zip(blocks.blocks, self.sizes, strict=True)
+        ]
+        self._scheduler.update_state_after_alloc(request, self._transferred(tables), num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.local.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(report := connector_output.kv_connector_worker_meta, Ended):
+            self._scheduler.on_loads_finished(report.loads)
+
+    # ---- the worker half
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if isinstance(metadata := self._get_connector_metadata(), Metadata):
+            self.loads = metadata.orders.loads
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        worker, deadline = self._worker, time.monotonic() + WAIT_S
+        while (worker._loads or worker._results.failed) and time.monotonic() < deadline:
+            worker.advance()
+            for name in list(worker._results.failed):
+                worker._results.failed.discard(name)
+                if len(self.sizes) > 1 and name not in self.again:
+                    worker._results.received.discard(name)
+                    worker._loads[name] = worker._load(self.loads[name])
+                    self.again.add(name)
+                else:
+                    self.invalid |= {block for part in self.loads[name].parts for block in part.blocks} - {0}
+
+    def wait_for_save(self) -> None:
+        self.wait_for_layer_load("")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        self.ended |= results.finished_recving
+        self.again -= results.finished_recving
+        return KVConnectorTransferResults(results.finished_sending, set(), set())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self.invalid = self.invalid, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> Ended | None:
+        notified, self._notified = self._notified, set()
+        ended, self.ended = self.ended, set()
+        return Ended(notified, ended) if notified or ended else None
+
+
+class Rendezvous(ReferenceConnector):
+    """P and D get one transfer id from the router, D perhaps first. D finds out where P's KV lies by this id,
+    as vLLM's MooncakeConnector: here in a folder that both share, in place of a bootstrap server.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.folder = Path(tempfile.gettempdir()) / "rendezvous"
+        self.folder.mkdir(exist_ok=True)
+        self.open: dict[str, tuple[str, float]] = {}  # D's requests that P has not answered -> id, deadline
+
+    def answer(self, transfer: str) -> Any:
+        """What P has published; None: nothing yet."""
+        try:
+            return json.loads((self.folder / transfer).read_text())
+        except FileNotFoundError:
+            return None
+
+    def publish(self, transfer: str, answer: Any) -> None:
+        new = self.folder / f".{transfer}-{os.getpid()}"
+        new.write_text(json.dumps(answer))
+        new.rename(self.folder / transfer)
+
+    def on_new_request(self, request: Any) -> None:
+        transfer = _transfer(request, "do_remote_prefill")
+        if transfer:
+            self.open[request.request_id] = transfer, time.monotonic() + WAIT_S
+        else:
+            super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        name = request.request_id
+        if name in self.open:
+            transfer, deadline = self.open[name]
+            if self.answer(transfer) is None and time.monotonic() < deadline:
+                return None, False
+            self.meet(transfer)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def meet(self, transfer: str) -> None:
+        """Let all requests with this id know what P has published."""
+        for name in [name for name, (other, _) in self.open.items() if other == transfer]:
+            del self.open[name]
+            if handoff := read_params(self.answer(transfer)):
+                self._scheduler._handoffs[name] = handoff
+                self._scheduler._held.setdefault(handoff.lease, set()).add(name)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for transfer in {transfer for transfer, _ in self.open.values()}:
+            if self.answer(transfer) is not None:
+                self.meet(transfer)  # from now on the lease is renewed
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if request.request_id in self.open:
+            transfer, _ = self.open[request.request_id]
+            if self.answer(transfer) is None:
+                self.publish(transfer, {})  # P need not keep anything
+            self.meet(transfer)
+        transfer = _transfer(request, "do_remote_decode")
+        if transfer and self.answer(transfer) is not None:
+            return False, None  # D has given up
+        keep, params = super().request_finished_all_groups(request, block_ids)
+        if transfer:
+            self.publish(transfer, params or {})
+        return keep, None
+
+
+def _transfer(request: Any, side: str) -> str:
+    """The id under which P and D meet; "" if the params are not those of this side."""
+    params = request.kv_transfer_params
+    if not isinstance(params, dict) or not params.get(side):
+        return ""
+    if params.get("do_remote_decode") and params.get("do_remote_prefill"):
+        return ""
+    transfer = params.get("transfer_id")
+    return transfer if isinstance(transfer, str) and re.fullmatch(r"[\w-]{1,64}", transfer) else ""

@@ -1,0 +1,84 @@
+"""Connectors of other designs pass in every rig, and what is declared unsupported is not applicable."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.rigs.bench import SubjectFacts, probe_subject
+from pytest_kvconform.rigs.context import RunContext, transfer_config
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+from tests.helpers.case_runner import PROBE_S, CaseRunner, CellRun
+from tests.helpers.fixtures import fixtures
+
+RENDEZVOUS = {"handover": "rendezvous"}
+TRANSFERS = "n17 chunked reused preempted_on_p preempted_on_d hit3 failed not_begun slow"
+PEERS = ("protocol/peers/unreachable", "protocol/peers/rank_reports")
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.right_connectors.designs", "bytes", ("llama3_1_8b",), "quick"),
+    lambda case_runner: partial(_run, case_runner),
+)
+
+
+def _run(case_runner: CaseRunner, tier: str, connector: str, **more: Any) -> CellRun:
+    runner = copy.copy(case_runner)
+    runner.tier = tier
+    return runner.run(connector, "llama3_1_8b", setup="b16", **more)
+
+
+def wrong(run: CellRun) -> dict[str, str]:
+    return {
+        result.id: f"{result.outcome.value}: {result.finding or result.reason}"
+        for result in run.results
+        if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
+    }
+
+
+@pytest.mark.parametrize(("connector", "declared"), [("LayerWise", {}), ("Rendezvous", RENDEZVOUS)])
+def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declared: dict[str, str]) -> None:
+    run = run_cases("bytes", connector, variants=TRANSFERS, declared=declared)
+    assert wrong(run) == {}
+    arrived = {name for name, outcome in run.outcomes.items() if outcome == "PASS"}
+    assert {
+        "attention_kv_arrives[n17]",
+        "attention_kv_arrives[hit3]",
+        "next_transfer_is_right[failed]",
+    } <= arrived
+
+
+def test_peers_of_loads_within_a_step(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("protocol", "LayerWise", only=lambda planned: planned.module in PEERS)
+    assert wrong(run) == {}
+    assert run.outcomes["start_load_kv_does_not_wait_for_p[reading]"] == "PASS"
+    assert run.outcomes["unreachable_peer_fails_only_its_request[silent_peer]"] == "PASS"
+
+
+def multi(*connectors: dict[str, Any]) -> str:
+    return json.dumps({"kv_connector_extra_config": {"connectors": list(connectors)}})
+
+
+@pytest.mark.parametrize(("child", "on"), [("NixlConnector", True), ("ExampleConnector", False)])
+def test_the_hybrid_allocator_is_asked_as_vllm_asks_it(case_runner: CaseRunner, child: str, on: bool) -> None:
+    settings = Settings(
+        connector="MultiConnector", config=multi({"kv_connector": child, "kv_role": "kv_both"})
+    )
+    facts = probe_subject(case_runner.zygote.address, resolve(settings), PROBE_S)
+    assert facts.supports_hma is on
+
+
+def test_a_declared_lease_reaches_the_connectors_inside_multi_connector() -> None:
+    own = {"kv_connector": "B", "kv_connector_extra_config": {"kv_lease_duration": 9}}
+    settings = Settings(
+        connector="MultiConnector", config=multi({"kv_connector": "A"}, own), lease="kv_lease_duration"
+    )
+    extra = transfer_config(resolve(settings), "P", "cpu", lease_s=3.0)["kv_connector_extra_config"]
+    leases = [child["kv_connector_extra_config"]["kv_lease_duration"] for child in extra["connectors"]]
+    assert leases == [3.0, 9]
+    facts = SubjectFacts(name="", module="", file="", supports_hma=True, vllm="0.32.0", device="cpu")
+    assert RunContext("", resolve(settings), settings, facts, print).lease_s(3.0) == 9

@@ -1,0 +1,66 @@
+"""Stores of other designs pass the cases about loads, layers, saved prompts and keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+
+STORES = ("WholeBlocks", "Evicts", "LooksUpInTheBackground", "WritesBehind")
+VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1 full_graphs"
+MODULE = "tests.right_connectors.stores"
+
+
+@pytest.fixture(scope="module")
+def byte_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner(MODULE, "bytes", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.fixture(scope="module")
+def scheduler_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner(MODULE, "protocol", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+def run(
+    runner: CaseRunner, store: str, modules: tuple[str, ...], folder: Path, variants: str = ""
+) -> CellRun:
+    return runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(folder)}}),
+        variants=variants,
+        only=lambda planned: planned.module.startswith(modules),
+    )
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_right_store_moves_every_byte(byte_runner: CaseRunner, store: str, tmp_path: Path) -> None:
+    modules = ("bytes/handover", "bytes/pool", "bytes/blocks", "bytes/layers")
+    found = run(byte_runner, store, modules, tmp_path, VARIANTS)
+    assert set(found.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, found.findings
+    assert found.outcomes["attention_kv_arrives[reused]"] == "PASS"
+    assert found.outcomes["full_graphs_save_as_much[full_graphs]"] == "PASS"
+    assert sum(evidence.bytes_moved for evidence in found.evidence.values()) > 10_000_000
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_keys_of_a_right_store_are_those_of_vllm(
+    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    found = run(scheduler_runner, store, ("protocol/stores/",), tmp_path)
+    assert set(found.outcomes.values()) == {"PASS"}, found.findings

@@ -1,0 +1,114 @@
+"""Deadlines that do not count time in which the watched processes waited for a core."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_kvconform.rigs.processes import cores
+from pytest_kvconform.rigs.processes.cores import Deadline, core_waits, own_core_wait, slowness
+
+
+class Machine:
+    """A clock and the waits of processes, both set by a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.waits = 0.0, dict[int, dict[str, float]]()
+        monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            cores,
+            "core_waits",
+            lambda pids: {pid: dict(waits) for pid, waits in self.waits.items() if pid in pids},
+        )
+
+    def seconds_until_over(self, deadline: Deadline, waiting: dict[int, dict[str, float]]) -> float:
+        """Let time pass in steps of 0.1 s; `waiting`: the part of it for which threads wait for a core."""
+        began = self.now
+        while not deadline.over():
+            self.now += 0.1
+            for pid, parts in waiting.items():
+                for thread, part in parts.items():
+                    self.waits.setdefault(pid, {}).setdefault(thread, 100.0)
+                    self.waits[pid][thread] += 0.1 * part
+        return self.now - began
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "longer"),
+    [
+        ({}, 1.0),  # a process that hangs, sleeping or computing
+        ({1: {"a": 0.5}}, 2.0),
+        ({1: {"a": 0.5, "b": 0.5, "c": 0.5}}, 2.0),  # threads side by side lose the same time
+        ({1: {"a": 0.4}, 2: {"b": 0.4}}, 5.0),  # one after the other
+        ({1: {"a": 0.4}, 2: {"b": 0.4}, 3: {"c": 0.4}}, 5.0),  # a hand-over needs two
+        ({1: {"a": 1.0}, 2: {"b": 1.0}}, cores.MOST),
+        ({4: {"a": 0.9}}, 1.0),  # somebody else
+    ],
+)
+def test_a_deadline_is_longer_on_a_busy_machine(
+    machine: Machine, waiting: dict[int, dict[str, float]], longer: float
+) -> None:
+    took = machine.seconds_until_over(Deadline(30.0, (1, 2, 3)), waiting)
+    assert took == pytest.approx(30.0 * longer, rel=0.02)
+
+
+def test_a_short_deadline_is_exact_where_nobody_waits(machine: Machine) -> None:
+    assert machine.seconds_until_over(Deadline(0.2, (1,)), {}) == pytest.approx(0.2, abs=0.11)
+    deadline = Deadline(math.inf, (1,))
+    machine.now += 7.0
+    assert deadline.passed() == pytest.approx(7.0)
+
+
+def busy(number: int) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+
+
+def test_linux_counts_the_waits_of_processes_threads_and_children() -> None:
+    """More busy processes than cores wait; a sleeping one does not."""
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    hogs = busy(2 * len(os.sched_getaffinity(0)))
+    try:
+        end = time.monotonic() + 30.0
+        while time.monotonic() < end:
+            waits = core_waits([hog.pid for hog in hogs])
+            if max((wait for threads in waits.values() for wait in threads.values()), default=0.0) > 0.2:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("no busy process waited for a core")
+        assert own_core_wait() > 0.0
+        assert slowness() > 1.1
+        assert len(core_waits([shell.pid])) == 2  # with its child
+    finally:
+        for process in hogs:
+            process.kill()
+            process.wait()
+        for pid in list(core_waits([shell.pid]))[1:]:
+            os.kill(pid, 9)
+        shell.kill()
+        shell.wait()
+    assert core_waits([shell.pid]) == {shell.pid: {}}
+
+
+def test_each_thread_and_each_fork_reads_its_own_wait() -> None:
+    seen: list[float] = []
+    for _ in itertools.repeat(None, 3):
+        thread = threading.Thread(target=lambda: seen.append(own_core_wait()))
+        thread.start()
+        thread.join()
+    assert len(seen) == 3 and all(0.0 <= wait < 10.0 for wait in seen)
+    before = own_core_wait()
+    assert own_core_wait() >= before

@@ -1,0 +1,35 @@
+"""What the halves of a connector remember is counted by place, and growth is named."""
+
+from __future__ import annotations
+
+import collections
+import queue
+from typing import Any
+
+from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes, growth
+
+
+class Half:
+    """An object with attributes and slots, and with itself among them."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {"a": [1, 2], "b": [3]}
+        self.recent = collections.deque([1], maxlen=2)
+        self.todo: queue.Queue[int] = queue.Queue()
+        self.todo.put(1)
+        self.me = self
+
+
+def test_places_are_those_of_attributes_and_not_of_keys() -> None:
+    assert container_sizes({"half": Half()}) == {
+        "half.requests": 2,
+        "half.requests.*": 3,
+        "half.recent": 1,
+        "half.todo": 1,
+    }
+
+
+def test_growth_is_half_a_thing_for_each_request() -> None:
+    assert growth({"a": 100}, {"a": 147, "b": 1}, 96) == ""
+    assert growth({}, {}, 96) == ""
+    assert growth({"a": 100}, {"a": 148, "b": 1}, 96) == "a holds 148 things, 48 more than 96 requests ago"
