@@ -82,7 +82,7 @@ def test_what_a_request_takes_on_a_busy_machine_is_no_delay(
         name: DecodeResult("d", 0.0, 0.0, seconds, "length", Trace(id="d", prompt_tokens=55), ())
         for name, seconds in took.items()
     }
-    monkeypatch.setattr(peers, "completed", lambda *_: ScenarioObservation(decodes))
+    monkeypatch.setattr(unreachable, "completed", lambda *_: ScenarioObservation(decodes))
     if delayed:
         with pytest.raises(Violation):
             unreachable.unreachable_peer_delays_no_other_request(bench(1.0), "silent_peer")
