@@ -45,6 +45,7 @@ class EnginePairs(Generic[Handle]):
         if key in self._pairs:
             return self._pairs[key]
         if isinstance(before := self._started.get(key), EngineFailed):
+            self.note_what_is_missing(before)
             raise before
         self.context.require_nothing_missing()
         self.context.running.make_room(cell)
