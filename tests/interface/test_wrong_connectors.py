@@ -26,10 +26,10 @@ NO_LAYERS = (
 WRONG = [
     # The class.
     Wrong(
-        "CopiesTheConfiguration",
+        "SwapsTheRoles",
         on(
             "base_class_gets_constructor_arguments",
-            r"the base class of the (scheduler|worker) half has .* as _vllm_config",
+            r"the base class of the (scheduler|worker) half has .* as its role, and vLLM built",
         ),
     ),
     Wrong(
@@ -136,6 +136,7 @@ WRONG = [
                 "scheduler_half_runs_without_worker_half",
                 "get_loaded_kv_cache_group_ids_names_loaded_groups",
                 "optional_hooks_return_their_types",
+                "external_cache_hit_sources_add_up",
             ),
             NO_RANK,
         ),
