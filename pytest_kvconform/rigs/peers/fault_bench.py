@@ -46,6 +46,15 @@ class FaultObservation:
     after: TransferObservation | None = None
 
 
+@dataclass(frozen=True)
+class FaultlessObservation:
+    """A transfer without faults between engines for which faults can be set."""
+
+    transfer: TransferObservation
+    # transfers that each rank of P and each rank of D began
+    begun: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
 class FaultBench:
     """Pairs of engines whose transport can fail: one pair for each policy for failed loads."""
 
@@ -58,24 +67,32 @@ class FaultBench:
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
-        self._transfers: dict[tuple[Cell, str], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._faultless: dict[tuple[Cell, str, int], FaultlessObservation] = {}
 
     def means(self, cell: Cell, policy: str) -> FaultReport:
         """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
         return sum((_report(engine) for engine in self._engines(cell, policy)), FaultReport())
 
-    def transfers_of_a_load(self, cell: Cell, transfer: Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many transfers each rank of P and each rank of D begins for this one without faults."""
-        key = cell, transfer.policy
-        if key not in self._transfers:
+    def without_faults(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultlessObservation:
+        """The observation of a transfer without its faults; runs it on first use, once for each policy.
+
+        `longer`: tokens that are added to each prompt. Raises Blocked if it cannot run.
+        """
+        key = cell, transfer.policy, longer
+        if key not in self._faultless:
             p, d = self._engines(*key)
-            for engine in (p, d):
-                engine.set_faults((COUNTING,))
-            plain = replace(transfer, faults=(), fails=False)
-            observe_transfer(plain, p, d, self.context.deadlines, self.context.next_name)
-            of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
-            self._transfers[key] = of_p, of_d
-        return self._transfers[key]
+            self._faultless[key] = _observe_faultless(
+                lengthened(replace(transfer, faults=(), fails=False), longer),
+                p,
+                d,
+                self.context.deadlines,
+                self.context.next_name,
+            )
+            if (found := self._faultless[key].transfer).failed or found.stuck:
+                sentence = found.failed.sentence if found.failed else found.stuck[0]
+                self._deaths.setdefault(cell, []).append(sentence)
+                self.pairs.end(cell, _word(transfer.policy, longer))
+        return self._faultless[key]
 
     def observe(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultObservation:
         """The observation of a transfer with faults; runs it on first use.
@@ -203,6 +220,27 @@ def _word(policy: str, longer: int) -> str:
 def _means(*engines: FaultyEngineHandle) -> int:
     """NIXL agents of all ranks, and hooks of connectors that can fail on demand."""
     return sum(report.agents + report.hooks for engine in engines for report in engine.fault_reports())
+
+
+def _observe_faultless(
+    transfer: Transfer,
+    p: FaultyEngineHandle,
+    d: FaultyEngineHandle,
+    deadlines: Deadlines,
+    ids: Callable[[], str],
+) -> FaultlessObservation:
+    """Run one transfer without faults, and count the transfers that the workers begin for it."""
+    found = TransferObservation(transfer, p.facts, d.facts)
+    try:
+        for engine in (p, d):
+            engine.set_faults((COUNTING,))
+        found = observe_transfer(transfer, p, d, deadlines, ids)
+        if found.failed or found.stuck:
+            return FaultlessObservation(found)
+        of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
+        return FaultlessObservation(found, (of_p, of_d))
+    except EngineFailed as failed:
+        return FaultlessObservation(replace(found, failed=failed))
 
 
 def observe_faulty(

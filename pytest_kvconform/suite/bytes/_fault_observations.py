@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
 from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -9,13 +12,14 @@ from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.peers.fault_bench import FaultObservation
+from pytest_kvconform.rigs.peers.fault_bench import FaultlessObservation, FaultObservation
 from pytest_kvconform.rigs.peers.rank_faults import hook_has
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
 from pytest_kvconform.suite._load_amount import LONGER
 from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 
+Found = TypeVar("Found")
 NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
 
 
@@ -55,23 +59,53 @@ def observe(bench: Bench, transfer: Transfer) -> tuple[FaultObservation, int]:
     """Observe a transfer with faults. Its prompts are long enough for the connector's loads: returns also by
     how many tokens they are longer.
     """
+    return _long_enough(
+        bench,
+        lambda by: bench.faults.observe(bench.cell, transfer, by),
+        lambda found: _all_load(found.transfer) and (found.after is None or _all_load(found.after)),
+    )
+
+
+def without_faults(bench: Bench, transfer: Transfer) -> FaultlessObservation:
+    """Observe a transfer without its faults. Its prompts are long enough for the connector's loads.
+
+    Raises Blocked if it does not come to its end.
+    """
+    found, _ = _long_enough(
+        bench,
+        lambda by: bench.faults.without_faults(bench.cell, transfer, by),
+        lambda found: _all_load(found.transfer),
+    )
+    if found.transfer.failed or found.transfer.stuck:
+        raise Blocked(f"a transfer without faults did not end well: {_unfinished(found.transfer)}")
+    return found
+
+
+def _long_enough(
+    bench: Bench, observe_longer: Callable[[int], Found], loads: Callable[[Found], bool]
+) -> tuple[Found, int]:
+    """Observe with prompts that are long enough for the connector's loads.
+
+    `observe_longer`: tokens to add to each prompt -> the observation. `loads`: whether D loaded something for
+    every request of an observation. Returns also how many tokens were added.
+    """
     if declared_amount(bench.subject):
         by = declared_addition(bench.subject, block_size(bench.cell, "D"))
-        return bench.faults.observe(bench.cell, transfer, by), by
-    found = bench.faults.observe(bench.cell, transfer)
-    if _all_load(found):
+        return observe_longer(by), by
+    found = observe_longer(0)
+    if loads(found):
         return found, 0
-    longer = bench.faults.observe(bench.cell, transfer, LONGER)
-    return (longer, LONGER) if _all_load(longer) else (found, 0)
+    longer = observe_longer(LONGER)
+    return (longer, LONGER) if loads(longer) else (found, 0)
 
 
-def _all_load(found: FaultObservation) -> bool:
+def _all_load(observed: TransferObservation) -> bool:
     """Whether D loaded something for every request. True for a hand-over that did not end."""
-    return all(
-        bool(observed.failed or observed.stuck) or all(r.decode.external_tokens for r in observed.requests)
-        for observed in (found.transfer, found.after)
-        if observed is not None
-    )
+    return bool(observed.failed or observed.stuck) or all(r.decode.external_tokens for r in observed.requests)
+
+
+def _unfinished(observed: TransferObservation) -> str:
+    return observed.failed.sentence if observed.failed else "; ".join(observed.stuck)
 
 
 def completed(bench: Bench, transfer: Transfer) -> FaultObservation:
@@ -97,6 +131,12 @@ def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
 
     Raises Violation if a row is wrong: of KV-FAIL-007 where a load was reported as finished too early.
     """
+    check_reported_in_time(bench, found)
+    return bytes_right(bench, found.transfer, rule)
+
+
+def check_reported_in_time(bench: Bench, found: FaultObservation) -> None:
+    """Raise Violation if a row is wrong since a load was reported as finished too early."""
     for r in found.transfer.requests:
         for check in r.checks:
             if wrong_words(check, "attention") and (early := _reported_early(found, r, check)):
@@ -113,7 +153,6 @@ def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
                         signature=diagnosis,
                     )
                 )
-    return bytes_right(bench, found.transfer, rule)
 
 
 def _reported_early(found: FaultObservation, r: Received, check: Check) -> tuple[str, str] | None:

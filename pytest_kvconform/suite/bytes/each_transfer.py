@@ -11,7 +11,15 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Cell, Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import POLL, POST, STATUS, Faults, Transfer
-from pytest_kvconform.suite.bytes._fault_observations import completed, load_right, observe, require_faults
+from pytest_kvconform.suite.bytes._fault_observations import (
+    all_checks,
+    bytes_right,
+    check_reported_in_time,
+    completed,
+    observe,
+    require_faults,
+    without_faults,
+)
 from pytest_kvconform.suite.bytes._fault_transfers import PROMPTS, SLOW, TRANSFERS
 from pytest_kvconform.suite.bytes._observations import moved
 from pytest_kvconform.suite.bytes.transport_faults import (
@@ -60,7 +68,9 @@ def load_ends_with_its_last_transfer(bench: Bench, variant: None) -> Evidence:
     looked_at = size = 0
     for transfer in _one_by_one(bench, "late", Faults(hold=SLOW)):
         every_request_ends(bench, transfer)
-        load_right(bench, found := completed(bench, transfer), "KV-BYTES-001")
+        check_reported_in_time(bench, found := completed(bench, transfer))
+        _require_right_without_faults(bench, transfer)
+        bytes_right(bench, found.transfer, "KV-BYTES-001")
         looked_at, size = looked_at + 1, size + moved(found.transfer)
     return _evidence(looked_at, size)
 
@@ -70,6 +80,7 @@ def each_transfer_may_fail(bench: Bench, moment: Moment) -> Evidence:
     """Whichever transfer of a load fails: its request ends, and the next load is right."""
     looked_at = size = 0
     for transfer in _one_by_one(bench, moment.name, MOMENTS[moment.name]):
+        _require_right_without_faults(bench, transfer)
         every_request_ends(bench, transfer)
         nothing_is_written_after_a_failed_load(bench, transfer)
         next_transfer_is_right(bench, transfer)
@@ -77,6 +88,18 @@ def each_transfer_may_fail(bench: Bench, moment: Moment) -> Evidence:
         assert after is not None
         looked_at, size = looked_at + 1, size + moved(after)
     return _evidence(looked_at, size)
+
+
+def _require_right_without_faults(bench: Bench, transfer: Transfer) -> None:
+    """Raise Blocked if D's pool is wrong after the same transfer without faults: that is no matter of faults,
+    and cases about whole transfers name it.
+    """
+    found = without_faults(bench, transfer).transfer
+    if any(check.pool.wrong for check in [*all_checks(found), *found.audits[0]]):
+        raise Blocked(
+            f"depends on kv::bytes/pool::attention_kv_arrives[{bench.cell}]: pools are wrong without faults, "
+            "too"
+        )
 
 
 def _evidence(looked_at: int, size: int) -> Evidence:
@@ -102,7 +125,7 @@ def _one_by_one(bench: Bench, name: str, faults: Faults) -> Iterator[Transfer]:
     policy = _policy(cell)
     whole = Transfer(name, PROMPTS[1:], faults=(faults,), fails=bool(faults.fail), policy=policy)
     require_faults(bench, whole)
-    of_p, of_d = bench.faults.transfers_of_a_load(cell, whole)
+    of_p, of_d = without_faults(bench, whole).begun
     ranks = range(max(len(of_p), len(of_d)))
     begun = [max(0, *of_p[rank : rank + 1], *of_d[rank : rank + 1]) for rank in ranks]
     found = [(rank, number) for rank in ranks for number in range(begun[rank])]
