@@ -21,7 +21,7 @@ TRANSFER = Transfer("n40", (Prompt(tokens(40)),))
 def observation(*missing: Missing) -> SimpleNamespace:
     regions = tuple(SimpleNamespace(layer=layer, kind="attention") for layer in LAYERS)
     compared = SimpleNamespace(regions=regions, runs=np.zeros(0, dtype=RUN), truncated=False, wrong=0)
-    check = SimpleNamespace(rank=0, missing=missing, pool=compared, rows_due=10, bytes_due=80)
+    check = SimpleNamespace(rank=0, missing=missing, pool=compared, rows_due=10, bytes_due=80, failed=())
     request = SimpleNamespace(
         name="request 0", length=40, checks=(check,), decode=SimpleNamespace(external_tokens=39)
     )
