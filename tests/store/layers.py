@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -35,13 +36,18 @@ class LoadsByLayer(stores.Right):
 
         def load() -> None:
             for name in layers:
-                time.sleep(PACE_S)
+                self.before(name)
                 for request in requests:
                     self.load(name, request, layers)
                 events[name].set()
 
         if requests:
-            threading.Thread(target=load, daemon=True).start()
+            self.thread = threading.Thread(target=load, daemon=True)
+            self.thread.start()
+
+    def before(self, layer: str) -> None:
+        """What the thread does before it loads a layer."""
+        time.sleep(PACE_S)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.wait(list(self.loaded), layer_name)
@@ -117,32 +123,70 @@ class NoLayerHooks(SavesByLayer):
 # ---- one mistake each --------------------------------------------------------------------------------------
 
 
-class WaitsForTheLayerBefore(LoadsByLayer):
+class LoadsLate(LoadsByLayer):
+    """Loads are so slow that a layer is loaded only when its hook waits for it, or after its hook: when the
+    hook of the next layer is called, or wait_for_save.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.due: dict[str, threading.Event] = {}  # by layer, in the order of the model
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.due = {name: threading.Event() for name in forward_context.no_compile_layers}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def before(self, layer: str) -> None:
+        self.due[layer].wait()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for name in itertools.takewhile(layer_name.__ne__, self.due):
+            self.due[name].set()
+        super().wait_for_layer_load(layer_name)
+
+    def wait_for(self, layer: str) -> None:
+        """Wait for one layer."""
+        self.due[layer].set()
+        self.loaded[layer].wait()
+
+    def wait_for_save(self) -> None:
+        if self.loaded:
+            for event in self.due.values():
+                event.set()
+            self.thread.join()
+        super().wait_for_save()
+
+
+class WaitsForTheLayerBefore(LoadsLate):
     """Each layer waits for the one before it."""
 
     def wait(self, layers: list[str], layer: str) -> None:
         if layers and layer != layers[0]:
-            self.loaded[layers[layers.index(layer) - 1]].wait()
+            self.wait_for(layers[layers.index(layer) - 1])
 
 
-class NeverWaitsForTheLast(LoadsByLayer):
+class NeverWaitsForTheLast(LoadsLate):
     """The last layer does not wait."""
 
     def wait(self, layers: list[str], layer: str) -> None:
         if layers and layer != layers[-1]:
-            self.loaded[layer].wait()
+            self.wait_for(layer)
 
 
-class WaitsInTheFirstOnly(LoadsByLayer):
+class WaitsInTheFirstOnly(LoadsLate):
     """The first layer waits, and all others take what there is."""
 
     def wait(self, layers: list[str], layer: str) -> None:
         if layers and layer == layers[0]:
-            self.loaded[layer].wait()
+            self.wait_for(layer)
 
 
-class LoadsWithoutPiecewise(NoLayerHooks, LoadsByLayer):
+class LoadsWithoutPiecewise(NoLayerHooks, LoadsLate):
     """Layers wait in their hook, and requires_piecewise_for_cudagraph returns False."""
+
+    def wait(self, layers: list[str], layer: str) -> None:
+        if layers:
+            self.wait_for(layer)
 
 
 class SavesWithoutPiecewise(SavesByLayer):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.plan import load_module
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong
@@ -68,6 +69,13 @@ WRONG = [
 ]
 
 
+def test_every_case_about_layers_has_a_mistake() -> None:
+    """A layer that is late is a wrong byte, too. No mistake is found by two cases about layers."""
+    cases = {case.name for case in load_module("bytes/layers")[1]}
+    of_mistakes = [{case.partition("[")[0] for case in wrong.fails} & cases for wrong in WRONG]
+    assert set().union(*of_mistakes) == cases and max(map(len, of_mistakes)) == 1
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
     run = run_cases(wrong.connector, wrong.variants or "two_at_once full_graphs")
@@ -78,6 +86,8 @@ def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., CellRun], 
 
 def test_the_diagnosis_names_the_layers(run_cases: Callable[..., CellRun]) -> None:
     says = {
+        "WaitsForTheLayerBefore": "wait_for_layer_load waits for no layer, or for another than the one that "
+        "it names",
         "NeverWaitsForTheLast": "wait_for_layer_load does not wait for the last layer",
         "WaitsInTheFirstOnly": "wait_for_layer_load waits in the first layer only",
     }
