@@ -90,6 +90,12 @@ WRONG = [
         r"on_new_request raised Attribute",
     ),
     (
+        "IgnoresEmbeddings",
+        "blocks_of_embeddings_are_freed",
+        "KV-BLOCKS-001",
+        r"releases did not come to their end: P keeps blocks, and nothing has changed for \d+ s",
+    ),
+    (
         "KeysOfEmbeds",
         EMBEDS,
         "KV-KIND-002",

@@ -188,6 +188,15 @@ class CountsTokenIds(ReferenceConnector):
         super().on_new_request(request)
 
 
+class IgnoresEmbeddings(ReferenceConnector):
+    """Wrong: D takes no notice of what is handed over to it for a prompt without token ids."""
+
+    def on_new_request(self, request: Any) -> None:
+        prefill = (request.kv_transfer_params or {}).get("do_remote_decode")
+        if prefill or request.prompt_token_ids is not None:
+            super().on_new_request(request)
+
+
 class ReadsSamplingParams(ReferenceConnector):
     """Wrong: every request samples to it."""
 

@@ -143,10 +143,11 @@ class Live:
                 before, deadline, steps = now, Deadline(limit, pids), 0
             elif deadline.over() and steps > SETTLE_STEPS:
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
+                keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
                 raise self.rig.violation(
                     "",
                     f"{what} did not come to their end: "
-                    f"{', '.join(waiting[:4]) or 'an engine keeps blocks'}, and nothing has changed for "
+                    f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
                     f"{limit:.0f} s",
                 )
 

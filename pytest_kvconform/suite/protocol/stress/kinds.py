@@ -15,7 +15,14 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
-from pytest_kvconform.suite.protocol.stress._live import decode, plain, prefill, prompts_of
+from pytest_kvconform.suite.protocol.stress._live import (
+    decode,
+    in_full,
+    plain,
+    prefill,
+    prompts_of,
+    settle,
+)
 
 
 @case("KV-KIND-001", variants=first_in_quick("embeds", "pooling", "lora"), rig="scheduler")
@@ -63,3 +70,18 @@ def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
         found = decode(live, prompts, ids, kind="embeds")
         live.settle(lambda: live.d.ended(found), "requests of D")
         return Evidence(looked_at=len(found), unit="requests", external_tokens=live.check())
+
+
+@case("KV-BLOCKS-001", applies=plain, variants=in_full, rig="scheduler")
+def blocks_of_embeddings_are_freed(rig: Rig, _: None) -> Evidence:
+    """P frees the blocks of prompts of embeddings once D has ended them, whether D loads them or computes
+    them itself.
+    """
+    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+
+    with live_engines(rig) as live:
+        block = rig.host.spec.memory["P"].block
+        prompts = prompts_of(live, [3 * block + 5] * 3)
+        found = decode(live, prompts, prefill(live, prompts, kind="embeds"), kind="embeds")
+        settle(live, found)
+        return Evidence(looked_at=len(found), unit="requests")
