@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.fixtures import must_be_installed
 
 from .pages import PAGES, blocks
@@ -51,3 +53,18 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
     [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if "use offset" in text]
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout == printed, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("of", "begins"),
+    [("prompt_embeds", ("NixlPull", "NixlPush")), ("KeyMetadata", ("fields: ", "key: "))],
+    ids=["embeddings", "keys"],
+)
+def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if of in code]
+    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith(begins)]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert [line for line in run.stdout.splitlines() if line.startswith(begins)] == printed.splitlines(), (
+        run.stderr
+    )
