@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from pytest_kvconform.plan import load_module
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, on
 
@@ -86,6 +87,11 @@ def test_a_mistake_in_a_hook_keeps_transfers_from_their_end(
     for name, pattern in wrong.fails.items():
         assert re.search(pattern, found[name]), found[name]
     assert (run.verdict.word, run.verdict.exit_code) == ("VIOLATES", 1)
+
+
+def test_every_case_about_statistics_has_a_mistake_that_only_it_finds() -> None:
+    cases = {case.name for case in load_module("bytes/statistics")[1]}
+    assert cases == {min(wrong.fails) for wrong in STATISTICS if len(wrong.fails) == 1}
 
 
 @pytest.mark.parametrize("wrong", STATISTICS, ids=str)

@@ -5,6 +5,7 @@ from functools import partial
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
+MODULES = ("bytes/transport_faults", "bytes/each_transfer")
 # Seconds. The suite gives NixlConnector itself a lease.
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'
 case_runner, run_cases = fixtures(
@@ -14,6 +15,6 @@ case_runner, run_cases = fixtures(
         setup="b16",
         matrix="full",
         config=LEASE,
-        only=lambda planned: planned.module in ("bytes/transport_faults", "bytes/each_transfer"),
+        only=lambda planned: planned.module in MODULES,
     ),
 )

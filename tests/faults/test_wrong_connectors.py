@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pytest_kvconform.plan import load_module
+from tests.faults.conftest import MODULES
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong
 
@@ -35,6 +37,13 @@ WRONG = [
         )
         | in_transfers("failed not_begun", "attention_kv_arrives", "no byte of .* was written"),
         variants="failed not_begun slow",
+    ),
+    Wrong(
+        "ForgetsLaterFailures",
+        in_transfers("later", "each_transfer_may_fail", "reported as if it had been made: "),
+        variants="failed_handle slow_handle later",
+        topology="P2D1",
+        family=GPT,
     ),
     Wrong(
         "HidesFailure",
@@ -197,6 +206,14 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., CellR
             assert re.search(
                 wrong.fails[short(result.id)], f"{result.finding.happened}\n{result.finding.diagnosis}"
             ), result.finding
+
+
+def test_every_case_has_a_mistake_that_only_it_finds() -> None:
+    """Bytes that a fault makes wrong are found by `attention_kv_arrives` beside the case about the fault."""
+    cases = {case.name for module in MODULES for case in load_module(module)[1]}
+    of_mistakes = [{case.partition("[")[0] for case in wrong.fails} for wrong in WRONG]
+    alone = {min(found) for found in of_mistakes if len(found) == 1}
+    assert set().union(*of_mistakes) == cases and cases - alone == {"attention_kv_arrives"}
 
 
 CELLS = [(LLAMA, "P1D1"), (LLAMA, "P1D2"), (GPT, "P2D1")]

@@ -61,6 +61,26 @@ class ForgetsFailure(Worker):
         )
 
 
+class ForgetsLaterFailures(Worker):
+    """Minds a failure of the first transfer of a load only."""
+
+    def change(self, worker: Any) -> None:
+        pop_done, handle_failed = worker._pop_done_transfers, worker._handle_failed_transfer
+        first: dict[str, int] = {}  # request -> the handle of its first transfer
+
+        def pop_done_transfers(transfers: dict[str, Any]) -> Any:
+            for req_id, handles in transfers.items():
+                first.setdefault(req_id, handles[0])
+            return pop_done(transfers)
+
+        def failed(req_id: str, handle: int | None, *args: Any, **kwargs: Any) -> bool:
+            if handle is None or first.get(req_id, handle) == handle:
+                return bool(handle_failed(req_id, handle, *args, **kwargs))
+            return bool(worker._try_release_xfer_handle(req_id, handle))
+
+        worker._pop_done_transfers, worker._handle_failed_transfer = pop_done_transfers, failed
+
+
 class HidesFailure(Worker):
     """Never reports a request whose load failed."""
 
