@@ -10,6 +10,9 @@ DECLARATION = --kv-declare=reference_connector/declaration.toml
 DECLARED = $(if $(filter reference_connector:%,$(CONNECTOR)),$(DECLARATION))
 SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
 
+# Some containers set it. Each of the processes of pytest would then compile the suite anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help conform test lint format bench clean
 .DEFAULT_GOAL := help
 

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
+LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # not in every kernel
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -62,20 +63,43 @@ def descendants_of(pid: int) -> list[int]:
     return [p for p in found if _stat(p)[2] not in "ZX"]
 
 
+def _listed_children(pid: int) -> list[int]:
+    """Pids of the children of a process as Linux lists them, without a look at every process of the machine.
+
+    A child may be missing if another one is reaped at the same time (man 5 proc_pid_task). Raises
+    FileNotFoundError where Linux lists no children, and where the process is gone.
+    """
+    tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
+    return [int(child) for task in tasks for child in task.read_bytes().split()]
+
+
+def session_pids(session: int) -> list[int]:
+    """Pids of the living processes of a session, among the descendants of this process."""
+    found, todo = [], _listed_children(os.getpid()) if LISTS_CHILDREN else descendants_of(os.getpid())
+    while todo:
+        pid = todo.pop()
+        _, of_session, state = _stat(pid)
+        if of_session == session and state not in "ZX":
+            found.append(pid)
+        if LISTS_CHILDREN:
+            with contextlib.suppress(OSError):  # the process has ended
+                todo += _listed_children(pid)
+    return found
+
+
 def kill_session(session: int) -> None:
     """Send SIGKILL to every process of a session. Each child of the zygote leads a session.
 
     Processes that are gone are no error.
     """
-    for pid in _pids():
-        if _stat(pid)[1] == session:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in session_pids(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def shared_memory_of(session: int) -> set[str]:
     """Files in /dev/shm that the processes of a session have mapped or open."""
-    return open_shared_memory([pid for pid in _pids() if _stat(pid)[1] == session])
+    return open_shared_memory(session_pids(session))
 
 
 def open_shared_memory(pids: list[int] | None = None) -> set[str]:
