@@ -126,4 +126,7 @@ def test_where_there_is_nothing_to_decline_everything_passes(case_runner: CaseRu
     found = run_module(case_runner, Declines(connector, START, "", "", geometry="llama3_1_8b"))
     # as NixlConnector itself: docs/findings.md
     assert found.failed == {"start_on_taken_port_does_not_hang"}, found.findings
-    assert set(found.outcomes.values()) == {"PASS", "FAIL"}
+    # every worker of NixlConnector publishes handshake metadata
+    assert {name: outcome for name, outcome in found.outcomes.items() if outcome not in ("PASS", "FAIL")} == {
+        "set_xfer_handshake_metadata_takes_any_ranks[no_rank]": "NOT-APPLICABLE"
+    }

@@ -54,8 +54,8 @@ PROTOCOL = {
     ),
     "CutsAgain": ("on_new_request_leaves_request_unchanged", "params_name_the_final_blocks"),
     "NoHeartbeat": (
-        "p_is_notified_without_a_load",
-        "abort_before_the_load_notifies_p",
+        "p_is_freed_without_a_load",
+        "abort_before_the_load_frees_p",
         "load_starts_after_the_local_hit",
     ),
     "DrainsOnAbort": ("aborted_prefill_is_freed_at_once", "abort_leaves_other_requests_alone", ENDS, MEMORY),
