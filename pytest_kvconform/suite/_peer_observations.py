@@ -93,8 +93,8 @@ def outcome_of(ended: DecodeResult) -> str:
 
 
 def seconds(ended: DecodeResult) -> float:
-    """Return how long a request took."""
-    return ended.ended - ended.added
+    """Return how long a request took, without the time in which D waited for a core."""
+    return ended.ended - ended.added - ended.core_wait
 
 
 def broken_rule(rule: str, what: str) -> str:

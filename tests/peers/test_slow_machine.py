@@ -11,8 +11,11 @@ import pytest
 from pytest_kvconform.result import Blocked, Cell, Violation
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import bench as peer_bench
+from pytest_kvconform.rigs.peers import stepping
 from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
+from pytest_kvconform.rigs.peers.stepping import SteppedEngine
+from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite._peer_observations import check_right
 
 LEASE_S = 4.0
@@ -84,3 +87,18 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
     for _ in range(2):
         assert bench.observe(Cell("llama", "P1D1"), "one").decodes
     assert seen == runs
+
+
+def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = {"now": 100.0, "waited": 0.0}
+    monkeypatch.setattr(stepping, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(cores, "core_waits", lambda pids: {pid: {"1": clock["waited"]} for pid in pids})
+    handle: Any = SimpleNamespace(process=SimpleNamespace(pid=1), start_s=60.0, deadline_s=60.0)
+    engine, waits = SteppedEngine("D", handle), []
+    for seconds, waited in ((1.0, 0.0), (5.0, 2.0), (5.0, 0.0)):  # two processes wait
+        clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
+        waits.append(round(engine.core_wait(), 6))
+    assert waits == [0.0, 4.0, 4.0]

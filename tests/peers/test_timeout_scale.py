@@ -38,9 +38,15 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
         yield
 
     engines = SimpleNamespace(
-        bench=bench(scale).peers, prefill=nothing, add_decode=nothing, finish_decode=nothing, decode=nothing
+        bench=bench(scale).peers,
+        prefill=nothing,
+        add_decode=nothing,
+        finish_decode=nothing,
+        decode=nothing,
+        new_prompt=lambda: 0,
+        make_request=lambda *_: None,
     )
-    p: Any = SimpleNamespace(stop_process=nothing, resume=lambda: None)
+    p: Any = SimpleNamespace(stop_process=nothing, resume=lambda: None, queue=lambda *_: None)
     for _ in scenarios.stopped_peer(engines, p, p):
         pass
     assert paused == [stall, stall]  # while they meet, and while one reads
@@ -64,22 +70,21 @@ def test_what_counts_as_held_up_is_longer(
 
 
 @pytest.mark.parametrize(
-    ("usual", "bad", "own", "delayed"),
+    ("bad", "own", "core_wait", "delayed"),
     [
-        (0.1, 5.0, 4.9, True),
-        (0.1, 1.5, 1.5, True),
-        (0.1, 5.0, 0.3, False),
-        (1.5, 1.7, 1.6, False),  # everything takes long: the machine is busy
-        (1.5, 5.0, 4.9, False),  # within what a request takes there
-        (1.5, 12.0, 11.9, True),
+        (5.0, 4.9, 0.0, True),
+        (1.5, 1.5, 0.0, True),
+        (5.0, 0.3, 0.0, False),
+        (4.0, 3.6, 3.3, False),  # everything takes long: the machine is busy
+        (12.0, 11.9, 6.0, True),
     ],
 )
-def test_what_a_request_takes_on_a_busy_machine_is_no_delay(
-    monkeypatch: pytest.MonkeyPatch, usual: float, bad: float, own: float, delayed: bool
+def test_time_in_which_d_waits_for_a_core_is_no_delay(
+    monkeypatch: pytest.MonkeyPatch, bad: float, own: float, core_wait: float, delayed: bool
 ) -> None:
-    took = {"after": usual, "bad": bad, "own": own}
+    took, trace = {"bad": bad, "own": own}, Trace(id="d", prompt_tokens=55)
     decodes = {
-        name: DecodeResult("d", 0.0, 0.0, seconds, "length", Trace(id="d", prompt_tokens=55), ())
+        name: DecodeResult("d", 0.0, 0.0, seconds, "length", trace, (), core_wait)
         for name, seconds in took.items()
     }
     monkeypatch.setattr(unreachable, "completed", lambda *_: ScenarioObservation(decodes))

@@ -78,6 +78,7 @@ class DecodeResult:
     finish: str  # vLLM's finish reason; "": the request has not ended
     trace: Trace
     checks: tuple[Check, ...]  # of every rank, before the first forward that read what was loaded
+    core_wait: float = 0.0  # seconds of ended - added in which D waited for a core
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class ScenarioEngines:
         self._specs: dict[str, ByteEngineSpec] = {}
         self._numbers = itertools.count()
         self._deadlines: dict[str, Deadline] = {}  # request of D -> when it must have ended
+        self._core_waits: dict[str, float] = {}  # request of D -> `core_wait` of D when it was added
         self._suffixes = itertools.count()  # what a server adds to the router's id of a request
         self._added: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
@@ -228,6 +230,7 @@ class ScenarioEngines:
         number = prefill.number if prefill else self.new_prompt()
         request = self.make_request(number, "d", params or (prefill.params if prefill else None))
         self._deadlines[request.id] = d.deadline(self.limits.request)
+        self._core_waits[request.id] = d.core_wait()
         yield from d.call("add", request)
         return request
 
@@ -235,12 +238,13 @@ class ScenarioEngines:
         """Wait for the end of a request of D. Returns DecodeResult."""
         deadline = self._deadlines.get(request.id) or d.deadline(self.limits.request)
         yield from until(lambda: request.id in d.outputs, deadline)
-        output, ended = d.outputs.get(request.id, (None, time.monotonic()))
+        output, ended, waited = d.outputs.get(request.id, (None, time.monotonic(), d.core_wait()))
+        waited -= self._core_waits.get(request.id, waited)
         trace = yield from d.call("trace", request.id)
         checks = yield from d.call("pop_checks", request.id)
         prefill_added = self._added.get(request.number, added)
         finish = (output.finish or "") if output else ""
-        return DecodeResult(request.id, prefill_added, added, ended, finish, trace, checks)
+        return DecodeResult(request.id, prefill_added, added, ended, finish, trace, checks, waited)
 
     def decode(
         self, d: SteppedEngine, prefill: PrefillResult | None, params: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ No call blocks: an engine that stands in a hook for seconds keeps no other engin
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -55,8 +56,8 @@ class SteppedEngine:
 
     name: str
     handle: PeerEngineHandle
-    # request -> its last output, and when
-    outputs: dict[str, tuple[Output, float]] = field(default_factory=dict)
+    # request -> its last output, when it came, and `core_wait` then
+    outputs: dict[str, tuple[Output, float, float]] = field(default_factory=dict)
     paused: bool = False
     failed: EngineFailed | None = None
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
@@ -64,7 +65,8 @@ class SteppedEngine:
     def __post_init__(self) -> None:
         self.queued: deque[Call] = deque()
         self.pending: Call | None = Call("start")
-        self.stepped_at = time.monotonic()
+        self.began = self.stepped_at = time.monotonic()
+        self.clock = self.deadline(math.inf)
         self.limit = self._limit("start")
         self.next_step_at = 0.0
         self.pause = EMPTY_STEP_S[0]  # before the next step, if nothing happened; twice as long each time
@@ -105,6 +107,10 @@ class SteppedEngine:
         """
         return Deadline(seconds, (os.getpid(), self.handle.process.pid))
 
+    def core_wait(self) -> float:
+        """Seconds so far in which this engine, or this process that steps it, waited for a core."""
+        return time.monotonic() - self.began - self.clock.passed()
+
     def _limit(self, call: str) -> Deadline:
         return self.deadline(self.handle.start_s if call == "start" else self.handle.deadline_s)
 
@@ -118,7 +124,7 @@ class SteppedEngine:
         self.longest_gap, self.stepped_at = max(self.longest_gap, now - self.stepped_at), now
         for output in call.answer.outputs:
             if output.finish or output.kv_transfer_params:
-                self.outputs[output.id] = output, now
+                self.outputs[output.id] = output, now, self.core_wait()
         busy = bool(call.answer.outputs or call.answer.computed)
         self.next_step_at = now if busy else now + self.pause
         self.pause = EMPTY_STEP_S[0] if busy else min(2 * self.pause, EMPTY_STEP_S[1])

@@ -32,7 +32,6 @@ CUTS = {
     "answering": "was reset in the middle of an answer of P",
 }
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
-CONTROLS = {"met", "after"}  # requests before and after those of unreachable peers
 DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
@@ -93,11 +92,9 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
     if any(loaded_within_step(ended.trace) for ended in observed.decodes.values()):
         raise NotApplicable("D loads within the step that reads the KV: a step lasts as long as its loads")
     bad = seconds(observed.decodes["bad"])
-    # A request that nothing is in the way of: on a busy machine it takes long, too.
-    usual = max((seconds(observed.decodes[name]) for name in CONTROLS & observed.decodes.keys()), default=0.0)
-    noticeable = bad > bench.peers.scaled_seconds(NOTICEABLE_S) + 2 * usual
+    noticeable = bad > bench.peers.scaled_seconds(NOTICEABLE_S)
     for name, words in others.items():
-        if noticeable and seconds(observed.decodes[name]) > DELAYED * bad + usual:
+        if noticeable and seconds(observed.decodes[name]) > DELAYED * bad:
             raise violation(
                 rule,
                 f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "
