@@ -183,7 +183,8 @@ def broken_connection_fails_only_its_request(bench: Bench, moment: str) -> Evide
         bench.peers.lease_s,
         {f"after_{moment}": f"each connection of D to P {CUTS[moment]}: a later request, without resets,"},
     )
-    return evidence(2, "requests", observed, ended=what, cut=int(observed.numbers[moment]))
+    cut, refused = (int(observed.numbers[name]) for name in (moment, f"refused_{moment}"))
+    return evidence(2, "requests", observed, ended=what, cut=cut, refused_later=refused)
 
 
 def _limit(bench: Bench) -> float:
