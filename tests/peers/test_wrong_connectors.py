@@ -29,6 +29,9 @@ OTHERS = (
     "unreachable_peer_delays_no_other_request[unreachable_peer] "
     "unreachable_peer_delays_no_other_request[silent_peer] unreachable_peer_delays_no_new_peer"
 )
+BROKEN = (
+    "broken_connection_fails_only_its_request[accepted] broken_connection_fails_only_its_request[answering]"
+)
 TOO_LATE = (
     "load_after_the_lease_is_detected[lease_ends_before_load] "
     "load_after_the_lease_is_detected[lease_ends_during_load]"
@@ -43,14 +46,19 @@ LATER = (
     "abort_at_the_end_of_a_load_frees_blocks[computed]"
 )
 WRONG = [
-    Wrong("NeverGivesUp", on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline"), scale=SHORT),
+    Wrong(
+        "NeverGivesUp",
+        on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline")
+        | on(BROKEN, r"was reset .* did not end within 12 s\n.*waits for an answer that cannot come"),
+        scale=SHORT,
+    ),
     Wrong(
         "RaisesWhenUnreachable",
         on(
-            f"{UNREACHABLE} restarted_peer_is_a_new_engine[stranger]",
+            f"{UNREACHABLE} {BROKEN} restarted_peer_is_a_new_engine[stranger]",
             "D raised RuntimeError .*every peer can be reached",
         ),
-        blocked=f"{OTHERS} restarted_peer_is_a_new_engine[met]".split(),
+        blocked=f"{OTHERS} restarted_peer_is_a_new_engine[met] load_ends_when_p_dies".split(),
     ),
     Wrong(
         "HoldsAllBack",
@@ -79,7 +87,17 @@ WRONG = [
     ),
     Wrong(
         "RemembersAddresses",
-        on("restarted_peer_is_a_new_engine[met]", "for KV of the new engine ended with an error"),
+        on("restarted_peer_is_a_new_engine[met]", "for KV of the new engine ended with an error")
+        | on("load_ends_when_p_dies", "the next request of D, from a new P, ended with an error"),
+    ),
+    Wrong(
+        "WaitsForTheGone",
+        on("load_ends_when_p_dies", r"the request did not end within 12 s\n.*for a peer that is gone"),
+        scale=SHORT,
+    ),
+    Wrong(
+        "GivesUpForGood",
+        on(BROKEN, "a later request, without resets, ended with an error"),
     ),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
     Wrong("LooksBefore", on("load_after_the_lease_is_detected[lease_ends_during_load]", STOOD_THERE)),

@@ -83,8 +83,45 @@ class WaitsForReads(Right):
         super().start_load_kv(forward_context, **kwargs)
         for name in worker._recving_transfers.keys() - before:
             for handle in worker._recving_transfers[name]:
-                while worker.nixl_wrapper.check_xfer_state(handle) == "PROC" and time.monotonic() < deadline:
-                    time.sleep(0.001)
+                with contextlib.suppress(Exception):  # of a peer that is gone: the connector reports it later
+                    while (
+                        worker.nixl_wrapper.check_xfer_state(handle) == "PROC" and time.monotonic() < deadline
+                    ):
+                        time.sleep(0.001)
+
+
+class GivesUpForGood(Right):
+    """Never again asks a peer that did not answer once."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        shake, silent = worker._nixl_handshake, set[str]()
+
+        def handshake(host: str, port: int, tp_size: int, engine: str, *args: Any, **kwargs: Any) -> Any:
+            if engine in silent:
+                raise RuntimeError("this peer does not answer")
+            try:
+                return shake(host, port, tp_size, engine, *args, **kwargs)
+            except zmq.Again:
+                silent.add(engine)
+                raise
+
+        worker._nixl_handshake = handshake
+
+
+class WaitsForTheGone(Right):
+    """Takes a transfer whose state NIXL does not know any more for one that is under way."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        agent = worker.nixl_wrapper
+        known = agent.check_xfer_state
+
+        def check_xfer_state(handle: Any) -> str:
+            try:
+                return known(handle)
+            except Exception:
+                return "PROC"
+
+        agent.check_xfer_state = check_xfer_state
 
 
 # ---- peers that were started anew ----
