@@ -6,7 +6,6 @@ They run one after the other on one P and one D.
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -172,7 +171,6 @@ def aborted_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
         before: Usage = yield from d.call("usage")
         yield from d.call("abort_at_end_of_load", request.id, moment)
         yield from d.call("add", request)
-        yield from until(partial(d.outputs.__contains__, request.id), d.deadline(engines.limits.release))
         gone = yield from engines.wait_until_gone(d, request.id, engines.limits.release)
         usage: Usage = yield from d.call("usage")
         held = 0 if gone else before.free_blocks - usage.free_blocks
