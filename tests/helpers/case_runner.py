@@ -86,7 +86,7 @@ class CaseRunner:
             connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix
         )
         self.zygote = start_zygote(settings)
-        self._facts: dict[str, SubjectFacts] = {}
+        self.known: dict[str, SubjectFacts] = {}  # by --kv-connector
 
     def close(self) -> list[str]:
         """End the zygote. Returns sentences about what did not end."""
@@ -94,9 +94,9 @@ class CaseRunner:
 
     def probe(self, settings: Settings) -> SubjectFacts:
         """Probe the connector's class, once."""
-        if settings.connector not in self._facts:
-            self._facts[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
-        return self._facts[settings.connector]
+        if settings.connector not in self.known:
+            self.known[settings.connector] = probe_subject(self.zygote.address, resolve(settings), PROBE_S)
+        return self.known[settings.connector]
 
     def run(
         self,
