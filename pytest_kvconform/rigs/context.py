@@ -243,12 +243,15 @@ def transfer_config(
     return config | {"kv_connector_extra_config": whole | {CHILDREN: given}}
 
 
-def port_environment() -> dict[str, str]:
-    """The environment variables that name the ports of an engine's side channels, free ones."""
-    port = free_port()
+def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
+    """The environment variables that name the ports of an engine's side channels.
+
+    `port`: the first of `count` ports that the engine has; 0: free ones.
+    """
+    port = port or free_port()
     return {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + APART // 2),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + count // 2),
     }
 
 

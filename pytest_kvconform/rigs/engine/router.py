@@ -16,7 +16,7 @@ RENDEZVOUS = "rendezvous"
 
 
 class Placed(Protocol):
-    """Of the specification of an engine: what its address follows from."""
+    """Of an engine or its specification: what its address follows from."""
 
     @property
     def kv_transfer_config(self) -> dict[str, Any]: ...

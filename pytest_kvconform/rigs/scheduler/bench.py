@@ -16,12 +16,12 @@ from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, lea
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
+from pytest_kvconform.rigs.scheduler.side_state import RANKS
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
-RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
 HANGS = 3  # after so many cases that did not end in time, no other case is started
 
 

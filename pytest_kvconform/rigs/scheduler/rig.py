@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
-from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.engine.router import RENDEZVOUS
+from pytest_kvconform.rigs.context import declared_addition, declared_amount, port_environment
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
-from pytest_kvconform.rigs.scheduler.side_state import APART, SideState, first_block
+from pytest_kvconform.rigs.scheduler.side_state import APART, RANKS, SideState, first_block
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
@@ -110,9 +110,8 @@ class Rig:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(
-            self.host.spec.ports[len(self._sides) % len(self.host.spec.ports)]
-        )
+        ports = self.host.spec.ports
+        os.environ.update(port_environment(ports[len(self._sides) % len(ports)], RANKS))
         index = sum(side.role == role for side in self._sides)
         self._sides.append(Side(self, role, index, vllm_config, kv_config, first))
         return self._sides[-1]
@@ -142,14 +141,7 @@ class Rig:
 
     def rendezvous_params(self, p: SideState, transfer_id: str) -> dict[str, Any]:
         """The params with which a router asks D to load what P has computed under an id."""
-        return {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "transfer_id": transfer_id,
-            "remote_engine_id": p.config.kv_transfer_config.engine_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": self.host.spec.ports[0],
-        }
+        return decode_params(RENDEZVOUS, transfer_id, p, None) or {}
 
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
@@ -16,6 +17,7 @@ from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
+RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
 APART = 256  # block ids between two sides, and below those of the first one
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
@@ -47,6 +49,10 @@ class SideState:
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"
         self.config, self.kv_config, self.first_block = config, kv_config, first_block
+        # where peers find this engine, see router.Placed
+        self.kv_transfer_config = {"engine_id": config.kv_transfer_config.engine_id}
+        self.environment = dict(os.environ)
+        self.tensor_parallel: int = config.parallel_config.tensor_parallel_size
         self.recorder = Recorder(rig.host.note_running_hook)
         self.steps: list[Step] = []
         self.finished: list[str] = []

@@ -26,10 +26,12 @@ from msgspec import structs
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.context import port_environment
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
+from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
@@ -107,7 +109,7 @@ class WorkerHalf:
             kernel_block=memory.kernel,
             device=current_platform.device_type,
         )
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(rig.host.spec.ports[port])
+        os.environ.update(port_environment(rig.host.spec.ports[port], RANKS))
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
         with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,11 +40,16 @@ class RemoteEngine:
             _serve(rig, spec, config, theirs)
         theirs.close()
         self.pid = pid
-        self._answer("__init__")
+        try:
+            self._answer("__init__")
+        except BaseException:
+            self.end()
+            raise
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._line.send((name, args, kwargs))
+            with contextlib.suppress(OSError):  # its process has ended, as `_answer` finds
+                self._line.send((name, args, kwargs))
             return self._answer(name)
 
         return call
@@ -64,7 +68,7 @@ class RemoteEngine:
             )
         try:
             word, value = self._line.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise self.rig.violation(
                 "KV-HOOK-002", f"the process of {self.spec.role}'s engine ended in `{name}`"
             ) from None
@@ -115,8 +119,6 @@ class Live:
     p: Any
     d: Any
     others: tuple[Any, ...] = ()
-    # Of the prompts of this case: see `prompts_of` of the cases.
-    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 30))
     aborted: set[str] = field(default_factory=set)  # P's requests of which D aborted the load
 
     @property
@@ -175,10 +177,11 @@ def live_engines(
         finally:
             engine.close()
         return
-    # Forked before this process has threads of a connector.
-    remote = [RemoteEngine(rig, spec) for spec in (first, *more)]
+    remote: list[RemoteEngine] = []
     own = d or LiveSpec("D", engine=1, port=1)
     try:
+        for spec in (first, *more):  # forked before this process has threads of a connector
+            remote.append(RemoteEngine(rig, spec))
         engine = LiveEngine(rig, own, live_config(rig, own))
         yield Live(rig, remote[0], engine, tuple(remote[1:]))
         engine.close()

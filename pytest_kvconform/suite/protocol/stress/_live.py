@@ -35,12 +35,8 @@ def with_states(cell: Cell) -> bool:
 
 
 def prompts_of(live: Any, lengths: Iterable[int], first: int = 0) -> Prompts:
-    """Prompts of these lengths in tokens, owner -> prompt, the first of number `first`. No other case has
-    them: a store may keep what earlier cases have saved.
-    """
-    return {
-        owner: live.rig.prompt(length, seed=live.seed + owner) for owner, length in enumerate(lengths, first)
-    }
+    """Prompts of these lengths in tokens, owner -> prompt, the first of number `first`."""
+    return {owner: live.rig.prompt(length, seed=owner) for owner, length in enumerate(lengths, first)}
 
 
 def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int, str]:
@@ -48,8 +44,10 @@ def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int
     prefix cache. `p`: another engine than P. `more`: of `LiveEngine.add`.
     """
     p = p or live.p
-    asked = None if live.store else live.rig.prefill_params()
-    ids = {owner: p.add(prompt, owner, asked, **more) for owner, prompt in prompts.items()}
+    ids = {
+        owner: p.add(prompt, owner, live.rig.prefill_params() or None, **more)
+        for owner, prompt in prompts.items()
+    }
     live.settle(lambda: p.ended(list(ids.values())), "prefills")
     if live.store:
         live.settle(p.is_idle, "saves")

@@ -19,9 +19,8 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
     with live_engines(rig) as live:
         p, b = live.p, rig.host.spec.memory["P"].block
         prompts = prompts_of(live, (6 * b + 3, 5 * b + 7))
-        asked = None if live.store else rig.prefill_params()
         p.set_token_budget(4 * b, each=2 * b)
-        ids = {owner: p.add(prompt, owner, asked) for owner, prompt in prompts.items()}
+        ids = {owner: p.add(prompt, owner, rig.prefill_params() or None) for owner, prompt in prompts.items()}
         p.step()
         p.preempt_for_another(ids[1])
         if p.preempted() != [ids[1]]:
