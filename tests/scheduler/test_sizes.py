@@ -14,7 +14,8 @@ class Half:
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {"a": [1, 2], "b": [3]}
-        self.recent = collections.deque([1], maxlen=2)
+        self.recent = collections.deque([[1]], maxlen=2)
+        self.last = collections.deque([1])
         self.todo: queue.Queue[int] = queue.Queue()
         self.todo.put(1)
         self.me = self
@@ -24,7 +25,7 @@ def test_places_are_those_of_attributes_and_not_of_keys() -> None:
     assert container_sizes({"half": Half()}) == {
         "half.requests": 2,
         "half.requests.*": 3,
-        "half.recent": 1,
+        "half.last": 1,
         "half.todo": 1,
     }
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, is_not_ours
 
 SHARE = 0.5  # a container that grows by so many things a request grows with the requests
-CONTAINERS = (dict, list, tuple, set, frozenset)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
 def container_sizes(state: dict[str, Any]) -> dict[str, int]:
     """Place within the attributes of an object -> how many things the containers hold that are there.
 
-    Members of a container have one place, so a dict of many lists has two: its own, and that of the lists.
+    Members of a container have one place, so a dict of many lists has two: its own, and that of the lists. A
+    container with a limit of its own, such as a deque with a maxlen, does not count.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()
@@ -26,15 +27,24 @@ def container_sizes(state: dict[str, Any]) -> dict[str, int]:
         if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in seen or len(path) > DEEP:
             continue
         seen.add(id(value))
-        if isinstance(value, CONTAINERS) or type(value).__name__ in ("deque", "OrderedDict", "defaultdict"):
+        if has_limit(value):
+            continue
+        if isinstance(value, CONTAINERS):
             found[".".join(path)] += len(value)
             inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
             todo += [((*path, "*"), one) for one in inner]
-        elif isinstance(getattr(value, "queue", None), (list,)) or hasattr(value, "qsize"):
+        elif hasattr(value, "qsize"):
             found[".".join(path)] += value.qsize()
         elif not is_not_ours(value):
             todo += [((*path, name), one) for name, one in attributes(value)]
     return dict(found)
+
+
+def has_limit(value: Any) -> bool:
+    """Whether an object is a container that never holds more than a number of things."""
+    limits = [getattr(value, name, None) for name in ("maxlen", "maxsize")]
+    holds = hasattr(value, "__len__") or hasattr(value, "qsize")
+    return holds and any(isinstance(limit, int) and limit > 0 for limit in limits)
 
 
 def growth(before: dict[str, int], after: dict[str, int], requests: int) -> str:
