@@ -55,7 +55,7 @@ def did(*sides: Side) -> Did:
     """Return what the connector did for all requests of these sides."""
     ends = [call.result for side in sides for call in side.calls_of("request_finished")]
     loaded = sum(bool(side.loads_started(id)) for side in sides for id in side.prompts)
-    return Did(sum(end[0] for end in ends), sum(bool(end[1]) for end in ends), loaded)
+    return Did(sum(bool(end[0]) for end in ends), sum(bool(end[1]) for end in ends), loaded)
 
 
 def twice(rig: Rig, scenario: Callable[[], Did]) -> Did:
