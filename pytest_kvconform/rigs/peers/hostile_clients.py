@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.processes.linux import descendants_of, listening_sock
 # First byte that a peer which speaks ZeroMQ's protocol sends (ZMTP 3.1, rfc.zeromq.org/spec/37).
 SIGNATURE = b"\xff"
 GREETING_S = 0.2
+PASS_S = 2.0  # for a connection to P, and for P or D to take bytes that a proxy passes on
 # What vLLM's NIXL connector asks a peer (nixl/base_scheduler.py).
 KNOWN = [b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))]
 NUMBERS = (-1, 1, 7, 255, 2**31, 2**63 - 1)
@@ -95,7 +96,8 @@ class SilentListener:
 class CuttingProxy:
     """A proxy in front of P that resets every connection, when so many bytes of P have passed.
 
-    With -1 it resets each connection as soon as it has accepted it.
+    With -1 it resets each connection as soon as it has accepted it. `cut`: connections that it has reset
+    then, without those that P or D had ended before.
     """
 
     def __init__(self, port: int, target: int, after: int):
@@ -109,21 +111,25 @@ class CuttingProxy:
         with contextlib.suppress(BlockingIOError):
             while True:
                 client, _ = self.listener.accept()
-                p = socket.create_connection(("127.0.0.1", self.target))
+                try:
+                    p = socket.create_connection(("127.0.0.1", self.target), PASS_S)
+                except OSError:  # P does not listen any more
+                    _reset(client)
+                    continue
                 for one in (client, p):
                     one.settimeout(0.0)
                 self.pairs.append((client, p, [0]))
         for pair in list(self.pairs):
             client, p, passed = pair
             try:
-                over = self.after < 0 or not _pass_on(client, p)
-                if not over and (left := self.after - passed[0]) > 0:
-                    over = not _pass_on(p, client, left, passed)
-                over |= 0 <= self.after <= passed[0]
+                goes_on = self.after < 0 or (
+                    _pass_on(client, p) and _pass_on(p, client, self.after - passed[0], passed)
+                )
             except OSError:
-                over = True
-            if over:
-                self.cut += 1
+                goes_on = False
+            due = passed[0] >= self.after
+            if due or not goes_on:
+                self.cut += due
                 self.pairs.remove(pair)
                 _reset(client)
                 _reset(p)
@@ -139,7 +145,7 @@ def _pass_on(
     """Pass bytes on that have arrived. Returns whether the source goes on."""
     with contextlib.suppress(BlockingIOError):
         while data := source.recv(most):
-            target.setblocking(True)
+            target.settimeout(PASS_S)
             target.sendall(data)
             target.settimeout(0.0)
             if passed is not None:
