@@ -90,13 +90,15 @@ def full_graphs_find_loaded_kv(bench: Bench, transfer: Transfer) -> Evidence:
     if any(check.pool.wrong for r in with_loaded_kv(bench, plain).requests for check in r.checks):
         raise Blocked(f"D loads wrong KV for {plain}, in which vLLM calls the layer hooks")
     observed = observe(bench, transfer)
-    if observed.failed or observed.stuck or observed.refused:
+    if observed.excuse:
+        raise Blocked(observed.excuse)
+    failed = observed.failed.sentence if observed.failed else "; ".join(observed.stuck) or observed.refused
+    if failed:
         raise Violation(
             Finding(
                 rule="KV-LAYER-002",
-                happened="a transfer with steps that are replayed as full CUDA graphs did not end, and with "
-                f"the same steps in which layer hooks are called it did: "
-                f"{'; '.join(observed.stuck) or observed.refused or observed.failed}",
+                happened="a transfer with steps that are replayed as full CUDA graphs did not end, and the "
+                f"same transfer with calls of the layer hooks did: {failed}",
                 diagnosis=f"{PIECEWISE} returned False, and the connector needs its layer hooks",
             )
         )
