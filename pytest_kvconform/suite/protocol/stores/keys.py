@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
-from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, new_prompts, run_and_save, start_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, run_and_save, start_store
 
 ENGINES = ("model", "dtype")
 # variant -> what differs between two prompts of the same tokens, as the message names it
@@ -44,7 +44,7 @@ def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
 
     side = start_store(rig)
     allow_images(side)
-    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
+    prompt = rig.prompt(token_count(PROMPT, side.block_size))
     if what == "embeddings":
         prompt = (0,) * len(prompt)  # what vLLM has in the place of token ids
     keys: dict[str, dict[str, Any]] = {"nothing but its tokens": {}} | request_fields(what, len(prompt))
@@ -80,7 +80,7 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.store_engine import start_scheduler_half
 
     side = start_store(rig)
-    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
+    prompt = rig.prompt(token_count(PROMPT, side.block_size))
     _external_tokens(rig, side, prompt, {})
     same = _announced(rig, start_scheduler_half(rig), prompt)
     if not same:
@@ -102,7 +102,7 @@ def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
 def reset_store_forgets(rig: Rig, variant: None) -> Evidence:
     """After reset_cache has returned True, nothing is announced of what was saved before."""
     side = start_store(rig)
-    prompt = new_prompts(rig)(token_count(PROMPT, side.block_size))
+    prompt = rig.prompt(token_count(PROMPT, side.block_size))
     _external_tokens(rig, side, prompt, {})
     before = _external_tokens(rig, side, prompt, {})
     if not before:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
-
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 
 ASKED = "get_num_new_matched_tokens"
 TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prompts of one conversation
-
-
 SAVES_S = 2.0  # in which saves in the background may end
-MOST = 100_000  # by which the token ids of a case differ from those of other cases
 
 
 def is_store(rig: Rig) -> None:
@@ -34,21 +28,11 @@ def start_store(rig: Rig) -> Side:
     return start_engine_with_worker(rig)
 
 
-def new_prompts(rig: Rig) -> Callable[..., tuple[int, ...]]:
-    """Return `rig.prompt` with token ids of this case alone: a store may keep what others have saved."""
-    by = random.SystemRandom().randrange(MOST)
-
-    def prompt(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-        return tuple(token + by for token in rig.prompt(length, seed, shared))
-
-    return prompt
-
-
 def run_and_save(rig: Rig, side: Side) -> None:
     """Run all requests, and then until no save holds blocks, but not for longer than SAVES_S."""
     side.run()
-    deadline = time.monotonic() + rig.scaled_seconds(SAVES_S)
-    while side.delayed_free_requests() and time.monotonic() < deadline:
+    deadline = Deadline(rig.scaled_seconds(SAVES_S))
+    while side.delayed_free_requests() and not deadline.over():
         side.step()
 
 
@@ -82,10 +66,10 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
 
     D's own prefix cache is kept, or dropped before each prompt. All announced tokens can be loaded.
     """
-    side, prompts = start_store(rig), new_prompts(rig)
+    side = start_store(rig)
     known, turns = 0, []
     for length in TURNS:
-        prompt = prompts(token_count(length, side.block_size))
+        prompt = rig.prompt(token_count(length, side.block_size))
         for _ in range(2):
             if cache == "forgotten":
                 side.evict_prefix_cache()
@@ -110,11 +94,11 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
 
     It does so however often it is asked.
     """
-    side, prompts = start_store(rig), new_prompts(rig)
+    side = start_store(rig)
     b = side.block_size
-    prompt = prompts(3 * b + 5, shared=b // 2)
+    prompt = rig.prompt(3 * b + 5, shared=b // 2)
     if saved != "nothing":
-        other = prompts(3 * b + 5, seed=1, shared=b // 2 if saved == "beginning" else 0)
+        other = rig.prompt(3 * b + 5, seed=1, shared=b // 2 if saved == "beginning" else 0)
         _turn(
             rig, side, (*prompt[b : 2 * b], *prompt[:b], *prompt[2 * b :]) if saved == "swapped" else other, 0
         )
@@ -134,7 +118,7 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
 def repeated_lookup_returns_the_same(rig: Rig, variant: None) -> Evidence:
     """Asked several times about a saved prompt, a store returns the same, unless it returns None."""
     side = start_store(rig)
-    prompt = new_prompts(rig)(token_count("3b+5", side.block_size))
+    prompt = rig.prompt(token_count("3b+5", side.block_size))
     _turn(rig, side, prompt, 0)
     side.evict_prefix_cache()
     id = side.add(prompt)
