@@ -59,7 +59,7 @@ def with_few_layers(config: Any, geometry: Geometry) -> Any:
 
 
 def for_rank(config: Any, spec: LiveSpec) -> None:
-    """Make a configuration that of one of several data-parallel ranks (v1/engine/core.py, DPEngineCoreProc).
+    """Make a configuration that of one of several data-parallel ranks (EngineCoreProc.run_engine_core).
 
     To be called when process groups are there: a live engine joins no group with its fellow ranks.
     """
