@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def run(case_runner: CaseRunner) -> Run:
     """Run cases of a module on a connector: run("BlockStore", "preemption")."""
 
     def run(
-        connector: str, module: str = "", case: str = "", family: str = "llama3_1_8b", **more: str
+        connector: str, module: str = "", case: str = "", family: str = "llama3_1_8b", **more: Any
     ) -> CellRun:
         return case_runner.run(
             connector,
@@ -43,6 +44,7 @@ def run(case_runner: CaseRunner) -> Run:
             setup="b16",
             matrix="full",
             profile="store" if connector in STORES else "",
+            declared={"handover": "rendezvous"} if connector == "Rendezvous" else {},
             config="" if connector not in OF_VLLM else '{"kv_connector_extra_config": {"num_threads": 0}}',
             only=lambda planned: (
                 planned.module.startswith(FOLDER + module) and planned.case.name.startswith(case)
@@ -121,6 +123,8 @@ RIGHT = {
     "LaterStore": "preemption many numbers speculation",
     "PacksBlocks": "preemption numbers roles",
     "RemembersSome": "many",
+    "Rendezvous": "preemption numbers roles",
+    "LayerWise": "preemption many numbers",
     "NixlConnector": "preemption many numbers roles kinds",
 }
 

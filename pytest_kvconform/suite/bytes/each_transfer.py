@@ -91,8 +91,9 @@ def each_transfer_may_fail(bench: Bench, moment: Moment) -> Evidence:
 
 
 def _require_right_without_faults(bench: Bench, transfer: Transfer) -> None:
-    """Raise Blocked if D's pool is wrong after the same transfer without faults: that is no matter of faults,
-    and cases about whole transfers name it.
+    """Raise Blocked if D's pool is wrong after the same transfer without faults.
+
+    Faults are not the cause then, and cases about transfers without faults report it.
     """
     found = without_faults(bench, transfer).transfer
     if any(check.pool.wrong for check in [*all_checks(found), *found.audits[0]]):

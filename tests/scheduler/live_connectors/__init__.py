@@ -1,5 +1,7 @@
 """Right and wrong connectors for the cases on live engines."""
 
-# ruff: noqa: F403
+# ruff: noqa: F401, F403
+from tests.right_connectors.designs import LayerWise, Rendezvous
+
 from .handovers import *
 from .stores import *

@@ -1,4 +1,4 @@
-"""Prompts that P has computed and of which D loads nothing: P hears of it, and frees its blocks."""
+"""Prompts that P has computed and of which D loads nothing: P is notified, and frees its blocks."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def _p_frees(bench: Bench, why: str, rule: str) -> Evidence:
             f"{REASONS[why]}, and {KEPT * bench.peers.lease_s:.1f} s after P's request had come P still "
             f"holds its blocks, which it keeps for {bench.peers.lease_s:.0f} s if nobody reads them",
             observed,
-            diagnosis="P does not hear that D loads nothing",
+            diagnosis="D does not notify P that it loads nothing",
         )
     return evidence(1, "requests", observed, freed_s=round(observed.numbers[why], 3))

@@ -19,12 +19,12 @@ def plain(cell: Cell) -> bool:
 
 
 def first_alone(cell: Cell, matrix: str, *variants: str) -> tuple[str, ...]:
-    """Variants of a case that the quick matrix has with the first one alone."""
+    """Return the variants of a case: all in the full matrix, and the first one in the quick matrix."""
     return variants if matrix != "quick" else variants[:1]
 
 
 def in_full(cell: Cell, matrix: str) -> tuple[None, ...]:
-    """Variants of a case that the quick matrix does not have."""
+    """Return the variants of a case that only the full matrix has: one without a name."""
     return () if matrix == "quick" else (None,)
 
 
@@ -40,8 +40,8 @@ def prompts_of(live: Any, lengths: Iterable[int], first: int = 0) -> Prompts:
 
 
 def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int, str]:
-    """Let P compute prompts. Returns owner -> id. A store has saved everything then, and forgotten its
-    prefix cache. `p`: another engine than P. `more`: of `LiveEngine.add`.
+    """Let P compute prompts. Returns owner -> id. The engine of a store has saved all of them then, and its
+    prefix cache is empty. `p`: another engine than P. `more`: of `LiveEngine.add`.
     """
     p = p or live.p
     ids = {
