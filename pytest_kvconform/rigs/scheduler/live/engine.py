@@ -25,6 +25,7 @@ from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
 
 OWNERS = 251  # numbers of requests that words can tell apart
 LONGEST = 8  # blocks of a request
@@ -243,7 +244,7 @@ class LiveEngine:
         if self.spec.finalize_late:
             return self._step_with_drafter(output, parts, context)
         with set_forward_context(context, self.half.config):
-            call("the hooks before the forward", active.pre_forward, output)
+            call("the hooks before the forward", active.pre_forward, output, input_batch_of(output))
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
         return call("the hooks after the forward", active.post_forward, output.finished_req_ids)
