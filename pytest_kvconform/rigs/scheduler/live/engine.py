@@ -167,6 +167,10 @@ class LiveEngine:
             pool.free_blocks(reversed(self._hoard))
             self._hoard = []
 
+    def waits_for_frees(self) -> bool:
+        """Whether has_pending_block_frees returned True last: vLLM preempts nothing then."""
+        return any(call.result for call in self.side.calls_of("has_pending_block_frees")[-1:])
+
     def preempted(self) -> list[str]:
         """Requests that were preempted so far."""
         return [id for step in self.side.steps for id in step.preempted]

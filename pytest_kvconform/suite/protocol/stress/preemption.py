@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, HarnessError
+from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prompts_of, settle
 
@@ -23,6 +23,8 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
         ids = {owner: p.add(prompt, owner, rig.prefill_params() or None) for owner, prompt in prompts.items()}
         p.step()
         p.preempt_for_another(ids[1])
+        if not p.preempted() and p.waits_for_frees():
+            raise NotApplicable("has_pending_block_frees returned True, and vLLM preempted no request")
         if p.preempted() != [ids[1]]:
             raise HarnessError(f"vLLM preempted {p.preempted()}, and not the second of two prefills")
         p.set_token_budget(1 << 12)
