@@ -272,6 +272,9 @@ class TruthValues(ReferenceConnector):
     def take_events(self) -> Any:
         return None
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        return None
+
     def reset_cache(self) -> Any:
         return 1
 

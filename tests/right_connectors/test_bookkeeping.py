@@ -45,6 +45,8 @@ PROTOCOL = {
         "returns_bool_and_params",
         "aborted_prefill_is_freed_at_once",
         "handed_over_blocks_are_kept_until_sent",
+        "requests_end_with_a_step_in_flight",
+        "events_are_taken_once",
     ),
     "OwnKeys": (
         "params_survive_json",
@@ -67,6 +69,7 @@ INTERFACE = {
         "capability_properties_have_truth_values",
         "get_loaded_kv_cache_group_ids_names_loaded_groups",
         "optional_hooks_return_their_types",
+        "external_cache_hit_sources_add_up",
         "engine_starts_in_vllm_call_order",
     ),
     "OfOneHalf": (
