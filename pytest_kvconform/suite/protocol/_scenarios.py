@@ -247,11 +247,13 @@ def _order(d: Side, begin: int, end: int) -> list[Step]:
 
 
 def require_no_order_yet(rig: Rig, d: Side, id: str) -> None:
-    """Raise Violation if the metadata of a step orders a load for a request that has no block yet: the blocks
-    that it names belong to others.
+    """Raise Violation if the metadata of a step orders a load for a request that has no block yet.
+
+    Metadata that names the request may order loads of other requests, into their blocks.
     """
+    others = frozenset(block for other in d.prompts if other != id for block in d.blocks_had(other))
     for step in d.steps:
-        if ordered := sorted(filter(d.owns_block, step.block_ids_for(id))):
+        if ordered := sorted(filter(d.owns_block, step.block_ids_for(id) - others)):
             raise rig.violation(
                 "",
                 f"step {step.number} orders a load into blocks {ordered} for {id}, which has no block yet",
