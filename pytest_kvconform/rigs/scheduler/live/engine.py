@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,7 @@ class LiveEngine:
         self.wrong: list[str] = []
         self.compared = self._added = 0
         self._hoard: list[Any] = []
+        self.beside: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.side.worker = self._work
         self._watch_loads()
 
@@ -94,9 +95,12 @@ class LiveEngine:
         return self.side.add(prompt, params, id=id, **more)
 
     def step(self, times: int = 1) -> None:
-        """Take steps of the engine."""
+        """Take steps of the engine, and let other engines step meanwhile."""
         for _ in range(times):
-            self.side.step()
+            with contextlib.ExitStack() as stack:
+                for stepping in self.beside:
+                    stack.enter_context(stepping())
+                self.side.step()
 
     def ended(self, ids: Iterable[str]) -> bool:
         """Whether these requests have ended."""
@@ -153,9 +157,8 @@ class LiveEngine:
         allocate = manager.allocate_slots
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            free = pool.get_num_free_blocks()
             if request.request_id != id and not self._hoard:
-                self._hoard = pool.get_new_blocks(free)
+                self._hoard = pool.get_new_blocks(pool.get_num_free_blocks())
                 return None
             return allocate(request, *args, **kwargs)
 
@@ -204,9 +207,8 @@ class LiveEngine:
         """Drop the records of the harness, so that only the connector's memory grows."""
         side = self.side
         side.forget_records()
-        side.prompts.clear()
         del side.finished[:]
-        for of_requests in (self.loads, self.computed_by):
+        for of_requests in (side.prompts, self.loads, self.computed_by):
             of_requests.clear()
 
     def close(self) -> None:
@@ -223,8 +225,8 @@ class LiveEngine:
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
                 local = request.prefill_stats.num_local_cached_tokens
-                self.loads[request.request_id] = local, local + num_external_tokens
-                self._due[request.request_id] = local, local + num_external_tokens
+                span = local, local + num_external_tokens
+                self.loads[request.request_id] = self._due[request.request_id] = span
             allocated(request, blocks, num_external_tokens)
 
         self._due: dict[str, tuple[int, int]] = {}

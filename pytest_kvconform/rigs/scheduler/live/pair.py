@@ -23,16 +23,23 @@ from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
+ALONE_S = 0.02  # for which a step of P lasts before D steps, too
 ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
 # Without progress, in which requests must come to their end: seconds, likewise, and steps of every engine.
 SETTLE_S, SETTLE_STEPS = 4.0, 400
+STEPPING = "stepping"  # in place of a method: step until something else is asked
 
 
 class RemoteEngine:
-    """A `LiveEngine` in a forked process. Its methods are called there; what they raise is raised here."""
+    """A `LiveEngine` in a forked process. Its methods are called there; what they raise is raised here.
+
+    A connector may load within a step, and need steps of its peer for that. So `peer`, the engine of this
+    process, steps while a step of this one lasts, and `stepping` is the other way round.
+    """
 
     def __init__(self, rig: Rig, spec: LiveSpec):
         self.rig, self.spec = rig, spec
+        self.peer: LiveEngine | None = None
         config = live_config(rig, spec)
         self._line, theirs = Pipe()
         if (pid := os.fork()) == 0:
@@ -48,11 +55,17 @@ class RemoteEngine:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.suppress(OSError):  # its process has ended, as `_answer` finds
-                self._line.send((name, args, kwargs))
+            self._send(name, args, kwargs)
             return self._answer(name)
 
         return call
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the engine step for as long as the block lasts."""
+        self._send(STEPPING, (), {})
+        yield
+        self.name()  # the call ends it, and raises what the engine has raised
 
     def end(self) -> None:
         """End the process, whatever it is doing. It has closed the connector before, unless it failed."""
@@ -61,8 +74,15 @@ class RemoteEngine:
         os.waitpid(self.pid, 0)
         self._line.close()
 
+    def _send(self, name: str, args: Any, kwargs: Any) -> None:
+        with contextlib.suppress(OSError):  # the process has ended, as `_answer` finds
+            self._line.send((name, args, kwargs))
+
     def _answer(self, name: str) -> Any:
-        if not poll(self._line, Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))):
+        deadline = Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))
+        while self.peer and name == "step" and not self._line.poll(ALONE_S) and not deadline.over():
+            self.peer.side.step()
+        if not poll(self._line, deadline):
             raise self.rig.violation(
                 "KV-HOOK-002", f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
             )
@@ -98,6 +118,10 @@ def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
                     answer: tuple[str, Any] = "returned", None
                 else:
                     name, args, kwargs = line.recv()
+                    if name == STEPPING:
+                        while not line.poll():
+                            engine.step()
+                        continue
                     answer = "returned", getattr(engine, name)(*args, **kwargs)
             except EOFError:
                 break
@@ -183,6 +207,9 @@ def live_engines(
         for spec in (first, *more):  # forked before this process has threads of a connector
             remote.append(RemoteEngine(rig, spec))
         engine = LiveEngine(rig, own, live_config(rig, own))
+        engine.beside = [one.stepping for one in remote]
+        for one in remote:
+            one.peer = engine
         yield Live(rig, remote[0], engine, tuple(remote[1:]))
         engine.close()
         for one in remote:
