@@ -53,7 +53,8 @@ class Orders(KVConnectorMetadata):
 
 class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
     """Reads the blocks of a request over a TCP connection of its own, in two transfers of half the layers
-    each, as vLLM's P2pNcclConnector asks for each request (GET) and as Mooncake reads over TCP.
+    each, as the P2pNcclConnector of earlier versions of vLLM asked for each request (GET), and as Mooncake
+    reads over TCP.
     """
 
     transfers = 2
