@@ -192,20 +192,19 @@ def _wrong_connectors(folder: Path) -> set[str]:
     found = set()
     for file in folder.glob("test_*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        makers = {"Wrong"} | {
-            node.targets[0].id
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and ast.unparse(node.value).startswith(("functools.partial(Wrong", "partial(Wrong"))
-        }
+        makers = {"Wrong"}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                of = re.match(r"(?:functools\.)?partial\((\w+)", ast.unparse(node.value))
+                makers |= {node.targets[0].id} if of and of[1] in makers else set()
         found |= {
             node.args[0].value
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) in makers
-            and node.args
+            and len(node.args) == 2
             and isinstance(node.args[0], ast.Constant)
+            and ast.unparse(node.args[1]) != "{}"  # what the tests compare a wrong one with
         }
     return found
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.case_runner import OF_VLLM, CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.wrong import Wrong
 
 FOLDER = "protocol/stress/"
 STORES = (
@@ -55,7 +56,6 @@ def run(case_runner: CaseRunner) -> Run:
     return run
 
 
-# Wrong connector, case, rule, what is said.
 PREEMPTED, BOUNDED = "preempted_blocks_are_never_read_again", "memory_of_both_halves_is_bounded"
 MANY, FAR = "many_loads_in_flight_arrive", "large_block_ids_and_offsets_arrive"
 CLOCKS, DRAFTS = "wall_clocks_may_differ_and_jump", "kv_arrives_beside_slots_of_drafts"
@@ -64,54 +64,67 @@ KINDS, EMBEDS = "requests_of_every_kind_end", "loads_belong_to_their_own_embeddi
 OF_ANOTHER = r"\(request 1\), token \d+ in block \d+ of \S+ is token \d+ of request 0, computed by engine 0"
 MORE = r"after 480 more requests, {}: {} half: {} holds \d+ things, \d+ more than 480 requests ago"
 WRONG = [
-    ("IgnoresPreemptions", PREEMPTED, "KV-PREEMPT-001", OF_ANOTHER),
-    ("ExtendsResumedTables", PREEMPTED, "KV-PREEMPT-001", r"\(request 1\), token \d+ in block \d+ of \S+ is"),
-    ("PacksOldBlocks", PREEMPTED, "KV-PREEMPT-001", OF_ANOTHER),
-    ("ForgetsLoads", MANY, "KV-MANY-001", r"did not come to their end: .* WAITING_FOR_REMOTE_KVS"),
-    ("TagsOfFiveBits", MANY, "KV-MANY-001", r"\(request 0\), token 0 .* is token 0 of request 32, computed"),
-    ("KeepsBlockIds", BOUNDED, "KV-MANY-002", MORE.format("P0", "scheduler", r"tables\.\*")),
-    ("KeepsHandles", BOUNDED, "KV-MANY-002", MORE.format("D0", "worker", "handles")),
-    ("KeepsResults", BOUNDED, "KV-MANY-002", MORE.format("P0", "worker", "records")),
-    ("PacksInto16Bits", f"{FAR}[P]", "KV-NUMBERS-001", r"is zeros: it was never written|no word"),
-    ("LeasesByWallClock", f"{CLOCKS}[p_jumps]", "KV-CLOCK-001", r"ended with an error"),
-    (
+    Wrong("IgnoresPreemptions", {PREEMPTED: OF_ANOTHER}, rules="KV-PREEMPT-001"),
+    Wrong(
+        "ExtendsResumedTables",
+        {PREEMPTED: r"\(request 1\), token \d+ in block \d+ of \S+ is"},
+        rules="KV-PREEMPT-001",
+    ),
+    Wrong("PacksOldBlocks", {PREEMPTED: OF_ANOTHER}, rules="KV-PREEMPT-001"),
+    Wrong(
+        "ForgetsLoads", {MANY: r"did not come to their end: .* WAITING_FOR_REMOTE_KVS"}, rules="KV-MANY-001"
+    ),
+    Wrong(
+        "TagsOfFiveBits",
+        {MANY: r"\(request 0\), token 0 .* is token 0 of request 32, computed"},
+        rules="KV-MANY-001",
+    ),
+    Wrong("KeepsBlockIds", {BOUNDED: MORE.format("P0", "scheduler", r"tables\.\*")}, rules="KV-MANY-002"),
+    Wrong("KeepsHandles", {BOUNDED: MORE.format("D0", "worker", "handles")}, rules="KV-MANY-002"),
+    Wrong("KeepsResults", {BOUNDED: MORE.format("P0", "worker", "records")}, rules="KV-MANY-002"),
+    Wrong(
+        "PacksInto16Bits", {f"{FAR}[P]": r"is zeros: it was never written|no word"}, rules="KV-NUMBERS-001"
+    ),
+    Wrong("LeasesByWallClock", {f"{CLOCKS}[p_jumps]": r"ended with an error"}, rules="KV-CLOCK-001"),
+    Wrong(
         "ExpiresByWallClock",
-        f"{DIFFER}[d_ahead]",
-        "KV-CLOCK-002",
-        r"D loads nothing since a wall clock is wrong",
+        {f"{DIFFER}[d_ahead]": r"D loads nothing since a wall clock is wrong"},
+        rules="KV-CLOCK-002",
     ),
-    ("CountsFromTheEnd", f"{DRAFTS}[PD]", "KV-SPEC-001", r"token \d+ in block \d+ of \S+ is"),
-    ("CountsOnTheOrder", "wait_for_save_may_come_after_the_results", "KV-SPEC-002", r"keeps blocks"),
-    ("ProducersLoadNothing", "two_engines_hand_over_both_ways", "KV-BOTH-001", r"WAITING_FOR_REMOTE_KVS"),
-    ("NamesTheFirstRank", "data_parallel_ranks_are_told_apart", "KV-DP-001", r"ended with an error"),
-    ("CountsTokenIds", f"{KINDS}[embeds]", "KV-KIND-001", r"on_new_request raised TypeError"),
-    (
-        "ReadsSamplingParams",
-        f"{KINDS}[pooling]",
-        "KV-KIND-001",
-        r"on_new_request raised Attribute",
+    Wrong("CountsFromTheEnd", {f"{DRAFTS}[PD]": r"token \d+ in block \d+ of \S+ is"}, rules="KV-SPEC-001"),
+    Wrong(
+        "CountsOnTheOrder", {"wait_for_save_may_come_after_the_results": r"keeps blocks"}, rules="KV-SPEC-002"
     ),
-    (
+    Wrong(
+        "ProducersLoadNothing",
+        {"two_engines_hand_over_both_ways": r"WAITING_FOR_REMOTE_KVS"},
+        rules="KV-BOTH-001",
+    ),
+    Wrong(
+        "NamesTheFirstRank", {"data_parallel_ranks_are_told_apart": r"ended with an error"}, rules="KV-DP-001"
+    ),
+    Wrong("CountsTokenIds", {f"{KINDS}[embeds]": r"on_new_request raised TypeError"}, rules="KV-KIND-001"),
+    Wrong(
+        "ReadsSamplingParams", {f"{KINDS}[pooling]": r"on_new_request raised Attribute"}, rules="KV-KIND-001"
+    ),
+    Wrong(
         "IgnoresEmbeddings",
-        "blocks_of_embeddings_are_freed",
-        "KV-BLOCKS-001",
-        r"releases did not come to their end: P keeps blocks, and nothing has changed for \d+ s",
+        {"blocks_of_embeddings_are_freed": r"P keeps blocks, and nothing has changed for \d+ s"},
+        rules="KV-BLOCKS-001",
     ),
-    (
-        "KeysOfEmbeds",
-        EMBEDS,
-        "KV-KIND-002",
-        r"request 0\), token 0 .* of request 2, computed by",
+    Wrong(
+        "KeysOfEmbeds", {EMBEDS: r"request 0\), token 0 .* of request 2, computed by"}, rules="KV-KIND-002"
     ),
 ]
 
 
-@pytest.mark.parametrize(("connector", "case", "rule", "said"), WRONG, ids=lambda value: value)
-def test_a_mistake_is_found_and_named(run: Run, connector: str, case: str, rule: str, said: str) -> None:
-    found = run(connector, case=case.partition("[")[0])
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_mistake_is_found_and_named(run: Run, wrong: Wrong) -> None:
+    [(case, said)] = wrong.fails.items()
+    found = run(wrong.connector, case=case.partition("[")[0])
     assert "HARNESS" not in found.outcomes.values(), [result.reason for result in found.results]
     assert case in found.failed, found.outcomes
-    assert {finding.rule for finding in found.findings.values()} == {rule}
+    assert {finding.rule for finding in found.findings.values()} == {wrong.rules}
     assert re.search(said, found.findings[case].happened), found.findings[case].happened
 
 
