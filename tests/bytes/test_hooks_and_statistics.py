@@ -109,7 +109,7 @@ def test_a_mistake_on_the_way_of_statistics_is_found_by_its_case_alone(
 
 @pytest.mark.parametrize(
     ("connector", "topology"),
-    [("Right", "P1D1"), ("Right", "P1D2"), ("CountsBytes", "P1D2"), ("ReferenceConnector", "P2D1")],
+    [("Right", "P1D1"), ("Right", "P1D2"), ("CountsLoads", "P1D2"), ("ReferenceConnector", "P2D1")],
 )
 def test_statistics_of_right_connectors_are_logged(
     run_cases: Callable[..., CellRun], connector: str, topology: str

@@ -17,8 +17,8 @@ from tests.engine.wrong_connectors import Right
 
 __all__ = [
     "BuildsNoMetrics",
-    "CountsBytes",
     "CountsDown",
+    "CountsLoads",
     "DividesByNothing",
     "EndsWithTheForward",
     "ForgetsAtCapture",
@@ -125,7 +125,7 @@ class LoadsCounter(KVConnectorPromMetrics):
         self.counters[engine_idx].inc(self.step * transfer_stats_data["loads"])
 
 
-class CountsBytes(Right):
+class CountsLoads(Right):
     """No mistake: it counts loads, and reports them in the step in which they end."""
 
     stats: type[Count] = Count
@@ -153,21 +153,21 @@ class CountsBytes(Right):
         return cls.metrics(*args)
 
 
-class SendsAPath(CountsBytes):
+class SendsAPath(CountsLoads):
     """Reports the path of its store, which is no msgpack."""
 
     def reported(self, loads: int) -> dict[Any, Any]:
         return {"loads": loads, "store": Path("/store")}
 
 
-class NumbersItsKeys(CountsBytes):
+class NumbersItsKeys(CountsLoads):
     """Reports by rank, with numbers for keys."""
 
     def reported(self, loads: int) -> dict[Any, Any]:
         return {"loads": loads, 0: loads}
 
 
-class WantsTuples(CountsBytes):
+class WantsTuples(CountsLoads):
     """Reports (start, end), of which msgpack makes a list."""
 
     def reported(self, loads: int) -> dict[Any, Any]:
@@ -184,7 +184,7 @@ class Rate(Count):
         return {"Failures per load": 1 / (self.data["loads"] - self.data["loads"])}
 
 
-class DividesByNothing(CountsBytes):
+class DividesByNothing(CountsLoads):
     """Divides by a number that is 0 if no load has failed."""
 
     stats = Rate
@@ -194,13 +194,13 @@ class Down(LoadsCounter):
     step = -1
 
 
-class CountsDown(CountsBytes):
+class CountsDown(CountsLoads):
     """Counts down with a Prometheus counter, which only goes up."""
 
     metrics = Down
 
 
-class ForgetsToRebuild(CountsBytes):
+class ForgetsToRebuild(CountsLoads):
     """Collects statistics and has no build_kv_connector_stats."""
 
     @classmethod
@@ -208,7 +208,7 @@ class ForgetsToRebuild(CountsBytes):
         return None
 
 
-class BuildsNoMetrics(CountsBytes):
+class BuildsNoMetrics(CountsLoads):
     """Its metrics have a name that Prometheus does not take."""
 
     @classmethod

@@ -172,8 +172,6 @@ class IgnoresPreemptions(LaterStore):
 class CountsOnTheOrder(LaterStore):
     """Wrong: forgets an end for which wait_for_save was not yet called in the same step."""
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None: ...
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         self.kept = set()
@@ -202,7 +200,7 @@ class KeysOfEmbeds(BlockStore):
 
 
 class KeepsResults(BlockStore):
-    """Wrong: its worker half keeps a record of every save and load."""
+    """Wrong: its worker half keeps a record of every load."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
