@@ -1,4 +1,4 @@
-"""Aborts of D's requests, in every state in which they can be, and what P is notified of."""
+"""Aborts of D's requests, in every state in which they can be."""
 
 from __future__ import annotations
 

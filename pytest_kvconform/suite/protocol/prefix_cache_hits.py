@@ -1,4 +1,4 @@
-"""Hits in D's own prefix cache: what D loads then, and what D notifies P of."""
+"""Hits in D's own prefix cache: what D loads then."""
 
 from __future__ import annotations
 
