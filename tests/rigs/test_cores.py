@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import subprocess
@@ -77,9 +76,11 @@ def busy(number: int) -> list[subprocess.Popen[bytes]]:
 
 
 def test_linux_counts_the_waits_of_processes_threads_and_children() -> None:
-    """More busy processes than cores wait; a sleeping one does not."""
+    """Two busy processes and this one share a core, and wait for it; a sleeping one does not."""
+    cores_before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores_before)})  # processes that begin now inherit it
     shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
-    hogs = busy(2 * len(os.sched_getaffinity(0)))
+    hogs = busy(2)
     try:
         end = time.monotonic() + 30.0
         while time.monotonic() < end:
@@ -93,6 +94,7 @@ def test_linux_counts_the_waits_of_processes_threads_and_children() -> None:
         assert slowness() > 1.1
         assert len(core_waits([shell.pid])) == 2  # with its child
     finally:
+        os.sched_setaffinity(0, cores_before)
         for process in hogs:
             process.kill()
             process.wait()
@@ -103,12 +105,18 @@ def test_linux_counts_the_waits_of_processes_threads_and_children() -> None:
     assert core_waits([shell.pid]) == {shell.pid: {}}
 
 
-def test_each_thread_and_each_fork_reads_its_own_wait() -> None:
-    seen: list[float] = []
-    for _ in itertools.repeat(None, 3):
-        thread = threading.Thread(target=lambda: seen.append(own_core_wait()))
+def test_each_thread_reads_its_own_wait() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def look() -> None:
+        own_core_wait()
+        thread = threading.get_native_id()
+        seen.append((thread, os.readlink(f"/proc/self/fd/{cores._files[thread]}")))
+
+    look()
+    for _ in range(3):
+        thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert len(seen) == 3 and all(0.0 <= wait < 10.0 for wait in seen)
-    before = own_core_wait()
-    assert own_core_wait() >= before
+    assert len(seen) == 4
+    assert all(file.endswith(f"/task/{thread}/schedstat") for thread, file in seen)
