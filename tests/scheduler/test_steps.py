@@ -126,7 +126,7 @@ def test_a_right_connector_passes(
     run_cases: Callable[..., CellRun], connector: str, cell: dict[str, str]
 ) -> None:
     run = steps(run_cases, connector, **({"family": "llama3_1_8b", "topology": "P1D1"} | cell))
-    assert {name: said for name, said in run.outcomes.items() if said != "PASS"}.keys() <= {
-        "saved_prompts_load_with_a_step_in_flight"  # of stores
+    assert {name: said for name, said in run.outcomes.items() if said != "PASS"}.items() <= {
+        ("saved_prompts_load_with_a_step_in_flight", "NOT-APPLICABLE")  # of stores
     }, run.findings
     assert len(run.outcomes) >= 3

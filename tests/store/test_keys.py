@@ -62,16 +62,18 @@ def test_a_folder_that_persists_has_no_prompt_of_another_case_or_run(
 ) -> None:
     for module in ("protocol/stores/keys", "protocol/stores/saved_prompts"):
         first, second = run_cases("Right", module), run_cases("Right", module)
-        assert first.outcomes == second.outcomes and first.failed == set(), second.findings
+        assert first.outcomes == second.outcomes, second.findings
+        assert "PASS" in first.outcomes.values(), first.outcomes
+        assert set(first.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}, first.findings
 
 
 def test_abort_may_be_declared_of_a_store(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("Right", "protocol/aborts")
-    assert run.failed == set()
+    assert set(run.outcomes.values()) == {"NOT-APPLICABLE"}, run.outcomes  # nothing is handed over
     [abort] = [
         row for row in feature_results(run.results, Criteria(features={"abort": ""})) if row.name == "abort"
     ]
-    assert (abort.observed, abort.rule) in (("works", ""), ("not looked at", ""))
+    assert (abort.observed, abort.rule) == ("not looked at", "")
 
 
 SAME = "48 of 53 tokens were announced for a prompt with .*, and the same tokens were saved with"
