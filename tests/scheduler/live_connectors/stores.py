@@ -172,6 +172,13 @@ class IgnoresPreemptions(LaterStore):
 class CountsOnTheOrder(LaterStore):
     """Wrong: forgets an end for which wait_for_save was not yet called in the same step."""
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Right: saves of requests that have ended can wait, since nobody else gets their blocks."""
+        ended = self.kept | kv_connector_metadata.kept
+        for _, key, block in (one for one in self.queue if one[0] not in ended):
+            self.save(key, block)
+        self.queue = [one for one in self.queue if one[0] in ended]
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         self.kept = set()
