@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, NotifiedLeases
@@ -45,7 +46,8 @@ class Mine:
 
 class LayerWise(ReferenceConnector):
     """Loads within the step that reads them: begun in start_load_kv, waited for in wait_for_layer_load, as
-    vLLM's MoRIIOConnector in mode read.
+    vLLM's MoRIIOConnector in mode read. No layer hook waits for a state, so that start_load_kv itself waits
+    if the model has states.
 
     vLLM hashes the blocks of such a load before update_state_after_alloc, so that the local hit is known by
     its length alone. A failed load is reported by its blocks. vLLM takes that from models with one KV cache
@@ -54,7 +56,9 @@ class LayerWise(ReferenceConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        self.sizes = [spec.block_size for spec in specs]
         self.local: dict[str, int] = {}  # tokens of the local hit
         self.loads: dict[str, Load] = {}  # of this step
         self.again: set[str] = set()
@@ -85,6 +89,7 @@ class LayerWise(ReferenceConnector):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self.local.pop(request.request_id, None)
+        self._scheduler.on_loads_finished({request.request_id})  # no load outlives its step
         return super().request_finished_all_groups(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -98,6 +103,8 @@ class LayerWise(ReferenceConnector):
         if isinstance(metadata := self._get_connector_metadata(), Metadata):
             self.loads = metadata.orders.loads
         super().start_load_kv(forward_context, **kwargs)
+        if self.has_states:
+            self.wait_for_layer_load("")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         worker, deadline = self._worker, time.monotonic() + WAIT_S

@@ -158,6 +158,36 @@ def read_state(worker: Any, name: str, slot: int) -> tuple[np.ndarray, ...]:
     )
 
 
+def read_states_after_loads(worker: Any, slots: dict[str, dict[str, int]]) -> None:
+    """Read states as soon as start_load_kv of the next step has returned. `take_states` returns them.
+
+    Later is too late: the layers that read a state call no wait_for_layer_load (vLLM:
+    model_executor/layers/attention/kv_transfer_utils.py, maybe_transfer_kv_layer), and write the next state
+    to the same slot. `slots`: request -> layer -> slot.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    group: Any = get_kv_transfer_group()
+    hook = group.start_load_kv
+
+    def start_load_kv(*args: Any, **kwargs: Any) -> None:
+        group.start_load_kv = hook
+        hook(*args, **kwargs)
+        worker.kvconform_states = {
+            request: {name: read_state(worker, name, slot) for name, slot in of_request.items()}
+            for request, of_request in slots.items()
+        }
+
+    group.start_load_kv = start_load_kv
+
+
+def take_states(worker: Any) -> dict[str, dict[str, tuple[np.ndarray, ...]]]:
+    """This rank's shares of the states that `read_states_after_loads` named: request -> layer -> state."""
+    states: dict[str, dict[str, tuple[np.ndarray, ...]]] = worker.kvconform_states
+    del worker.kvconform_states
+    return states
+
+
 def write_state(worker: Any, name: str, slot: int, state: tuple[np.ndarray, ...]) -> None:
     """Write this rank's share of a state of the whole model (`join_state`) into one slot."""
     import torch

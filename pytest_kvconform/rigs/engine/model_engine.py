@@ -7,7 +7,7 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +18,8 @@ from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
+
+States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
 
 def serve(connection: Connection, spec: EngineSpec) -> None:
@@ -111,9 +113,14 @@ class ModelEngineProcess(EngineProcess):
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
                     self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)
+            slots = {r: self._state_slots(r, tokens) for r, tokens in later.items() if self.spec.role == "D"}
+            if any(slots.values()):
+                self._workers(kv_access.read_states_after_loads, slots)
             result = execute(scheduler_output, *args, **kwargs)
+            shards = self._workers(kv_access.take_states) if any(slots.values()) else []
             for request_id, tokens in later.items():
-                self.snapshots[request_id] = self._read(request_id, tokens)
+                states = [shard[request_id] for shard in shards]
+                self.snapshots[request_id] = self._read(request_id, tokens, states)
             return result
 
         self.core.model_executor.execute_model = execute_model
@@ -175,16 +182,25 @@ class ModelEngineProcess(EngineProcess):
     def _digest(self) -> np.ndarray:
         return np.stack(self._workers(kv_access.digest))
 
-    def _read(self, request_id: str, tokens: int) -> Snapshot:
+    def _state_slots(self, request_id: str, tokens: int) -> dict[str, int]:
+        """Layer -> the slot that holds its state after `tokens` tokens."""
+        return {
+            name: _slot(table, tokens, group.block_size)
+            for group, table in zip(self.groups, self.manager.get_block_ids(request_id), strict=True)
+            for name in group.layers
+            if group.kind == "state"
+        }
+
+    def _read(self, request_id: str, tokens: int, states: Sequence[States] = ()) -> Snapshot:
+        """Read the KV of the first `tokens` tokens. `states`: of each rank, if they were read before."""
         tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
         rows, present, state = {}, {}, {}
+        for name, slot in self._state_slots(request_id, tokens).items():
+            of_ranks = [rank[name] for rank in states] or self._workers(kv_access.read_state, name, slot)
+            state[name] = kv_access.join_state(of_ranks)
         for group, table in zip(self.groups, tables, strict=True):
             for name in group.layers:
-                if group.kind == "state":
-                    state[name] = kv_access.join_state(
-                        self._workers(kv_access.read_state, name, _slot(table, tokens, group.block_size))
-                    )
-                else:
+                if group.kind != "state":
                     shards = self._workers(kv_access.read_rows, name, list(table))
                     rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
                     present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]

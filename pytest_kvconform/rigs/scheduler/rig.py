@@ -93,6 +93,7 @@ class Rig:
         prefix_caching: bool = True,
         config: Mapping[str, Any] | None = None,
         transfer: Callable[[Any], Any] | None = None,
+        change_groups: Callable[[Any], None] = lambda kv_config: None,
     ) -> Side:
         """A new engine of a role, "P" or "D".
 
@@ -100,7 +101,8 @@ class Rig:
 
         `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
-        makes another KVTransferConfig of the subject's, see fake_connector.py.
+        makes another KVTransferConfig of the subject's, see fake_connector.py. `change_groups` changes the
+        KVCacheConfig in place.
         """
         if not 1 <= blocks < APART:
             raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
@@ -110,6 +112,7 @@ class Rig:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
+        change_groups(kv_config)
         ports = self.host.spec.ports
         os.environ.update(port_environment(ports[len(self._sides) % len(ports)], RANKS))
         index = sum(side.role == role for side in self._sides)

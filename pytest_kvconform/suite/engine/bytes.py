@@ -107,11 +107,6 @@ def recurrent_state_arrives(bench: Bench, scenario: Scenario) -> Evidence:
     """The recurrent state with which D continues is P's, after exactly the tokens that D does not compute."""
     observed = _with_loaded_kv(bench, scenario)
     for r in observed.requests:
-        if not r.decode.asynchronous:
-            raise Blocked(
-                "a synchronous load writes the state inside the step that uses it, where the suite cannot "
-                "read it yet"
-            )
         state_tokens, continues_at = r.state_tokens
         if state_tokens != continues_at:
             raise Violation(

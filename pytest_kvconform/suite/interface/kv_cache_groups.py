@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers
-from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
+from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.interface._cells import has_groups
 
 
 @case("KV-GROUPS-001", applies=has_groups, rig="scheduler")
 def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     """A last group that is marked as not transferred is left out of P's params and of D's load."""
-    p, d = (_without_last_group(rig, role, index) for index, role in enumerate("PD"))
+    p, d = (rig.side(role, change_groups=_without_last_group) for role in "PD")
     prompt = rig.prompt(3 * d.block_size + 5)
     p_id, d_id = rig.hand_over(p, d, prompt)
     step = rig.step_until_matched(d, d_id)  # it is no fault to load nothing for such a model
@@ -43,9 +45,6 @@ def untransferred_groups_stay_out(rig: Rig, _: None) -> Evidence:
     return Evidence(looked_at=observed, unit="blocks", external_tokens=d.first_external_tokens(d_id))
 
 
-def _without_last_group(rig: Rig, role: str, index: int) -> Side:
-    """Build a side whose last KV cache group is not transferred. P and D have different block ids."""
-    config = rig.host.vllm_config(role)
-    kv_config = rig.host.kv_config(role, config, first_block(index) + BLOCKS + 1)
+def _without_last_group(kv_config: Any) -> None:
+    """Mark the last KV cache group as not transferred."""
     kv_config.kv_cache_groups[-1].enable_kv_transfer = False
-    return Side(rig, role, 0, config, kv_config, first_block(index))

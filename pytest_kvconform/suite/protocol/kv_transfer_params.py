@@ -191,11 +191,12 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
     p_id, d_id = rig.hand_over_and_load(p, d, prompt)
-    names = any(map(p.owns_block, d.steps[-1].block_ids_for(d_id)))
+    params = p.kv_transfer_params(p_id)
+    names = any(map(p.owns_block, integers(params) & d.steps[-1].block_ids_for(d_id)))
     return _run_each(
         rig,
         "D",
-        corrupted(p.kv_transfer_params(p_id), how, lists),
+        corrupted(params, how, lists),
         how,
         lambda d, params: _run_request(d, prompt, params, names),
     )
@@ -271,7 +272,8 @@ def _run_each(
 def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
     """Return what goes wrong with a request that has these params, or "".
 
-    A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P.
+    A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P
+    that the params name.
     """
     id = side.add(prompt, params)
     side.rig.step_until_matched(side, id)
