@@ -109,6 +109,12 @@ WRONG = [
         variants="two_at_once",
     ),
     mistake(
+        "LoadsStatesLate",
+        {"recurrent_state_arrives": "never written", "outputs_match_the_oracle": ""},
+        family="qwen3_5",
+        variants="n63",
+    ),
+    mistake(
         "NoTruncation",
         {
             "recurrent_state_arrives": r"D runs \+1 tokens through a state that includes them already",
@@ -295,6 +301,7 @@ RIGHT = [
     ("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"),
     ("BacksOff", "gemma3", ""),
     ("Right", "qwen3_5", FEW),
+    ("LayerWise", "qwen3_5", FEW),
 ]
 
 

@@ -174,7 +174,10 @@ def read_states_after_loads(worker: Any, slots: dict[str, dict[str, int]]) -> No
         group.start_load_kv = hook
         hook(*args, **kwargs)
         worker.kvconform_states = {
-            request: {name: read_state(worker, name, slot) for name, slot in of_request.items()}
+            request: {
+                name: tuple(part.copy() for part in read_state(worker, name, slot))
+                for name, slot in of_request.items()
+            }
             for request, of_request in slots.items()
         }
 

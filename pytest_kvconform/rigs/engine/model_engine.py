@@ -106,14 +106,16 @@ class ModelEngineProcess(EngineProcess):
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             positions = positions_of(scheduler_output)
             later: dict[str, int] = {}
+            slots: dict[str, dict[str, int]] = {}
             writable = self._writable()
             for request_id in self.watched:
                 # also blocks of requests that have ended by then
                 self.held.setdefault(request_id, set()).update(writable)
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
-                    self._before_step(request_id, positions[request_id], scheduled, scheduler_output, later)
-            slots = {r: self._state_slots(r, tokens) for r, tokens in later.items() if self.spec.role == "D"}
+                    position = positions[request_id]
+                    if self._before_step(request_id, position, scheduled, scheduler_output, later):
+                        slots[request_id] = self._state_slots(request_id, position + scheduled)
             if any(slots.values()):
                 self._workers(kv_access.read_states_after_loads, slots)
             result = execute(scheduler_output, *args, **kwargs)
@@ -127,27 +129,31 @@ class ModelEngineProcess(EngineProcess):
 
     def _before_step(
         self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]
-    ) -> None:
+    ) -> bool:
         """Count the tokens that the step computes.
 
-        Take a snapshot now, or note in `later` that it is taken after the step.
+        Take a snapshot now, or note in `later` that it is taken after the step. Returns whether the request's
+        load happens inside the step. Its state is then loaded to the slot that the step itself reads and
+        writes: vLLM has copied states to such slots before (v1/worker/mamba_utils.py, preprocess_mamba).
         """
         trace, prompt = self.traces[request_id], self.scheduler.requests[request_id].num_prompt_tokens
         if position >= prompt:
-            return
+            return False
         first = self._note_computed(trace, prompt, position, scheduled)
         if first and request_id in self.oracles and trace.external_tokens:
             self._write(request_id, self.oracles[request_id], position)
             self._keep_from_zeroing(request_id, scheduler_output)
         if request_id not in self.watched:
-            return
+            return False
         if self.spec.role == "P":
             if position + scheduled >= prompt:
                 later[request_id] = prompt  # the whole prompt's KV, before a block of it can be freed
         elif first and scheduler_output.has_sync_kv_loads and request_id not in self.oracles:
-            later[request_id] = position  # a synchronous load happens inside the step
+            later[request_id] = position
+            return True
         elif first:
             self.snapshots[request_id] = self._read(request_id, position)
+        return False
 
     def _writable(self) -> set[int]:
         """Blocks that a load or a step may change.

@@ -1,6 +1,7 @@
 """Connectors with one mistake each.
 
-All are vLLM's NixlConnector but for what the first sentence of their docstring says.
+All are vLLM's NixlConnector but for what the first sentence of their docstring says; those of
+`within_a_step.py` are the layer-wise connector of tests/right_connectors.
 
 `Right` has no mistake: what the suite reports about NixlConnector it must report about `Right` too. Engines
 import this package under its bare name; the tests themselves do not import it.
@@ -15,3 +16,4 @@ from .reads import *
 from .reports import *
 from .right import *
 from .shutdown import *
+from .within_a_step import *
