@@ -8,8 +8,10 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.suite.protocol._corrupted_params import CORRUPT_LISTS, CORRUPT_VALUES, corrupted
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     needs_hand_over,
@@ -20,6 +22,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
+ID = "transfer_id"  # the param by which P and D of a rendezvous meet
 STRANGE: dict[str, dict[str, Any] | None] = {
     "none": None,
     "empty": {},
@@ -192,11 +195,14 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
     p_id, d_id = rig.hand_over_and_load(p, d, prompt)
     params = p.kv_transfer_params(p_id)
+    table = corrupted(params, how, lists)
+    if rig.subject.handover == RENDEZVOUS and isinstance(table.get(ID, {}).get(ID), str):
+        del table[ID]  # P may begin a transfer of any id later: D may wait for it
     names = any(map(p.owns_block, integers(params) & d.steps[-1].block_ids_for(d_id)))
     return _run_each(
         rig,
         "D",
-        corrupted(params, how, lists),
+        table,
         how,
         lambda d, params: _run_request(d, prompt, params, names),
     )
@@ -289,64 +295,3 @@ def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], na
     side.step()
     left = leaks(side)
     return left[0].replace(id, "it") if left else ""
-
-
-GONE = object()  # the key is left out
-MUCH = 1 << 62
-
-
-def _each(value: Any, leaf: Any) -> Any:
-    """Return the same nested lists with `leaf` in place of each value that is no list."""
-    return [_each(inner, leaf) for inner in value] if isinstance(value, list) else leaf
-
-
-def _emptied(value: list[Any]) -> list[Any]:
-    """Return the outer lists of nested lists, empty.
-
-    These are block ids by KV cache group, with no block in any group.
-    """
-    return [_emptied(inner) for inner in value if isinstance(inner, list)]
-
-
-_ANY: dict[str, Callable[[Any], Any]] = {
-    "missing": lambda value: GONE,
-    "null": lambda value: None,
-    "text": lambda value: "nonsense",
-    "number": lambda value: 7,
-    "flag": lambda value: not value,
-    "list": lambda value: ["nonsense"],
-    "object": lambda value: {"nonsense": [1]},
-    "negative": lambda value: _each(value, -1),
-    "huge": lambda value: _each(value, MUCH),
-    "hostile": lambda value: "\x00../\n" * 4096,
-}
-CORRUPT_VALUES = _ANY | {
-    "empty": lambda value: "" if isinstance(value, str) else {},
-    "fraction": lambda value: 0.5,
-}
-CORRUPT_LISTS = _ANY | {
-    "empty": lambda value: [],
-    "emptied": _emptied,
-    "texts": lambda value: _each(value, "nonsense"),
-    "nulls": lambda value: _each(value, None),
-    "shorter": lambda value: value[:-1],
-    "longer": lambda value: [*value, *value],
-}
-
-
-def corrupted(params: dict[str, Any], how: str, lists: bool = False) -> dict[str, dict[str, Any]]:
-    """Return field -> the params with this field corrupted.
-
-    There is an entry for each field whose value is a list, or for each other field. A field whose value does
-    not change is left out.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for field, value in params.items():
-        if isinstance(value, list) != lists:
-            continue
-        other = (CORRUPT_LISTS if lists else CORRUPT_VALUES)[how](value)
-        if other is GONE:
-            found[field] = {key: kept for key, kept in params.items() if key != field}
-        elif other != value or type(other) is not type(value):
-            found[field] = params | {field: other}
-    return found
