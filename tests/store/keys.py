@@ -6,21 +6,17 @@ import os
 import shutil
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from tests.store import stores
 
 
 class Right(stores.Right):
-    """Has a folder for each process: what a case has saved is none of another one's. It resets nothing."""
+    """Has a folder for each process: what a case has saved is none of another one's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self._storage_path += f"/{os.getpid()}"
-
-
-class Resets(Right):
-    """No mistake: reset_cache empties the folder."""
 
     def reset_cache(self) -> bool | None:
         shutil.rmtree(self._storage_path)
@@ -105,3 +101,10 @@ class ForgetsNothing(Right):
 
     def reset_cache(self) -> bool | None:
         return True
+
+
+class InheritsReset(Right):
+    """reset_cache is that of the base class, which does nothing and returns None."""
+
+    def reset_cache(self) -> bool | None:
+        return KVConnectorBase_V1.reset_cache(self)

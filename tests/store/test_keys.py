@@ -44,9 +44,7 @@ def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[[str], CellRu
     return run
 
 
-@pytest.mark.parametrize(
-    ("store", "resets"), [("Right", False), ("Resets", True), ("Refuses", False), ("Hashes", False)]
-)
+@pytest.mark.parametrize(("store", "resets"), [("Right", True), ("Refuses", False), ("Hashes", True)])
 def test_a_right_store_passes(run_cases: Callable[[str], CellRun], store: str, resets: bool) -> None:
     run = run_cases(store)
     assert {name for name, outcome in run.outcomes.items() if outcome != "PASS"} == set(
@@ -86,6 +84,7 @@ WRONG = [
     Wrong("LacksModel", {MODEL: "48 tokens were announced on an engine with another model"}),
     Wrong("LacksDtype", {DTYPE: "48 tokens were announced on an engine with another dtype"}),
     Wrong("ForgetsNothing", {RESET: "reset_cache returned True, and then 48 of 53 tokens were announced"}),
+    Wrong("InheritsReset", {RESET: "reset_cache returned None, and then 48 of 53 tokens were announced"}),
 ]
 
 
@@ -103,6 +102,7 @@ def test_vllms_example_connector_knows_tokens_and_images_only(run_cases: Callabl
         *on(f"{OTHER_KEYS}[salt] {OTHER_KEYS}[lora] {OTHER_KEYS}[embeddings]", ""),
         MODEL,
         DTYPE,
+        RESET,
     }
     assert run.outcomes[f"{OTHER_KEYS}[image]"] == "PASS"
     assert "returned (-16, False)" in run.findings[f"{OTHER_KEYS}[embeddings]"].happened
