@@ -22,7 +22,8 @@ import pytest
 from pytest_kvconform.result import Outcome
 from tests.helpers.case_runner import OF_VLLM, CaseRunner, CellRun
 
-FOUND = "KVCONFORM_TEST_MISTAKES"  # variable: the file to which each process appends what it found
+# Variable: the file to which each process appends what it found. KVCONFORM_... would be a setting.
+FOUND = "MISTAKES_FOUND_BY_TESTS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
