@@ -84,14 +84,18 @@ class ForgetsLoads(ReferenceConnector):
 
 
 class TagsOfFiveBits(ReferenceConnector):
-    """Wrong: knows loads under way by the last five bits of their number."""
+    """Wrong: a load is known by the last five bits of its number, and reads what the first such load read."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.number, self.handoffs = 0, dict[int, Any]()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
-        loads = metadata.orders.loads
-        table: dict[int, Load] = {number % 32: load for number, load in enumerate(loads.values())}
-        for number, (name, load) in enumerate(loads.items()):
-            loads[name] = Load(table[number % 32].handoff, load.parts)
+        for name, load in list(metadata.orders.loads.items()):
+            handoff = self.handoffs.setdefault(self.number % 32, load.handoff)
+            metadata.orders.loads[name] = Load(handoff, load.parts)
+            self.number += 1
         return metadata
 
 
