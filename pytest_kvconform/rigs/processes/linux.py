@@ -66,11 +66,14 @@ def descendants_of(pid: int) -> list[int]:
 def _listed_children(pid: int) -> list[int]:
     """Pids of the children of a process as Linux lists them, without a look at every process of the machine.
 
-    A child may be missing if another one is reaped at the same time (man 5 proc_pid_task). Raises
-    FileNotFoundError where Linux lists no children, and where the process is gone.
+    A child may be missing if another one is reaped at the same time (man 5 proc_pid_task).
     """
-    tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
-    return [int(child) for task in tasks for child in task.read_bytes().split()]
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
+    return found
 
 
 def session_pids(session: int) -> list[int]:
@@ -82,8 +85,7 @@ def session_pids(session: int) -> list[int]:
         if of_session == session and state not in "ZX":
             found.append(pid)
         if LISTS_CHILDREN:
-            with contextlib.suppress(OSError):  # the process has ended
-                todo += _listed_children(pid)
+            todo += _listed_children(pid)
     return found
 
 
