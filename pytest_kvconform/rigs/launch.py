@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PRELOAD = "pytest_kvconform.rigs.vllm_setup.preload:preload"
 # Modules of the rigs that the zygote imports after vLLM, in this order, so that no fork imports them again.
-ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine",)
+ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine", "pytest_kvconform.rigs.canary.teacher")
 GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.bytes.process",
     "pytest_kvconform.rigs.bytes.worker",

@@ -36,6 +36,7 @@ ROOMS = {
     "probe_subject": "processes context scenario launch vllm_setup",
     "engine": "processes context scenario missing vllm_setup",
     "bytes": "processes context scenario vllm_setup engine",
+    "canary": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler",

@@ -1,0 +1,153 @@
+"""Corruptions of one request's KV, as a wrong connector could cause them: pure functions of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+import numpy as np
+
+from pytest_kvconform.rigs.engine.messages import Group, Snapshot
+
+OLDER = 8  # tokens by which a stale state is behind
+
+
+@dataclass(frozen=True)
+class Source:
+    """What P computed for one request, and what a wrong hand-over might take instead."""
+
+    right: Snapshot  # after all tokens of the prompt but the last
+    older: Snapshot | None  # after OLDER tokens less; None: the model has no state
+    other: Snapshot  # of another request
+    random: Random  # chooses the block and the layer, of this request
+
+    def layer(self, group: Group) -> str:
+        """One layer of a group."""
+        return self.random.choice(group.layers)
+
+    def blocks(self, group: Group) -> list[int]:
+        """The blocks of a group that D's next token sees."""
+        first = max(0, self.right.tokens + 1 - group.window) if group.window else 0
+        return list(range(first // group.block_size, (self.right.tokens - 1) // group.block_size + 1))
+
+
+Corrupt = Callable[[Source, tuple[Group, ...]], Snapshot]
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """One kind of mistake. `every`: 1 if it hits all requests, 20 if it hits one in twenty."""
+
+    name: str
+    groups: tuple[Group, ...]  # of one kind, one of which is hit, or all
+    corrupt: Corrupt
+    every: int = 1
+
+    def __call__(self, source: Source) -> Snapshot:
+        return self.corrupt(source, self.groups)
+
+
+def corruptions_of(snapshot: Snapshot) -> Iterator[Corruption]:
+    """Yield the corruptions that a model of these groups can suffer."""
+    states = tuple(group for group in snapshot.groups if group.kind == "state")
+    windows = tuple(group for group in snapshot.groups if group.kind == "attention" and group.window)
+    full = tuple(group for group in snapshot.groups if group.kind == "attention" and not group.window)
+    yield Corruption("none: a right hand-over", snapshot.groups, lambda source, groups: source.right)
+    for word, groups in (("window", windows), ("full", full)):
+        if groups:
+            yield Corruption(f"one block of one layer zeroed, {word} attention", groups, zero_block)
+            if snapshot.rows[groups[0].layers[0]].shape[1] > 1:
+                yield Corruption(f"two KV heads of one layer swapped, {word} attention", groups, swap_heads)
+    if windows:
+        yield Corruption("window one block short", windows, short_window)
+        yield Corruption("window one token short, one layer", windows, lost_key)
+    if states:
+        yield Corruption(f"state of one layer stale by {OLDER} tokens", states, stale_state)
+        yield Corruption("state of one layer of another request", states, other_state)
+    yield Corruption("one request in 20 crossed with another", snapshot.groups, crossed, 20)
+    for word, groups in (("window", windows), ("full", full)):
+        if groups:
+            yield Corruption(f"one wrong block in 2 % of requests, {word} attention", groups, wrong_block, 50)
+
+
+def zero_block(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """One block of one layer that was never written."""
+    group = source.random.choice(groups)
+    block = source.random.choice(source.blocks(group))
+    return _with_rows(source.right, {source.layer(group): (_tokens(group, block), None)})
+
+
+def swap_heads(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """KV heads 0 and 1 of one layer, exchanged."""
+    layer = source.layer(source.random.choice(groups))
+    rows = source.right.rows[layer].copy()
+    rows[:, [0, 1]] = rows[:, [1, 0]]
+    return msgspec.structs.replace(source.right, rows={**source.right.rows, layer: rows})
+
+
+def short_window(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """The first block of the window was never read, of all layers."""
+    return _with_rows(
+        source.right,
+        {layer: (_tokens(g, source.blocks(g)[0]), None) for g in groups for layer in g.layers},
+    )
+
+
+def lost_key(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """The first token of the window was never read, of one layer."""
+    group = source.random.choice(groups)
+    first = max(0, source.right.tokens + 1 - group.window)
+    return _with_rows(source.right, {source.layer(group): (slice(first, first + 1), None)})
+
+
+def wrong_block(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """One block of one group with the KV of the block beside it."""
+    group = source.random.choice(groups)
+    block = source.random.choice(source.blocks(group))
+    beside = _tokens(group, block - 1 if block else 1)
+    return _with_rows(
+        source.right,
+        {layer: (_tokens(group, block), source.right.rows[layer][beside]) for layer in group.layers},
+    )
+
+
+def stale_state(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """The state of one layer as it was some tokens before."""
+    assert source.older is not None
+    return _with_state(source, groups, source.older)
+
+
+def other_state(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """The state of one layer of another request."""
+    return _with_state(source, groups, source.other)
+
+
+def crossed(source: Source, groups: tuple[Group, ...]) -> Snapshot:
+    """All KV and states of another request."""
+    rows = {}
+    for layer, right in source.right.rows.items():
+        rows[layer] = np.zeros_like(right)
+        other = source.other.rows[layer][: len(right)]
+        rows[layer][: len(other)] = other
+    return msgspec.structs.replace(source.right, rows=rows, state=source.other.state)
+
+
+def _tokens(group: Group, block: int) -> slice:
+    return slice(block * group.block_size, (block + 1) * group.block_size)
+
+
+def _with_rows(right: Snapshot, changes: dict[str, tuple[slice, np.ndarray | None]]) -> Snapshot:
+    """The snapshot with other rows at some tokens of some layers; None: zeros."""
+    rows = dict(right.rows)
+    for layer, (tokens, other) in changes.items():
+        rows[layer] = rows[layer].copy()
+        there = rows[layer][tokens]
+        there[:] = 0 if other is None else other[: len(there)]
+    return msgspec.structs.replace(right, rows=rows)
+
+
+def _with_state(source: Source, groups: tuple[Group, ...], other: Snapshot) -> Snapshot:
+    layer = source.layer(source.random.choice(groups))
+    return msgspec.structs.replace(source.right, state={**source.right.state, layer: other.state[layer]})
