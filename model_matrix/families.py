@@ -39,13 +39,29 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: int
     sliding_window: int  # tokens; 0: no layer has one
     config: dict[str, Any]  # config.json, verbatim
-    # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+    # "once", "each_layer" or a word of `kinds` -> name with {i} -> tensor
     tensors: dict[str, dict[str, Tensor]]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer in words of transformers' `layer_types`; () if all are alike."""
+        if linear := self.config.get("linear_attn_config"):  # Kimi Linear counts its layers from 1
+            states = {layer - 1 for layer in linear["kda_layers"]}
+            layers = range(self.config["num_hidden_layers"])
+            return tuple("linear_attention" if i in states else "full_attention" for i in layers)
+        return tuple(self.config.get("layer_types", ()))
 
     @property
     def has_state(self) -> bool:
         """Whether a layer keeps a recurrent state. Such a model is slow to prefill on a CPU."""
-        return "linear_attention" in self.config.get("layer_types", [])
+        return "linear_attention" in self.kinds
+
+    @property
+    def convolution(self) -> int:
+        """Tokens that the convolution before a recurrent state spans; 0: there is none."""
+        linear = self.config.get("linear_attn_config", {})
+        width: int = linear.get("short_conv_kernel_size") or self.config.get("linear_conv_kernel_dim", 0)
+        return width
 
 
 @functools.cache
@@ -79,16 +95,16 @@ def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
 
 def _layers(family: Family, table: str) -> list[int]:
     """Return the numbers of the layers of a table of tensors."""
-    kinds = family.config.get("layer_types", [])
     return [
-        i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table
+        i
+        for i in range(family.config["num_hidden_layers"])
+        if table == "each_layer" or family.kinds[i] == table
     ]
 
 
 def _mistake(family: Family, stem: str) -> str:
     """Return a mistake in a family file that its types do not exclude; "" if there is none."""
     config = family.config
-    kinds = config.get("layer_types", [])
     if family.id != stem:
         return f"id is {family.id!r}, but the file is {stem}.toml"
     if (config.get("sliding_window") or 0) != family.sliding_window:
@@ -100,6 +116,7 @@ def _mistake(family: Family, stem: str) -> str:
         return "block_size must be above 0"
     if not isinstance(config.get("num_hidden_layers"), int):
         return "config.num_hidden_layers must be a number"
+    kinds = family.kinds
     if kinds and len(kinds) != config["num_hidden_layers"]:
         return f"config.layer_types has {len(kinds)} words for {config['num_hidden_layers']} layers"
     for table, entries in family.tensors.items():

@@ -79,11 +79,13 @@ def compare_rows(
 ) -> RowComparison:
     """Compare the rows of `got` that are due with `want`, both layer -> [token, head, plane, word], unsigned.
 
-    `present` is layer -> [token]: False where the block table has the null block. `poison` is the byte with
-    which the harness fills unowned blocks. Raises ValueError if rows of P and D differ in shape or type.
+    A head that several ranks hold has a row for each copy in `got`, side by side. `present` is layer ->
+    [token]: False where the block table has the null block. `poison` is the byte with which the harness fills
+    unowned blocks. Raises ValueError if rows of P and D differ in shape or type.
     """
     kinds: dict[str, np.ndarray] = {}
     compared = 0
+    want = {name: np.repeat(rows, _copies(rows, got.get(name)), axis=1) for name, rows in want.items()}
     for layer in due:
         a, b = want[layer.layer], got[layer.layer]
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
@@ -104,6 +106,10 @@ def compare_rows(
         kinds[layer.layer] = kind
         compared += int(((kind != NOT_DUE) & (kind != MISSING)).sum()) * b.shape[3] * b.itemsize
     return RowComparison(due, kinds, _find_moved(kinds, want, got), compared)
+
+
+def _copies(want: np.ndarray, got: np.ndarray | None) -> int:
+    return 1 if got is None else max(1, got.shape[1] // want.shape[1])
 
 
 def _find_moved(

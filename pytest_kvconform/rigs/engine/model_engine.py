@@ -7,6 +7,7 @@ request.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
@@ -40,6 +42,7 @@ class ModelEngineProcess(EngineProcess):
         super().__init__(spec)
 
     def _configure(self, spec: EngineSpec) -> Any:
+        keep_configured_limits()
         return engine_config(
             spec.checkpoint,
             dtype=spec.dtype,
@@ -53,13 +56,22 @@ class ModelEngineProcess(EngineProcess):
             more={"max_logprobs": -1} | spec.engine_arguments,
         )
 
+    @functools.cached_property
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """Layer -> what the cache of its first rank is, see `kv_access.describe`."""
+        described: dict[str, dict[str, Any]] = self._workers(kv_access.describe)[0]
+        return described
+
     def _state_layers(self) -> frozenset[str]:
-        layers = self._workers(kv_access.describe)[0]
-        return frozenset(name for name, layer in layers.items() if layer["kind"] == "state")
+        return frozenset(name for name, layer in self.layers.items() if layer["kind"] == "state")
 
     def _backend(self) -> str:
-        layers = self._workers(kv_access.describe)[0]
-        return next((layer["backend"] for layer in layers.values() if layer["kind"] == "attention"), "")
+        return next((layer["backend"] for layer in self.layers.values() if layer["kind"] == "attention"), "")
+
+    def _heads(self, name: str) -> int:
+        """KV heads of a layer of the model."""
+        heads: int = self.config.model_config.get_total_num_kv_heads()
+        return 1 if self.layers[name]["latent"] else heads
 
     def _poison_blocks(self, blocks: list[int]) -> None:
         self._workers(kv_access.poison, blocks)
@@ -200,7 +212,7 @@ class ModelEngineProcess(EngineProcess):
     def _read(self, request_id: str, tokens: int, states: Sequence[States] = ()) -> Snapshot:
         """Read the KV of the first `tokens` tokens. `states`: of each rank, if they were read before."""
         tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
-        rows, present, state = {}, {}, {}
+        rows, present, state, on_d = {}, {}, {}, self.spec.role == "D"
         for name, slot in self._state_slots(request_id, tokens).items():
             of_ranks = [rank[name] for rank in states] or self._workers(kv_access.read_state, name, slot)
             state[name] = kv_access.join_state(of_ranks)
@@ -208,10 +220,10 @@ class ModelEngineProcess(EngineProcess):
             for name in group.layers:
                 if group.kind != "state":
                     shards = self._workers(kv_access.read_rows, name, list(table))
-                    rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
+                    rows[name] = kv_access.join_heads(shards, self._heads(name), on_d)[:tokens]
                     present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]
         changed: tuple[int, ...] = ()
-        if self.spec.role == "D":
+        if on_d:
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
             changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self.held[request_id])
         return Snapshot(
@@ -224,9 +236,6 @@ class ModelEngineProcess(EngineProcess):
             state=state,
             changed=changed,
         )
-
-    def _total_heads(self) -> int:
-        return self.config.model_config.get_total_num_kv_heads()
 
     def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
         """Put the oracle's KV of the tokens before `position` where vLLM's own block tables place it."""

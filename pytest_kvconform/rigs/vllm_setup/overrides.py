@@ -80,6 +80,27 @@ def accept_prefill_of_one_token() -> None:
     _custom_ops.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
 
 
+def zero_whole_blocks() -> None:
+    """Let vLLM's runner for CPUs zero the blocks that the scheduler names, where kernels have smaller ones.
+
+    vLLM takes ids of blocks for ids of kernel blocks: with 8 kernel blocks to a block it zeroes an eighth of
+    block 3 for block 24, whoever owns block 3 (docs/findings.md).
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        context = self.compilation_config.static_forward_context
+        for group in self.kv_cache_config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+                for cache in (context[name].kv_cache for name in group.layer_names if name in context):
+                    parts = group.kv_cache_spec.block_size // cache.shape[-2]
+                    for block in block_ids:
+                        cache[block * parts : (block + 1) * parts].zero_()
+
+    CPUModelRunner._zero_block_ids = _zero_block_ids
+
+
 def hide_cpu_features(names: Iterable[str]) -> None:
     """Let vLLM take features of the CPU for missing: it chooses its kernels by these functions of torch."""
     import torch
@@ -132,12 +153,15 @@ def override_triton_kernels_once(now: bool) -> None:
 
 
 def keep_configured_limits() -> None:
-    """Keep the block size, prefix caching and chunked prefill as configured, for engines that run no kernel.
+    """Keep the block size, prefix caching and chunked prefill as configured.
 
     On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better.
+    Engines without a model run no kernel, and the others have `cpu_layers`.
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     platform = type(current_platform)
     update = platform.check_and_update_config
 
