@@ -46,7 +46,12 @@ RUN_SECONDS = 300  # 20 on two idle cores
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
 JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
-KINDS = {"full_attention": "full attention", "sliding_attention": "window", "linear_attention": "state"}
+KINDS = {
+    "full_attention": "full attention",
+    "sliding_attention": "window",
+    "linear_attention": "state",
+    "latent_attention": "MLA",
+}
 
 
 def tiers_table() -> str:
@@ -81,9 +86,7 @@ def families_table() -> str:
 def _layers(name: str) -> str:
     """How many layers of each kind a family or a geometry has: "20 state, 7 MLA"."""
     if name in load_families():
-        config = load_families()[name].config
-        words = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
-        return _counted(KINDS[word] for word in words)
+        return _counted(KINDS[word] for word in load_families()[name].kinds)
     return _counted(_kind(layer) for layer in expand_layers(load_geometries()[name]))
 
 

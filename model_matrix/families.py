@@ -44,12 +44,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each layer in words of transformers' `layer_types`; () if all are alike."""
-        if linear := self.config.get("linear_attn_config"):  # Kimi Linear counts its layers from 1
-            states = {layer - 1 for layer in linear["kda_layers"]}
-            layers = range(self.config["num_hidden_layers"])
-            return tuple("linear_attention" if i in states else "full_attention" for i in layers)
-        return tuple(self.config.get("layer_types", ()))
+        """The kind of each layer: a word of transformers' `layer_types`, or "latent_attention"."""
+        layers = range(self.config["num_hidden_layers"])
+        attention = "latent_attention" if self.config.get("kv_lora_rank") else "full_attention"
+        if linear := self.config.get("linear_attn_config"):  # which counts layers from 1
+            return tuple("linear_attention" if i + 1 in linear["kda_layers"] else attention for i in layers)
+        return tuple(self.config.get("layer_types") or [attention] * len(layers))
 
     @property
     def has_state(self) -> bool:
@@ -117,7 +117,7 @@ def _mistake(family: Family, stem: str) -> str:
     if not isinstance(config.get("num_hidden_layers"), int):
         return "config.num_hidden_layers must be a number"
     kinds = family.kinds
-    if kinds and len(kinds) != config["num_hidden_layers"]:
+    if len(kinds) != config["num_hidden_layers"]:
         return f"config.layer_types has {len(kinds)} words for {config['num_hidden_layers']} layers"
     for table, entries in family.tensors.items():
         if table not in ("once", "each_layer", *kinds):

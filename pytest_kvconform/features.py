@@ -49,10 +49,11 @@ _FACT_OF_KIND = {
     Mla: "mla",
     State: "state",
 }
-_FACT_OF_LAYER_TYPE = {  # words of layer_types in config.json
+_FACT_OF_LAYER_TYPE = {  # words of `Family.kinds`
     "full_attention": "full-attention",
     "sliding_attention": "sliding-window",
     "linear_attention": "state",
+    "latent_attention": "mla",
 }
 
 
@@ -133,8 +134,7 @@ def cell_facts(cell: Cell) -> frozenset[str]:
 
 def _layer_facts(cell: Cell) -> Iterator[str]:
     if not cell.setup:  # a tiny checkpoint
-        config = load_families()[cell.family].config
-        yield from (_FACT_OF_LAYER_TYPE[word] for word in config.get("layer_types", ["full_attention"]))
+        yield from (_FACT_OF_LAYER_TYPE[word] for word in load_families()[cell.family].kinds)
         return
     geometry = load_geometries()[cell.family]
     yield from (_FACT_OF_KIND[type(kind)] for kind in geometry.kinds.values())

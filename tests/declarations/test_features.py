@@ -48,6 +48,7 @@ def test_every_fact_is_asked_for():
         (("gemma3", "P1D2"), "full-attention sliding-window tp-differs"),
         (("gpt_oss", "P2D2"), "full-attention sliding-window"),
         (("qwen3_5", "P1D1"), "full-attention state"),
+        (("kimi_linear", "P1D2"), "mla state tp-differs"),
         (("llama3_1_8b", "P1D1", "b16"), "full-attention"),
         (("llama3_1_8b", "P2D1", "b16x64"), "full-attention tp-differs block-size-differs"),
         (("llama3_1_8b", "P1D1", "hnd_nhd"), "full-attention layout-differs"),

@@ -34,7 +34,7 @@ def test_every_family_conforms_without(hidden: str, command: Run) -> None:
         "reference_connector:ReferenceConnector",
         f"--kv-declare={ROOT / 'reference_connector' / 'declaration.toml'}",
         f"--kv-hide-cpu={hidden}",
-        "--kv-family=llama,gemma3,gpt_oss,qwen3_5",
+        "--kv-family=llama,gemma3,gpt_oss,qwen3_5,kimi_linear",
         "--kv-topology=P1D1",
         "-k",
         LENGTHS,
@@ -45,6 +45,7 @@ def test_every_family_conforms_without(hidden: str, command: Run) -> None:
         "gemma3",
         "gpt_oss",
         "qwen3_5",
+        "kimi_linear",
     }
     assert run.report["facts"]["kernels"] == library(cpu_features(hidden.split(",")))
 

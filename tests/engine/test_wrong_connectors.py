@@ -123,6 +123,21 @@ WRONG = [
         family="qwen3_5",
         variants="n63",
     ),
+    mistake(
+        "LeavesState",
+        {"recurrent_state_arrives": "recurrent state never written$", "outputs_match_the_oracle": ""},
+        family="kimi_linear",
+        topology="P1D2",
+        variants="n129",
+    ),
+    # Latent attention.
+    mistake(
+        "ForgetsLatent",
+        bytes_and_outputs(r"tokens 0-127 of model\.layers\.3\.self_attn, head 1 only holds zeros"),
+        family="kimi_linear",
+        topology="P1D2",
+        variants="n129",
+    ),
     # When and what it reports.
     mistake("ReportsEarly", {**bytes_and_outputs("never written"), "all_blocks_are_freed": ""}, scale=SHORT),
     mistake(
@@ -302,6 +317,7 @@ RIGHT = [
     ("BacksOff", "gemma3", ""),
     ("Right", "qwen3_5", FEW),
     ("LayerWise", "qwen3_5", FEW),
+    ("Right", "kimi_linear", "n1 n2 n129 two_at_once partial_hit abort_loading"),
 ]
 
 

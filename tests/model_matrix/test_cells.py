@@ -19,6 +19,7 @@ from model_matrix.geometries import load_geometries
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import possible
 
 QUICK = ["P1D1", "P1D2", "P2D1"]
+FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_5", "kimi_linear"]
 
 
 def engine(*arguments, **selections):
@@ -32,9 +33,7 @@ def pairs(*arguments, **selections):
 
 
 def test_quick_is_every_family_in_both_directions():
-    assert engine("quick") == [
-        (family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK
-    ]
+    assert engine("quick") == [(family, topology) for family in FAMILIES for topology in QUICK]
 
 
 def test_each_matrix_holds_the_one_before():
@@ -46,9 +45,7 @@ def test_each_matrix_holds_the_one_before():
 
 def test_selections_narrow():
     assert engine("full", ["gemma3"], ["P2D2", "P1D1"]) == [("gemma3", "P1D1"), ("gemma3", "P2D2")]
-    assert engine("full", topologies=["P2D2"]) == [
-        (family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")
-    ]
+    assert engine("full", topologies=["P2D2"]) == [(family, "P2D2") for family in FAMILIES]
     assert engine("full", ["qwen3_5"], ["P1D4"]) == []
 
 

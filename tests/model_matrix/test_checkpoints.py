@@ -36,6 +36,7 @@ LLAMA = load_families()["llama"]
 SHA256 = {
     "gemma3": "6cfdc4909a3f4c93aff582c6384fac649ee24c2914f91ff7270f5748581cc309",
     "gpt_oss": "2b944ac5fcae2e818551b023d95e54f7960c973811553c69493235f35fd237de",
+    "kimi_linear": "a5d60c9ad4331d819e1fb33ba7a6e9a0aad04b44c97744193c9c6283bbf6acb6",
     "llama": "a84e2aa57e5a4c2645797386b3b5fed045664eff2dfd837d9e12beb8364b2860",
     "qwen3_5": "3ab17942f88da42ff132fe4b32819e5901643f8ebe1e64411dc61a0d5d6fa395",
 }

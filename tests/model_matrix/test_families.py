@@ -11,8 +11,8 @@ from model_matrix.families import FOLDER, FamilyError, checkpoint_tensors, load_
 ROOT = FOLDER.parents[1]
 
 
-def test_all_four_are_there():
-    assert list(load_families()) == ["gemma3", "gpt_oss", "llama", "qwen3_5"]
+def test_all_are_there():
+    assert list(load_families()) == ["gemma3", "gpt_oss", "kimi_linear", "llama", "qwen3_5"]
     assert load_families() is load_families()
 
 
@@ -55,6 +55,15 @@ def test_tables_go_to_their_layers_only():
     ]
     assert not [name for name in names if "{" in name]
     assert "lm_head.weight" in names
+
+
+def test_kimi_linear_counts_its_layers_from_1():
+    family = load_families()["kimi_linear"]
+    assert family.kinds == ("linear_attention",) * 3 + ("latent_attention",)
+    assert family.has_state
+    assert family.convolution == 4
+    assert "model.layers.3.self_attn.kv_b_proj.weight" in checkpoint_tensors(family)
+    assert load_families()["llama"].kinds == ("full_attention",) * 4
 
 
 USE = """

@@ -60,7 +60,7 @@ def _shift(field: str, shifts: Counter[int]) -> str:
 def _where(comparison: RowComparison) -> str:
     """ "tokens 32-63 of all 4 layers" or "tokens 3, 7-9 of model.layers.1"."""
     tokens, layers, planes, heads = set(), [], set(), set()
-    total_heads = 0
+    total_heads = total_planes = 0
     for name, kinds in comparison.kinds.items():
         wrong = kinds > MISSING
         if wrong.any():
@@ -69,15 +69,15 @@ def _where(comparison: RowComparison) -> str:
             tokens |= set(at[:, 0].tolist())
             heads |= set(at[:, 1].tolist())
             planes |= set(at[:, 2].tolist())
-            total_heads = kinds.shape[1]
+            total_heads = max(total_heads, kinds.shape[1])
+            total_planes = max(total_planes, kinds.shape[2])
     which = (
         f"all {len(layers)} layers"
         if len(layers) == len(comparison.kinds) > 1
         else ", ".join(layers[:3]) + (", …" if layers[3:] else "")
     )
-    detail = (f", {' and '.join(PLANES[p] for p in sorted(planes))} only" if len(planes) == 1 else "") + (
-        f", head {intervals(heads)} only" if len(heads) < total_heads else ""
-    )
+    detail = f", {PLANES[min(planes)]} only" if len(planes) < total_planes else ""
+    detail += f", head {intervals(heads)} only" if len(heads) < total_heads else ""
     return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} of {which}{detail}"
 
 

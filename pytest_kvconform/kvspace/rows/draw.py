@@ -47,7 +47,7 @@ def draw_rows(comparison: RowComparison) -> tuple[str, ...]:
             cells = worst[first : first + MOST_COLUMNS]
             width = max(width, first + len(cells))
             lines.append(
-                f"  {short_name(due.layer):<22} {PLANES[plane]}  "
+                f"  {short_name(due.layer):<22} {PLANES[plane] if kinds.shape[2] > 1 else ' '}  "
                 + "   " * first
                 + " ".join(f"{LETTERS[k]:>2}" for k in cells)
             )

@@ -57,21 +57,21 @@ class ModelEngineProcess(EngineProcess):
         )
 
     @functools.cached_property
-    def layers(self) -> dict[str, dict[str, Any]]:
+    def _layers(self) -> dict[str, dict[str, Any]]:
         """Layer -> what the cache of its first rank is, see `kv_access.describe`."""
         described: dict[str, dict[str, Any]] = self._workers(kv_access.describe)[0]
         return described
 
     def _state_layers(self) -> frozenset[str]:
-        return frozenset(name for name, layer in self.layers.items() if layer["kind"] == "state")
+        return frozenset(name for name, layer in self._layers.items() if layer["kind"] == "state")
 
     def _backend(self) -> str:
-        return next((layer["backend"] for layer in self.layers.values() if layer["kind"] == "attention"), "")
+        return next((layer["backend"] for layer in self._layers.values() if layer["kind"] == "attention"), "")
 
     def _heads(self, name: str) -> int:
         """KV heads of a layer of the model."""
         heads: int = self.config.model_config.get_total_num_kv_heads()
-        return 1 if self.layers[name]["latent"] else heads
+        return 1 if self._layers[name]["latent"] else heads
 
     def _poison_blocks(self, blocks: list[int]) -> None:
         self._workers(kv_access.poison, blocks)

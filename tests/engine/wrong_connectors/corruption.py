@@ -86,6 +86,32 @@ class ZeroesState(CorruptsCache):
             recurrent[blocks] = 0
 
 
+class LeavesState(CorruptsCache):
+    """The recurrent state of a group's first layer stays what was in its slot before the load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        caches = (
+            self.layers[group.layer_names[0]].kv_cache for group in self.kv_cache_config.kv_cache_groups
+        )
+        self.before = {id(pair): pair[1].clone() for pair in caches if isinstance(pair, (tuple, list))}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        if isinstance(layers[0], (tuple, list)):
+            layers[0][1][blocks] = self.before[id(layers[0])][blocks]
+
+
+class ForgetsLatent(CorruptsCache):
+    """The last rank's copy of the latent rows holds zeros."""
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        from vllm.distributed import get_tp_group
+
+        if get_tp_group().is_last_rank and not isinstance(layers[0], (tuple, list)):
+            for cache in layers:  # [kernel block, token, word]
+                cache.unflatten(0, (self.kv_cache_config.num_blocks, -1))[blocks] = 0
+
+
 def _torch() -> Any:
     import torch
 

@@ -56,8 +56,8 @@ class PlainDeltaAttention(KimiGatedDeltaNetAttention):
             slots.tolist(), spans[:-1], spans[1:], continued.tolist(), strict=True
         ):
             now = state[slot].float() if has_state else torch.zeros_like(state[slot], dtype=torch.float32)
-            span = slice(first, end)
-            core_attn_out[0, span] = delta_rule(*(x[span] for x in qkv), decay[span], rate[span], now)
+            q, k, v, keep, write = (x[first:end] for x in (*qkv, decay, rate))
+            core_attn_out[0, first:end] = delta_rule(q, k, v, keep, write, now)
             state[slot] = now
         core_attn_out.copy_(self.o_norm.forward_native(core_attn_out, g2))
 

@@ -1,8 +1,8 @@
 """What vLLM's latent attention of KimiLinear (vllm/models/kimi_k3/nvidia/mla.py) does in fused kernels.
 
-The attention itself is vLLM's own for CPUs: v1/attention/backends/mla/cpu_mla.py and prefill/cpu_sdpa.py. Each
-function has the parameters of the function of vLLM that it stands for; `positions` and `cos_sin_cache` are of
-models with rotary embeddings, which KimiLinear is not.
+The attention itself is vLLM's own for CPUs: cpu_mla.py and prefill/cpu_sdpa.py in v1/attention/backends/mla.
+Each function has the parameters of the function of vLLM that it stands for; `positions` and `cos_sin_cache`
+are of models with rotary embeddings, which KimiLinear is not.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from vllm.models.kimi_k3.nvidia import mla, model
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 
-def write_latent(
-    cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
-) -> None:
-    """Write a row [latent | rope] for each token. `cache`: [block, token, word]; `slots`: [token], -1: none."""
+def write_latent(cache: torch.Tensor, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
+    """Write a row [latent | rope] for each token.
+
+    `cache`: [block, token, word]; `slots`: [token], -1: none.
+    """
     rows, kept = torch.cat([latent, rope.reshape(len(latent), -1)], dim=-1), slots >= 0
     cache.view(-1, cache.shape[-1])[slots[kept]] = rows[kept].to(cache.dtype)
 

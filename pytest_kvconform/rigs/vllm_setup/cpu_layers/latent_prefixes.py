@@ -1,6 +1,6 @@
 """Latent attention on a CPU behind tokens that are in the cache: pieces of a prompt, and prefix hits.
 
-vLLM 0.32 turns chunked prefill and prefix caching off for latent attention on a CPU, since a kernel is missing.
+vLLM 0.32 turns chunked prefill and prefix caching off for latent attention on a CPU, since it lacks a kernel.
 With these functions `overrides.keep_configured_limits` may keep them on.
 """
 
