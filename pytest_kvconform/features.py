@@ -144,7 +144,7 @@ def _layer_facts(cell: Cell) -> Iterator[str]:
 
 def variant_facts(variant: Any) -> Iterator[str]:
     """Yield the facts of a variant: a Scenario, a Transfer, or an object without these attributes."""
-    if any(prompt.warm for prompt in getattr(variant, "prompts", ())):
+    if any(prompt.warm or prompt.turn for prompt in getattr(variant, "prompts", ())):
         yield "prefix-hit"
     if getattr(variant, "preempt", ""):
         yield "preemption"

@@ -317,7 +317,7 @@ RIGHT = [
     ("BacksOff", "gemma3", ""),
     ("Right", "qwen3_5", FEW),
     ("LayerWise", "qwen3_5", FEW),
-    ("Right", "kimi_linear", "n1 n2 n129 two_at_once partial_hit abort_loading"),
+    ("Right", "kimi_linear", "n1 n2 n129 two_at_once partial_hit second_turn abort_loading"),
 ]
 
 

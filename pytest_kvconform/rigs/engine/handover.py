@@ -131,9 +131,30 @@ def _run(
     """
     p.poison()
     d.poison()
-    prompts = scenario.expanded()
-    run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
     deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
+    if scenario.prompts[0].turn:
+        earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
+        run = _hand_over(replace(scenario, prompts=earlier), p, d, mode, deadline, deadlines, salt, "-turn")
+        if run.stuck:
+            return run
+        p.poison(keep_cache=True)
+        d.poison(keep_cache=True)
+    return _hand_over(scenario, p, d, mode, deadline, deadlines, salt)
+
+
+def _hand_over(
+    scenario: Scenario,
+    p: ModelEngineHandle,
+    d: ModelEngineHandle,
+    mode: str,
+    deadline: Deadline,
+    deadlines: Deadlines,
+    salt: str,
+    word: str = "",
+) -> _Run:
+    """Let P compute the prompts and D generate. `word`: of the requests' names."""
+    prompts = scenario.expanded()
+    run = _Run(names=[f"{salt}-{mode}{word}-{i}" for i in range(len(prompts))], outputs={})
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
             warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)

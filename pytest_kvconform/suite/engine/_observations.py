@@ -23,6 +23,15 @@ def moved(observed: Observation) -> int:
     )
 
 
+def hits(observed: Observation) -> dict[str, float]:
+    """Return how much of the prompts D had in its prefix cache, and what it got beside it; {}: nothing."""
+    hit = sum(r.decode.local_tokens for r in observed.requests)
+    states = sum(r.state_bytes for r in observed.requests if not r.state_wrong)
+    rate = hit / sum(r.length for r in observed.requests)
+    found = {"hit tokens": hit, "hit rate": round(rate, 3), "bytes pulled": moved(observed) + states}
+    return found if hit else {}
+
+
 def observe(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario, whatever its outcome. Its prompts are long enough for the connector's loads."""
     block = load_families()[bench.cell.family].block_size

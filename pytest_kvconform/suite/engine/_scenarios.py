@@ -22,6 +22,8 @@ def lengths(cell: Cell, matrix: str) -> list[Scenario]:
 def situations(cell: Cell, matrix: str) -> list[Scenario]:
     """Scenarios that are about anything but the length of a prompt. b is the block size."""
     b, s = _block(cell), _short(cell)
+    first = s * b + b // 2
+    turns = Scenario("second_turn", (Prompt(tokens(2 * first + 3), turn=first),))
     return [
         Scenario(
             "two_at_once",
@@ -35,6 +37,8 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
         Scenario("full_hit", (Prompt(tokens(2 * s * b + 1), warm=2 * s * b + 1),), due=False),
         Scenario("chunked", (Prompt(tokens(2 * s * b + b + 3)),), budget=2 * b - 5),
         Scenario("two_samples", (Prompt(tokens((s + 1) * b - 4)),), n=2),
+        # D has attention KV of the first turn, and a state at its end at most
+        *([turns] if has_state(cell) or matrix != "quick" else []),
     ]
 
 

@@ -90,10 +90,10 @@ class LeavesState(CorruptsCache):
     """The recurrent state of a group's first layer stays what was in its slot before the load."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        caches = (
-            self.layers[group.layer_names[0]].kv_cache for group in self.kv_cache_config.kv_cache_groups
-        )
-        self.before = {id(pair): pair[1].clone() for pair in caches if isinstance(pair, (tuple, list))}
+        if self.loads():
+            firsts = [self.layers[group.layer_names[0]] for group in self.kv_cache_config.kv_cache_groups]
+            pairs = (layer.kv_cache for layer in firsts if isinstance(layer.kv_cache, (tuple, list)))
+            self.before = {id(pair): pair[1].clone() for pair in pairs}
         super().start_load_kv(forward_context, **kwargs)
 
     def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
