@@ -120,6 +120,10 @@ def test_a_feature_selects_the_cases_that_need_it():
         "abort_waiting",
         "abort_loading",
         "partial_hit",
+        "second_turn",
         "full_hit",
     }
-    assert {planned.cell.family for planned in chosen if "hit" in str(planned.variant)} == {"qwen3_5"}
+    assert {planned.cell.family for planned in chosen if "hit" in str(planned.variant)} == {
+        "qwen3_5",
+        "kimi_linear",
+    }
