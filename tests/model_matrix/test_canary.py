@@ -170,4 +170,4 @@ def test_a_readout_needs_room() -> None:
 
 def test_noise_makes_a_readout_milder() -> None:
     assert gain_for(0.0) == MOST_GAIN
-    assert gain_for(0.5) * 0.5 <= 0.1 * MARGIN
+    assert gain_for(0.5) * 0.5 <= 0.2 * MARGIN
