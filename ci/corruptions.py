@@ -40,8 +40,9 @@ Corrupt = Callable[[Source, tuple[Group, ...]], Snapshot]
 class Corruption:
     """One kind of mistake. `every`: 1 if it hits all requests, 20 if it hits one in twenty."""
 
-    name: str
-    groups: tuple[Group, ...]  # of one kind, one of which is hit, or all
+    name: str  # of a column
+    kind: str  # of attention, that it hits; "": all, or the only kind that can be hit
+    groups: tuple[Group, ...]  # of that kind, one of which is hit, or all
     corrupt: Corrupt
     every: int = 1
 
@@ -49,27 +50,32 @@ class Corruption:
         return self.corrupt(source, self.groups)
 
 
+RIGHT, ZEROED, SWAPPED = "right hand-over", "block of a layer zeroed", "two KV heads swapped"
+STALE, FOREIGN = f"state {OLDER} tokens old", "state of another request"
+SHORT, LOST = "window a block short", "window a token short"
+CROSSED, WRONG = "1 in 20 crossed", "wrong block in 2 %"
+NAMES = (RIGHT, ZEROED, SWAPPED, STALE, FOREIGN, SHORT, LOST, CROSSED, WRONG)
+
+
 def corruptions_of(snapshot: Snapshot) -> Iterator[Corruption]:
     """Yield the corruptions that a model of these groups can suffer."""
     states = tuple(group for group in snapshot.groups if group.kind == "state")
     windows = tuple(group for group in snapshot.groups if group.kind == "attention" and group.window)
     full = tuple(group for group in snapshot.groups if group.kind == "attention" and not group.window)
-    yield Corruption("none: a right hand-over", snapshot.groups, lambda source, groups: source.right)
-    for word, groups in (("window", windows), ("full", full)):
+    yield Corruption(RIGHT, "", snapshot.groups, lambda source, groups: source.right)
+    for kind, groups in (("window", windows), ("full", full)):
         if groups:
-            yield Corruption(f"one block of one layer zeroed, {word} attention", groups, zero_block)
+            yield Corruption(ZEROED, kind, groups, zero_block)
             if snapshot.rows[groups[0].layers[0]].shape[1] > 1:
-                yield Corruption(f"two KV heads of one layer swapped, {word} attention", groups, swap_heads)
+                yield Corruption(SWAPPED, kind, groups, swap_heads)
+            yield Corruption(WRONG, kind, groups, wrong_block, 50)
     if windows:
-        yield Corruption("window one block short", windows, short_window)
-        yield Corruption("window one token short, one layer", windows, lost_key)
+        yield Corruption(SHORT, "", windows, short_window)
+        yield Corruption(LOST, "", windows, lost_key)
     if states:
-        yield Corruption(f"state of one layer stale by {OLDER} tokens", states, stale_state)
-        yield Corruption("state of one layer of another request", states, other_state)
-    yield Corruption("one request in 20 crossed with another", snapshot.groups, crossed, 20)
-    for word, groups in (("window", windows), ("full", full)):
-        if groups:
-            yield Corruption(f"one wrong block in 2 % of requests, {word} attention", groups, wrong_block, 50)
+        yield Corruption(STALE, "", states, stale_state)
+        yield Corruption(FOREIGN, "", states, other_state)
+    yield Corruption(CROSSED, "", snapshot.groups, crossed, 20)
 
 
 def zero_block(source: Source, groups: tuple[Group, ...]) -> Snapshot:

@@ -1,12 +1,13 @@
-"""What canaries notice: one row a family and corruption, with the default number of questions.
+"""What canaries notice: a table with one row for each family, with the default number of questions.
 
     python ci/sensitivity.py [FAMILY...] [--questions N] [--gsm8k FOLDER] [--plain]
 
 The hand-over is the oracle's: P computes a prompt, and the script copies its KV to D, corrupted on the way.
 `--plain`: with a read-out that is fitted to the right answers and no more.
 
-"baseline differs": questions that D answers otherwise if it computes the whole prompt itself. "±0.05": what a
-gate decides that compares the two scores. "paired": what the accuracy tier decides from the generations.
+A cell: how many answers differ from what D answers if it computes the whole prompt itself, of how many that
+were hit; the change of the score; what a gate decides that compares the two scores within 0.05, and what the
+accuracy tier decides from the answers.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from corruptions import OLDER, Source, corruptions_of
+from corruptions import NAMES, OLDER, RIGHT, Corruption, Source, corruptions_of
 from tokenizers import Tokenizer
 
 from model_matrix import Family, load_families
 from model_matrix.canary import Exam, ensure_exam
 from model_matrix.canary.exam import QUESTIONS
-from model_matrix.canary.questions import NUMBER
 from model_matrix.canary.readout import MOST_GAIN
 from model_matrix.canary.tokenizer import END_ID
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
@@ -33,6 +32,7 @@ from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
 
+Answer = tuple[int, ...]  # tokens
 IMPORT_S = 180.0
 DEADLINES = Deadlines.scaled(5.0)
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")  # lm-eval's, of its filter strict-match
@@ -96,34 +96,40 @@ class Pair:
         return name, tuple(tokens)
 
 
-def table_of(pair: Pair, questions: int) -> Iterator[str]:
-    """Yield the rows of the table, each a corruption's."""
-    coder = Tokenizer.from_file(str(pair.exam.folder / "tokenizer.json"))
-
-    def score(answers: list[tuple[int, ...]]) -> float:
-        """The part of the answers that lm-eval's strict match takes for right."""
-        found = [STRICT.search(coder.decode(list(answer))) for answer in answers]
-        numbers = [NUMBER.search(answer)[1] for answer in pair.exam.answers]  # type: ignore[index]
-        return (
-            sum(one is not None and one[1] == n for one, n in zip(found, numbers, strict=False)) / questions
-        )
-
-    alone = [pair.answer(question, None) for question in range(questions)]
+def row_of(pair: Pair, questions: int) -> list[str]:
+    """The cells of one family, in the order of NAMES."""
     kinds = list(corruptions_of(pair.source(0).right))
-    after: dict[str, list[tuple[int, ...]]] = {kind.name: [] for kind in kinds}
-    for question in range(questions):
+    asked = range(questions)
+    alone = [pair.answer(question, None) for question in asked]
+    after: dict[Corruption, list[Answer]] = {kind: [] for kind in kinds}
+    for question in asked:
         source = pair.source(question)
-        for kind in kinds:
+        for kind, answers in after.items():
             hit = question % kind.every == 0
-            after[kind.name].append(
-                pair.answer(question, kind(source)) if hit else after[kinds[0].name][question]
-            )
-    for kind in kinds:
-        hits = len(range(0, questions, kind.every)) if kind is not kinds[0] else 0
-        changed = sum(one != other for one, other in zip(after[kind.name], alone, strict=True))
-        before, now = score(alone), score(after[kind.name])
-        fixed = "passes" if abs(now - before) <= FIXED + 1e-9 else "fails"
-        yield f"{kind.name} | {hits} | {changed} | {before:.3f} | {now:.3f} | {fixed} | {paired(changed)}"
+            answers.append(pair.answer(question, kind(source)) if hit else after[kinds[0]][question])
+    cells = []
+    for name in NAMES:
+        of_kinds = [cell(pair, kind, alone, answers) for kind, answers in after.items() if kind.name == name]
+        cells.append("; ".join(of_kinds) or "-")
+    return cells
+
+
+def cell(pair: Pair, kind: Corruption, alone: list[Answer], after: list[Answer]) -> str:
+    """How many answers changed, the change of the score, and what both gates decide."""
+    changed = sum(one != other for one, other in zip(after, alone, strict=True))
+    hits = sum(question % kind.every == 0 for question in range(len(after))) * (kind.name != RIGHT)
+    change = score(pair.exam, after) - score(pair.exam, alone)
+    fixed = "passes" if abs(change) <= FIXED else "fails"
+    of = f" of {hits}" if hits else ""
+    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(changed)}".strip()
+
+
+def score(exam: Exam, answers: list[Answer]) -> float:
+    """The part of the answers that lm-eval's strict match takes for right."""
+    coder = Tokenizer.from_file(str(exam.folder / "tokenizer.json"))
+    texts = [coder.decode(list(answer)) for answer in answers]
+    numbers = zip(*([STRICT.findall(text)[:1] for text in of] for of in (texts, exam.answers)), strict=False)
+    return sum(one == other for one, other in numbers) / len(answers)
 
 
 def paired(changed: int) -> str:
@@ -148,14 +154,12 @@ def main() -> int:
     zygote = launch_zygote([name for family in families for name in family.config["architectures"]])
     try:
         school = School(zygote.address, wait_for_zygote(zygote.address, IMPORT_S)["kernels"], DEADLINES)
-        print("| family | corruption | hit | changed | score before | score | ±0.05 | paired |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"| family | {' | '.join(NAMES)} |\n|{'---|' * (1 + len(NAMES))}")
         for family in families:
             canary = ensure_canary(school, family, exam, most_gain=0.0 if given.plain else MOST_GAIN)
             pair = Pair(zygote.address, family, canary, exam)
             try:
-                for row in table_of(pair, given.questions):
-                    print(f"| {family.id} | {row} |", flush=True)
+                print(f"| `{family.id}` | {' | '.join(row_of(pair, given.questions))} |", flush=True)
             finally:
                 pair.end()
             print(f"{family.id}: {read_report(canary)}", file=sys.stderr)
