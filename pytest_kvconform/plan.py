@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from model_matrix.cells import MODELS
 from model_matrix.limits import Limit, cpu_features, load_limits
 from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
@@ -27,6 +28,7 @@ from pytest_kvconform.settings.parsers import did_you_mean
 PREFIX = "kv::"
 # From cheap to expensive, so that the first results come early.
 TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")
+SERVING = "serving"  # the rig whose cells share no engine with those of the rig "engine", though the names
 
 
 class BadSuite(Exception):
@@ -134,7 +136,7 @@ def _limited(planned: Iterable[PlannedCase], hidden: Sequence[str]) -> dict[str,
         one.id: limit
         for limit in here
         for one in planned
-        if one.case.rig == "engine"
+        if one.case.rig in MODELS
         and limit.covers(one.cell.family, "" if one.variant is None else str(one.variant))
     }
 
@@ -231,9 +233,9 @@ def order_by_cell(planned: Sequence[PlannedCase], seed: int) -> list[PlannedCase
     The order does not depend on a plugin that shuffled the cases before. Seed 0 keeps the order of cells
     and cases. Any other seed shuffles the cells, and the cases of each cell, the same way every time.
     """
-    by_cell: dict[Cell, list[PlannedCase]] = {}
+    by_cell: dict[tuple[Cell, bool], list[PlannedCase]] = {}
     for one in planned if seed == 0 else sorted(planned, key=lambda one: one.id):
-        by_cell.setdefault(one.cell, []).append(one)
+        by_cell.setdefault((one.cell, one.case.rig == SERVING), []).append(one)
     groups = list(by_cell.values())
     if seed:
         shuffle = random.Random(seed).shuffle

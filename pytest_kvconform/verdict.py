@@ -180,7 +180,8 @@ def _word_and_sentence(
         )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
     moving = [result for result in results if result.id.removeprefix("kv::").split("/")[0] in MOVING_TIERS]
-    if moving and not moved:
+    loaded = sum(result.evidence.external_tokens for result in passed if result.evidence)
+    if moving and not moved and not loaded:
         return "INCOMPLETE", (
             f"{_count_cases(len(passed))} passed, but no byte was moved: also select cases that compare "
             "KV (kv::engine/bytes), "

@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
+from pytest_kvconform.rigs.serving.bench import ServingBench
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -34,7 +35,7 @@ __all__ = [
 class Bench:
     """One bench for each pytest process. A case asks a part of it for an observation in the current cell.
 
-    `engine`, `bytes`, `faults`, `peers` and `scheduler` are the benches of the rigs (`faults` and `peers`
+    `engine`, `bytes`, `faults`, `peers`, `scheduler` and `serving` are the benches of the rigs (`faults` and `peers`
     belong to the rig "peers"). Engines start when a case first asks for them.
     """
 
@@ -62,6 +63,7 @@ class Bench:
         self.faults = FaultBench(self.context)
         self.peers = PeerBench(self.context)
         self.scheduler = SchedulerBench(self.context)
+        self.serving = ServingBench(self.context)
 
     def use(self, cell: Cell) -> None:
         """Make a cell the current one. Raises Blocked where no rig fits the connector."""

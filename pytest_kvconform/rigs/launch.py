@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix import Family, Geometry, UnknownName, expand, load_families, load_geometries
+from model_matrix.cells import MODELS
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
@@ -34,6 +35,7 @@ GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.scheduler.fake_connector",
     "pytest_kvconform.rigs.scheduler.store_engine",
 )
+SERVING_MODULES = ("pytest_kvconform.rigs.serving.preload",)
 CLOSE_S = 20.0  # for the zygote to end everything
 PREFIX = "kvconform-"
 
@@ -99,18 +101,22 @@ def start_zygote(settings: Settings) -> Zygote:
     with contextlib.suppress(UnknownName):  # reported where cases are collected
         for place in expand(settings.matrix, settings.family, settings.topology):
             if place.rig in rigs:
-                kind = "engine" if place.rig == "engine" else "bytes"
+                kind = "engine" if place.rig in MODELS else "bytes"
                 wanted[kind] |= set(models[kind][place.family].config["architectures"])
-    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu)
+    more = SERVING_MODULES if "serving" in rigs else ()
+    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more)
 
 
 def launch_zygote(
-    architectures: Iterable[str], geometries: Iterable[str] = (), hidden: Iterable[str] = ()
+    architectures: Iterable[str],
+    geometries: Iterable[str] = (),
+    hidden: Iterable[str] = (),
+    more: Iterable[str] = (),
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
-    `hidden`: features of the CPU that vLLM and torch are not to use.
+    `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further modules to import.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
@@ -119,7 +125,7 @@ def launch_zygote(
         "geometries": sorted(geometries),
         "hidden": sorted(hidden),
     }
-    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
+    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()), *more)
     with (run_dir / "zygote.log").open("wb") as log:
         # a session of its own: Ctrl-C is for pytest alone
         process = subprocess.Popen(

@@ -39,7 +39,8 @@ ROOMS = {
     "canary": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
-    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler",
+    "serving": "processes context missing vllm_setup engine",
+    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler serving",
 }
 
 # part of the house -> what it must not import, with all that lies below the name

@@ -1,0 +1,108 @@
+"""One run of lm-eval in a child of the zygote: its own gsm8k, through its own `local-completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pytest_kvconform.rigs.serving.messages import Answer, Answers, Job, Questions
+
+TASK = "kvconform_gsm8k"
+STRICT, FLEXIBLE = "strict-match", "flexible-extract"  # the filters of lm-eval's gsm8k
+MOST_UNANSWERED = 3  # failed requests after which no further question is asked
+
+
+class Unanswered(Exception):
+    """Too many requests failed."""
+
+
+def serve(connection: Connection, job: Job) -> None:
+    """Run the job. Sends ("answered", count) while it runs, then ("done", Answers) or ("failed", sentence)."""
+    try:
+        connection.send(("done", evaluate(job, lambda count: connection.send(("answered", count)))))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        connection.send(("failed", type(error).__name__, str(error)))
+
+
+def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
+    """Ask the questions and return the answers as lm-eval judges them."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    model = _model(job)
+    answered, unanswered = [0], list[str]()
+    ask = model.amodel_call
+
+    async def amodel_call(*args: Any, **kwargs: Any) -> Any:
+        if len(unanswered) >= MOST_UNANSWERED:
+            return [""]
+        try:
+            found = await ask(*args, **kwargs)
+        except Exception as error:  # lm-eval would end the whole run, and tell of no question
+            unanswered.append(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            return [""]
+        answered[0] += 1
+        progress(answered[0])
+        return found
+
+    model.amodel_call = amodel_call
+    began = time.monotonic()
+    results = simple_evaluate(
+        model=model,
+        tasks=[TASK],
+        task_manager=TaskManager(include_path=job.questions.task, include_defaults=False),
+        samples=_chosen(job.questions),
+        gen_kwargs=f"max_gen_toks={job.questions.longest_answer}" if job.questions.longest_answer else None,
+        log_samples=True,
+        bootstrap_iters=0,
+        verbosity="WARNING",
+    )
+    return Answers(
+        answers=_answers(results["samples"][TASK]),
+        unanswered=tuple(unanswered),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _chosen(questions: Questions) -> dict[str, list[int]] | None:
+    """The questions that are asked, as lm-eval takes them; None: all."""
+    chosen = range(questions.first, questions.first + questions.count)
+    return {TASK: list(chosen)} if questions.count else None
+
+
+def _model(job: Job) -> Any:
+    """lm-eval's local-completions. It sends no seed: see `EngineProcess.add`."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        base_url=f"{job.url}/v1/completions",
+        model=job.model,
+        tokenizer_backend=None,
+        tokenized_requests=False,
+        num_concurrent=max(2, job.at_once),  # with one, lm-eval sends no requests of its asynchronous kind
+        max_retries=1,
+        timeout=job.request_s,
+    )
+    model._seed = None
+    return model
+
+
+def _answers(samples: list[dict[str, Any]]) -> tuple[Answer, ...]:
+    """One Answer a question, from lm-eval's samples, of which there is one for each filter."""
+    by_question: dict[int, dict[str, dict[str, Any]]] = {}
+    for sample in samples:
+        by_question.setdefault(sample["doc_id"], {})[sample["filter"]] = sample
+    return tuple(
+        Answer(
+            question=number,
+            text=filters[STRICT]["resps"][0][0],
+            strict=bool(filters[STRICT]["exact_match"]),
+            flexible=bool(filters[FLEXIBLE]["exact_match"]),
+        )
+        for number, filters in sorted(by_question.items())
+    )

@@ -1,0 +1,89 @@
+"""What a server counts, read from its own /metrics."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import urllib.error
+import urllib.request
+
+import msgspec
+
+SOURCE = "vllm:prompt_tokens_by_source_total"
+# Of a connector's own metrics: bytes that were moved. vLLM's estimates of memory traffic are no such metric.
+_BYTES = re.compile(r"vllm:(?!estimated_)\w*(transfer|xfer|load|recv|pull|read)\w*bytes\w*(_sum|_total)$")
+_BYTES_FIRST = re.compile(r"vllm:(?!estimated_)\w*bytes\w*(transfer|xfer|load|recv|pull|read)\w*(_sum|_total)$")
+DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
+
+
+class Unreachable(Exception):
+    """A server does not answer. The message is a whole sentence."""
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over all requests that a server has answered."""
+
+    external: int  # prompt tokens that the connector loaded
+    local: int  # prompt tokens in the engine's own prefix cache
+    computed: int  # prompt tokens that the engine computed
+    moved: dict[str, int] = {}  # the connector's own metrics of bytes -> bytes
+    drafts: int = 0  # steps with draft tokens
+    accepted: int = 0  # draft tokens that were accepted
+
+    def since(self, before: Counters) -> Counters:
+        """What was added since an earlier look."""
+        return Counters(
+            external=self.external - before.external,
+            local=self.local - before.local,
+            computed=self.computed - before.computed,
+            moved={name: count - before.moved.get(name, 0) for name, count in self.moved.items()},
+            drafts=self.drafts - before.drafts,
+            accepted=self.accepted - before.accepted,
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that one step of the main model gives on average; 0.0 without a draft model."""
+        return 1 + self.accepted / self.drafts if self.drafts else 0.0
+
+
+def read_counters(text: str) -> Counters:
+    """Read the text of /metrics. Values of several engines of one server are added."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    by_source: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == SOURCE:
+                source = sample.labels.get("source", "")
+                by_source[source] = by_source.get(source, 0) + int(sample.value)
+            elif sample.name in (DRAFTS, ACCEPTED) or is_bytes_moved(sample.name):
+                sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
+    return Counters(
+        external=by_source.get("external_kv_transfer", 0),
+        local=by_source.get("local_cache_hit", 0),
+        computed=by_source.get("local_compute", 0),
+        drafts=sums.pop(DRAFTS, 0),
+        accepted=sums.pop(ACCEPTED, 0),
+        moved=sums,
+    )
+
+
+def is_bytes_moved(name: str) -> bool:
+    """Whether the name of a metric tells that it counts bytes which a connector moved."""
+    return bool(_BYTES.match(name) or _BYTES_FIRST.match(name))
+
+
+def get(url: str, seconds: float) -> str:
+    """Return the body that an address answers with. Raises Unreachable."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
+            body: bytes = answer.read()
+            return body.decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise Unreachable(f"{url} answers {error.code} {error.reason}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unreachable(f"{url} does not answer: {reason}") from None
