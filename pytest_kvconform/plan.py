@@ -28,6 +28,7 @@ from pytest_kvconform.settings.parsers import did_you_mean
 PREFIX = "kv::"
 # From cheap to expensive, so that the first results come early.
 TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")
+ACCURACY = TIERS[-1]
 SERVING = "serving"  # the rig whose cells share no engine with those of the rig "engine", though the names
 
 
@@ -90,6 +91,7 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
                 f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are "
                 f"{', '.join(known)}"
             )
+    _require_one_deployment(settings)
     every = _cases_of(loading.expand_matrix(settings.matrix), settings.matrix)
     selected = every
     if settings.family or settings.topology:
@@ -117,6 +119,21 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
         tuple(sorted({planned.id for planned in [*every, *selected]} - limited.keys())),
         tuple(sorted(limited.items())),
     )
+
+
+def _require_one_deployment(settings: Settings) -> None:
+    """Raise BadSetting if servers that already run are given, and not all that is needed to ask them."""
+    if not settings.deployed:
+        return
+    if not settings.decode_url or not (settings.router_url or settings.prefill_url):
+        raise BadSetting(
+            "--kv-router-url, --kv-prefill-url, --kv-decode-url, --kv-baseline-url: a deployment is given by "
+            "--kv-decode-url, whose /metrics are the evidence, and --kv-router-url or --kv-prefill-url"
+        )
+    if settings.tier != (ACCURACY,):
+        raise BadSetting("--kv-decode-url: only the accuracy tier tests a deployment: add --kv-tier=accuracy")
+    if len(settings.family) != 1:
+        raise BadSetting("--kv-decode-url: name the family of the deployed model: --kv-family=ID, one alone")
 
 
 def limits_here(hidden: Sequence[str] = ()) -> list[Limit]:

@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
-from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
+from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from pytest_kvconform.rigs.serving.bench import ServingBench
 
@@ -25,6 +25,7 @@ __all__ = [
     "Bench",
     "SubjectFacts",
     "Zygote",
+    "facts_of_deployment",
     "launch_zygote",
     "probe_subject",
     "start_zygote",
@@ -51,7 +52,7 @@ class Bench:
 
         Raises Blocked if the installed vLLM does not run on the device that was asked for.
         """
-        if settings.device not in ("auto", facts.device):
+        if settings.device not in ("auto", facts.device) and not settings.deployed:
             raise Blocked(
                 f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
             )

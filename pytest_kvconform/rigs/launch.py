@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
 
 PRELOAD = "pytest_kvconform.rigs.vllm_setup.preload:preload"
+LIGHT_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload_without_vllm"
 # Modules of the rigs that the zygote imports after vLLM, in this order, so that no fork imports them again.
 ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine", "pytest_kvconform.rigs.canary.teacher")
 GEOMETRY_MODULES = (
@@ -35,7 +36,7 @@ GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.scheduler.fake_connector",
     "pytest_kvconform.rigs.scheduler.store_engine",
 )
-SERVING_MODULES = ("pytest_kvconform.rigs.serving.preload",)
+SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 PREFIX = "kvconform-"
 
@@ -91,6 +92,8 @@ def start_zygote(settings: Settings) -> Zygote:
 
     The zygote imports vLLM while pytest collects cases.
     """
+    if settings.deployed:
+        return launch_zygote((), preload=LIGHT_PRELOAD)
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
     models: dict[str, dict[str, Family] | dict[str, Geometry]] = {
@@ -103,7 +106,7 @@ def start_zygote(settings: Settings) -> Zygote:
             if place.rig in rigs:
                 kind = "engine" if place.rig in MODELS else "bytes"
                 wanted[kind] |= set(models[kind][place.family].config["architectures"])
-    more = SERVING_MODULES if "serving" in rigs else ()
+    more = (SERVING_PRELOAD,) if "serving" in rigs else ()
     return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more)
 
 
@@ -112,11 +115,13 @@ def launch_zygote(
     geometries: Iterable[str] = (),
     hidden: Iterable[str] = (),
     more: Iterable[str] = (),
+    preload: str = PRELOAD,
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
-    `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further modules to import.
+    `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further functions
+    to call in the zygote, which import what engines need. `preload`: the function that imports everything.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
@@ -125,7 +130,7 @@ def launch_zygote(
         "geometries": sorted(geometries),
         "hidden": sorted(hidden),
     }
-    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()), *more)
+    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
     with (run_dir / "zygote.log").open("wb") as log:
         # a session of its own: Ctrl-C is for pytest alone
         process = subprocess.Popen(
@@ -134,8 +139,8 @@ def launch_zygote(
                 "-m",
                 "pytest_kvconform.rigs.processes.zygote",
                 str(run_dir),
-                PRELOAD,
-                json.dumps(arguments | {"modules": modules}),
+                preload,
+                json.dumps(arguments | {"modules": modules, "functions": [*more]}),
             ],
             env=environment(run_dir) | limits_of_kernels(arguments["hidden"]),
             stdin=subprocess.PIPE,

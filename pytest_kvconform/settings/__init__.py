@@ -27,6 +27,7 @@ from pytest_kvconform.settings.parsers import (
     parse_switch,
     parse_text,
     parse_tokens,
+    parse_url,
     parse_words,
     tables_as_json,
     words_of,
@@ -34,6 +35,7 @@ from pytest_kvconform.settings.parsers import (
 
 ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
+HUB = "hub"  # of --kv-gsm8k: no folder
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
@@ -109,6 +111,33 @@ class Settings:
     )
     matrix: str = _option(
         "quick", one_of("quick", "full"), "quick|full", "how many families and topologies are run"
+    )
+    gsm8k: str = _option(
+        "",
+        parse_text,
+        "hub|PATH",
+        "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub: "
+        "openai/gsm8k, for servers that already run; default: from a seeded generator, or hub for such servers",
+        is_path=True,
+    )
+    router_url: str = _option(
+        "",
+        parse_url,
+        "URL",
+        "router of a deployment that already runs, for the accuracy tier; neither vLLM nor the connector is "
+        "needed here then",
+    )
+    prefill_url: str = _option(
+        "", parse_url, "URL", "prefill server of a deployment without a router: vllm-router is started here"
+    )
+    decode_url: str = _option(
+        "", parse_url, "URL", "decode server of a deployment, whose /metrics are the evidence"
+    )
+    baseline_url: str = _option(
+        "",
+        parse_url,
+        "URL",
+        "server that answers without the connector; default: the decode server, which is then asked alone",
     )
     device: str = _option("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
     hide_cpu: tuple[str, ...] = _option(
@@ -187,6 +216,12 @@ class Settings:
         "known failures: case, issue, expires, reason, and optionally vllm",
         toml_only=True,
     )
+
+    @property
+    def deployed(self) -> bool:
+        """Whether servers that already run are tested."""
+        return bool(self.router_url or self.prefill_url or self.decode_url or self.baseline_url)
+
     # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
     origins: dict[str, str] = field(default_factory=dict)
 
@@ -278,7 +313,7 @@ def load(
                     value = _previous(last_seed)
             except ValueError as error:
                 raise BadSetting(f"{place}: {error}") from None
-            if option.is_path and origin == "pyproject.toml" and not value.lstrip().startswith("{"):
+            if option.is_path and origin == "pyproject.toml" and not value.lstrip().startswith(("{", HUB)):
                 value = os.path.normpath(root / value)
             values[option.name], origins[option.name] = value, origin
             break

@@ -40,7 +40,8 @@ ROOMS = {
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
     "serving": "processes context missing vllm_setup engine",
-    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler serving",
+    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
+    "serving",
 }
 
 # part of the house -> what it must not import, with all that lies below the name

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.serving import chain as chains
 from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.chain import Chain
-from pytest_kvconform.rigs.serving.data import Exam, exam_of
+from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment
 from pytest_kvconform.rigs.serving.evaluator import Progress, evaluate
 from pytest_kvconform.rigs.serving.messages import Answers, Job, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
 from pytest_kvconform.rigs.serving.observation import Runs, ServingObservation
-from pytest_kvconform.rigs.serving.server import Server, require_package
+from pytest_kvconform.rigs.serving.server import ROUTER, Server, require_package
 
 AT_ONCE = 4  # questions
 CONTROL = 8  # questions that are asked of the servers without the connector, after a failure
+
+
+BASELINE, SUBJECT = "the baseline", "the subject"
+PACKAGES = {"lm_eval": "lm-eval[api]", "scipy": "scipy", "prometheus_client": "prometheus-client"}
 
 
 class Unanswered(Exception):
@@ -59,40 +61,58 @@ class ServingBench:
         for module, distribution in PACKAGES.items():
             require_package(module, distribution)
         self.context.require_nothing_missing()
-        exam = exam_of(self.context, cell)
+        deployed = self.context.settings.deployed
+        exam = exam_of_deployment(self.context) if deployed else exam_of(self.context, cell)
+        data = exam.questions.data
         try:
-            self._chain = chains.start(self.context, cell, exam.checkpoint, exam.longest)
-            runs = self._ask_all(self._chain, exam)
+            if deployed:
+                self._chain = chains.attach(self.context)
+            else:
+                self._chain = chains.start(self.context, cell, exam.checkpoint, exam.longest)
+            return ServingObservation(data=data, runs=self._ask_enough(self._chain, exam))
         except (EngineFailed, Unanswered, Unreachable) as error:
             self.end()
-            failed = str(error)
-            if isinstance(error, EngineFailed) and error.role == "router":
-                raise HarnessError(f"{failed}, which is not the connector's doing") from None
-            if excuse := self._without_connector(cell, exam):
-                raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
+            self._raise_unless_the_connector_failed(cell, exam, error)
             log = error.log if isinstance(error, EngineFailed) else ()
-            return ServingObservation(data=exam.questions.data, failed=failed, log=log)
+            return ServingObservation(data=data, failed=str(error), log=log)
         finally:
             self.end()
-        return ServingObservation(data=exam.questions.data, runs=runs)
+
+    def _raise_unless_the_connector_failed(self, cell: Cell, exam: Exam, error: Exception) -> None:
+        """Raise HarnessError or Blocked if the connector need not be to blame for a failure."""
+        if isinstance(error, EngineFailed) and error.role == ROUTER:
+            raise HarnessError(f"{error}, and no code of the connector runs in it") from None
+        if self.context.settings.deployed:
+            raise Blocked(
+                f"{error}: whose failure it is cannot be told of servers that already run"
+            ) from None
+        if excuse := self._without_connector(cell, exam):
+            raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
+
+    def _ask_enough(self, chain: Chain, exam: Exam) -> Runs:
+        """Ask questions until the answers tell enough, or there are no more."""
+        count = exam.questions.count
+        runs = self._ask_all(chain, exam)
+        while runs.looks < exam.looks and count and gate.wants_more(generations(runs)):
+            self.context.progress(f"answers differ: asking {count} more questions")
+            runs += self._ask_all(chain, exam.part(runs.looks * count, count))
+        return runs
 
     def _ask_all(self, chain: Chain, exam: Exam) -> Runs:
         """Ask the baseline, the subject and the baseline again."""
         progress = Progress(self.context, exam.questions.count, 4 if chain.fill else 3)
-        first, first_counted = self._counted(chain, exam, progress, "the baseline")
+        first, first_counted = self._counted(chain, exam, progress, BASELINE)
         if chain.fill is not None:
             self._ask(chain, chain.fill.url, exam, progress, "P, which saves")
         before = self._prompts(chain)
-        subject, counted = self._counted(chain, exam, progress, "the subject")
+        subject, counted = self._counted(chain, exam, progress, SUBJECT)
         prompts = self._prompts(chain)[len(before) :]
-        second, second_counted = self._counted(chain, exam, progress, "the baseline again")
+        second, second_counted = self._counted(chain, exam, progress, f"{BASELINE} again")
         return Runs(subject, (first, second), counted, (first_counted, second_counted), prompts)
 
-    def _counted(
-        self, chain: Chain, exam: Exam, progress: Progress, what: str
-    ) -> tuple[Answers, Counters]:
+    def _counted(self, chain: Chain, exam: Exam, progress: Progress, what: str) -> tuple[Answers, Counters]:
         """Ask once. Returns the answers, and what D counted meanwhile."""
-        endpoint = chain.subject if what == "the subject" else chain.baseline
+        endpoint = chain.subject if what == SUBJECT else chain.baseline
         before = chain.decode.counters()
         answers = self._ask(chain, endpoint.url, exam, progress, what)
         return answers, chain.decode.counters().since(before)
@@ -105,6 +125,7 @@ class ServingBench:
             questions=exam.questions,
             at_once=AT_ONCE,
             request_s=self.context.deadlines.request,
+            salt=f"kvconform-{self.context.next_name()}" if self.context.settings.deployed else "",
         )
         answers = evaluate(self.context, job, what, chain.processes, progress)
         for one in chain.processes:
@@ -134,5 +155,7 @@ class ServingBench:
         return ""
 
 
-PACKAGES = {"lm_eval": "lm-eval[api]", "scipy": "scipy", "prometheus_client": "prometheus-client"}
-__all__ = ["ServingBench", "gate"]
+def generations(runs: Runs) -> gate.Result:
+    """The subject's texts compared with those of the baseline's two runs."""
+    subject, first, second = (gate.texts(run.answers) for run in (runs.subject, *runs.baselines))
+    return gate.compare_generations(subject, first, second)

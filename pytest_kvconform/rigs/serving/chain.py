@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.context import RunContext, port_environment
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.serving.messages import ServerSpec
+from pytest_kvconform.rigs.serving.metrics import Unreachable, get
 from pytest_kvconform.rigs.serving.server import (
     Endpoint,
     LocalProcess,
@@ -103,6 +104,32 @@ def start(
         raise
 
 
+def attach(context: RunContext) -> Chain:
+    """The chain of servers that already run. Raises Blocked if one does not answer."""
+    settings = context.settings
+    decode = Endpoint("decode server", settings.decode_url)
+    baseline = Endpoint("baseline server", settings.baseline_url or settings.decode_url)
+    given = [decode, baseline]
+    if settings.router_url:
+        given.append(Endpoint("router", settings.router_url))
+    else:
+        given.append(Endpoint("prefill server", settings.prefill_url))
+    for one in given:
+        try:
+            get(f"{one.url}/health", context.deadlines.call)
+        except Unreachable as error:
+            raise Blocked(f"the {one.role} cannot be asked: {error}") from None
+    if settings.router_url:
+        return Chain(given[-1], baseline, decode)
+    router = Router(context, settings.prefill_url, decode.url, router_word(context), "router-of-deployment")
+    try:
+        wait_until_healthy([router], context.deadlines.start)
+    except BaseException:
+        router.end()
+        raise
+    return Chain(router, baseline, decode, None, (router,))
+
+
 @contextlib.contextmanager
 def started(context: RunContext, cell: Cell, checkpoint: Path, longest: int, **more: bool) -> Iterator[Chain]:
     """`start`, and the end of every process at the end of the block."""
@@ -146,8 +173,3 @@ def _spec(
         environment=port_environment(),
         records=str(Path(context.address).parent / f"prompts-{role}-{name}.jsonl"),
     )
-
-
-def watched(chain: Chain) -> Sequence[Endpoint]:
-    """The processes that have to stay alive while questions are asked."""
-    return chain.processes

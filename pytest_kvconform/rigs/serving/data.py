@@ -38,6 +38,7 @@ class Exam:
     checkpoint: Path  # folder of the model and its tokenizer
     longest: int  # tokens of the longest prompt with its answer
     questions: Questions
+    looks: int = 1  # so many times as many questions can be asked
 
     def part(self, first: int, count: int) -> Exam:
         """The same exam with other questions of the file."""
@@ -45,6 +46,7 @@ class Exam:
             self.checkpoint,
             self.longest,
             msgspec.structs.replace(self.questions, first=first, count=count),
+            self.looks,
         )
 
 
@@ -67,7 +69,23 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
             count=sizes.questions,
             longest_answer=sizes.longest_answer,
         ),
+        sizes.looks,
     )
+
+
+def exam_of_deployment(context: RunContext) -> Exam:
+    """The questions for servers that already run: gsm8k of the hub, or of the folder that the user named."""
+    sizes = load_accuracy_matrices().sizes[context.settings.matrix]
+    given = context.settings.gsm8k
+    local = Path(given).absolute() if given not in ("", HUB) else None
+    questions = Questions(
+        task=str(write_task(context, local)),
+        data=f"gsm8k in {local}" if local else "openai/gsm8k of the hub",
+        first=0,
+        count=sizes.questions,
+        longest_answer=0,  # as lm-eval's gsm8k has it
+    )
+    return Exam(Path(), 0, questions, sizes.looks)
 
 
 def write_task(context: RunContext, data: Path | None) -> Path:

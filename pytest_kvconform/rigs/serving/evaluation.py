@@ -51,13 +51,15 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
         return found
 
     model.amodel_call = amodel_call
+    prompts = _note_prompts(model)
+    extra = {"max_gen_toks": job.questions.longest_answer} if job.questions.longest_answer else {}
     began = time.monotonic()
     results = simple_evaluate(
         model=model,
         tasks=[TASK],
         task_manager=TaskManager(include_path=job.questions.task, include_defaults=False),
         samples=_chosen(job.questions),
-        gen_kwargs=f"max_gen_toks={job.questions.longest_answer}" if job.questions.longest_answer else None,
+        gen_kwargs=extra | ({"cache_salt": job.salt} if job.salt else {}),
         log_samples=True,
         bootstrap_iters=0,
         verbosity="WARNING",
@@ -66,6 +68,7 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
         answers=_answers(results["samples"][TASK]),
         unanswered=tuple(unanswered),
         seconds=time.monotonic() - began,
+        prompts=tuple(prompts),
     )
 
 
@@ -90,6 +93,19 @@ def _model(job: Job) -> Any:
     )
     model._seed = None
     return model
+
+
+def _note_prompts(model: Any) -> list[int]:
+    """Let lm-eval note how many tokens each prompt has, and return the list to which it adds them."""
+    parse, prompts = model.parse_generations, list[int]()
+
+    def parse_generations(outputs: Any, **kwargs: Any) -> Any:
+        for output in outputs if isinstance(outputs, list) else [outputs]:
+            prompts.append(int((output.get("usage") or {}).get("prompt_tokens", 0)))
+        return parse(outputs, **kwargs)
+
+    model.parse_generations = parse_generations
+    return prompts
 
 
 def _answers(samples: list[dict[str, Any]]) -> tuple[Answer, ...]:

@@ -81,14 +81,14 @@ def evaluate(
                 answers: Answers = values[0]
                 return answers
             else:
-                raise HarnessError(_sentence(*values, process))
+                raise HarnessError(_sentence(process, *values))
     except (EOFError, OSError):
         raise HarnessError(f"lm-eval ended: {_last(process)}") from None
     finally:
         process.end()
 
 
-def _sentence(kind: str, message: str, process: ChildProcess) -> str:
+def _sentence(process: ChildProcess, kind: str, message: str) -> str:
     text = " ".join(message.split())[:300]
     if os.strerror(errno.ENOSPC) in text:
         return f"lm-eval could not write its data: {text}; free space in {process.log.parent}"
@@ -96,4 +96,6 @@ def _sentence(kind: str, message: str, process: ChildProcess) -> str:
 
 
 def _last(process: ChildProcess) -> str:
-    return next(reversed(process.exceptions(0)), "") or next(reversed(process.last_lines()), "no reason known")
+    return next(reversed(process.exceptions(0)), "") or next(
+        reversed(process.last_lines()), "no reason known"
+    )

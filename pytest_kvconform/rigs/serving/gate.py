@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 from pytest_kvconform.rigs.serving.messages import Answer
 
-ALPHA = 0.005  # probability with which a test fails a right connector whose servers have much noise
+ALPHA = 0.01  # probability with which a test fails a right connector whose servers have much noise
 UNSURE = 0.2  # above this p-value a difference is what chance gives
 ODD = 1 / 3  # probability that of three exchangeable answers the odd one is the subject's
 SHARE = 0.05  # of requests: a corruption of more of them is excluded by a pass
 SURE = 0.95  # with this probability
-LOOKS = 3  # times at which the gate is asked, with more questions each time
+LOOKS = 5  # times at which the gate is asked, with more questions each time
 
 
 class Outcome(enum.Enum):
@@ -97,6 +97,11 @@ def compare_correctness(subject: Mapping[int, bool], baseline: Mapping[int, bool
         needed = math.ceil(least * count / right) if right else 0
         return Result(Outcome.UNSURE, p, lost, won, count, needed)
     return Result(Outcome.PASS, p, lost, won, count)
+
+
+def wants_more(result: Result) -> bool:
+    """Whether more questions should be asked before the answers are judged."""
+    return result.outcome is not Outcome.FAIL and (result.worse > 0 or result.outcome is Outcome.UNSURE)
 
 
 def same_rate(one: Mapping[int, str], other: Mapping[int, str]) -> float:

@@ -53,6 +53,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     questions: Questions
     at_once: int  # requests
     request_s: float  # deadline of one request
+    # cache_salt of the requests, so that no run finds what another left in a prefix cache; "": none
+    salt: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -70,3 +72,4 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[Answer, ...]  # by question
     unanswered: tuple[str, ...] = ()  # why requests failed, in the order of time
     seconds: float = 0.0
+    prompts: tuple[int, ...] = ()  # tokens of the prompts, as the servers counted them

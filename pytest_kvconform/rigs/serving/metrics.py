@@ -12,7 +12,9 @@ import msgspec
 SOURCE = "vllm:prompt_tokens_by_source_total"
 # Of a connector's own metrics: bytes that were moved. vLLM's estimates of memory traffic are no such metric.
 _BYTES = re.compile(r"vllm:(?!estimated_)\w*(transfer|xfer|load|recv|pull|read)\w*bytes\w*(_sum|_total)$")
-_BYTES_FIRST = re.compile(r"vllm:(?!estimated_)\w*bytes\w*(transfer|xfer|load|recv|pull|read)\w*(_sum|_total)$")
+_BYTES_FIRST = re.compile(
+    r"vllm:(?!estimated_)\w*bytes\w*(transfer|xfer|load|recv|pull|read)\w*(_sum|_total)$"
+)
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 
 
@@ -39,6 +41,16 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             moved={name: count - before.moved.get(name, 0) for name, count in self.moved.items()},
             drafts=self.drafts - before.drafts,
             accepted=self.accepted - before.accepted,
+        )
+
+    def __add__(self, more: Counters) -> Counters:
+        return Counters(
+            external=self.external + more.external,
+            local=self.local + more.local,
+            computed=self.computed + more.computed,
+            moved={name: count + more.moved.get(name, 0) for name, count in self.moved.items()},
+            drafts=self.drafts + more.drafts,
+            accepted=self.accepted + more.accepted,
         )
 
     @property

@@ -17,6 +17,31 @@ class Runs:
     counted: Counters  # what D counted during the subject's run
     counted_alone: tuple[Counters, Counters]  # and during the baseline's runs
     prompts: tuple[Prompt, ...] = ()  # of D's requests in the subject's run; empty for a foreign server
+    looks: int = 1  # at which the gate was asked
+
+    def __add__(self, more: Runs) -> Runs:
+        """The same with further questions."""
+        return Runs(
+            joined(self.subject, more.subject),
+            (joined(self.baselines[0], more.baselines[0]), joined(self.baselines[1], more.baselines[1])),
+            self.counted + more.counted,
+            (
+                self.counted_alone[0] + more.counted_alone[0],
+                self.counted_alone[1] + more.counted_alone[1],
+            ),
+            self.prompts + more.prompts,
+            self.looks + more.looks,
+        )
+
+
+def joined(one: Answers, more: Answers) -> Answers:
+    """Answers to other questions of the same data as one."""
+    return Answers(
+        answers=one.answers + more.answers,
+        unanswered=one.unanswered + more.unanswered,
+        seconds=one.seconds + more.seconds,
+        prompts=one.prompts + more.prompts,
+    )
 
 
 @dataclass(frozen=True)

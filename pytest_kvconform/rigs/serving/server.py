@@ -23,6 +23,7 @@ from pytest_kvconform.rigs.serving.messages import Prompt, ServerSpec
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, read_counters
 
 LOOK_S = 0.1  # between two looks at a process that starts
+ROUTER = "router"
 ANSWER_S = 5.0  # for /health and /metrics
 # vLLM's own sentence about an engine core that ended; the cause is logged before it
 _FOLLOWS = ("Engine core initialization failed", "EngineDeadError")
@@ -157,7 +158,7 @@ class Router(LocalProcess):
             *("--policy", "round_robin", "--disable-retries", "--log-level", "warning"),
         )
         target = "pytest_kvconform.rigs.serving.router_process:serve"
-        super().__init__(context, "router", name, target, arguments, port)
+        super().__init__(context, ROUTER, name, target, arguments, port)
 
 
 def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> None:

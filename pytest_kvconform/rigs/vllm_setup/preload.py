@@ -9,6 +9,7 @@ import contextlib
 import importlib
 from typing import Any
 
+from pytest_kvconform.rigs.processes.zygote import function_named
 from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
@@ -19,7 +20,8 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     Returns facts about vLLM.
 
     `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
-    engines without a model; "modules": modules of the rigs to import; "hidden": features of the CPU that vLLM
+    engines without a model; "modules": modules of the rigs to import, "functions": and
+    of functions to call then; "hidden": features of the CPU that vLLM
     takes for missing. The order of the steps matters where a comment says so.
     """
     architectures, geometries = arguments["architectures"], arguments["geometries"]
@@ -38,6 +40,8 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
         _import_scheduler()
     for module in arguments["modules"]:
         importlib.import_module(module)
+    for function in arguments.get("functions", ()):
+        function_named(function)()
     load_general_plugins()
     overrides.configure_loggers()
     overrides.keep_heap_frozen()

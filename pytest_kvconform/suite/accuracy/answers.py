@@ -5,16 +5,16 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.serving.bench import generations
 from pytest_kvconform.rigs.serving.gate import (
     Outcome,
     compare_correctness,
-    compare_generations,
     right,
     same_rate,
     texts,
 )
 from pytest_kvconform.rigs.serving.observation import Runs
-from pytest_kvconform.suite.accuracy._observations import answered, loads, require_enough
+from pytest_kvconform.suite.accuracy._observations import loads, require_enough
 
 SHOWN = 60  # characters of an answer
 
@@ -48,7 +48,7 @@ def answers_equal_those_of_d_alone(bench: Bench, _: None) -> Evidence:
     """As many answers equal those of D alone as do in a second run of D alone."""
     runs = loads(bench)
     subject, first, second = (texts(run.answers) for run in (runs.subject, *runs.baselines))
-    result = compare_generations(subject, first, second)
+    result = generations(runs)
     rates = f"{same_rate(subject, first):.1%} of the answers equal those of D alone"
     noise = f"{same_rate(first, second):.1%} in a second run of D alone"
     if result.outcome is Outcome.FAIL:
@@ -81,7 +81,9 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
     strict = rule == "strict-match"
     subject, baseline = (right(run.answers, strict) for run in (runs.subject, runs.baselines[0]))
     result = compare_correctness(subject, baseline)
-    scores = f"{sum(subject.values())} of {len(subject)} answers are right, and {sum(baseline.values())} of D alone"
+    scores = (
+        f"{sum(subject.values())} of {len(subject)} answers are right, {sum(baseline.values())} of D alone"
+    )
     if result.outcome is Outcome.FAIL:
         lost = [q for q in subject if baseline[q] and not subject[q]]
         raise Violation(

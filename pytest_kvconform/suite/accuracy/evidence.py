@@ -17,7 +17,9 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
     if any(alone.external for alone in runs.counted_alone) and bench.subject.profile != "store":
         raise HarnessError("D loaded KV while it was asked alone, so that the baseline is none")
     if not counted.external:
-        raise _not_loaded(f"D computed all {counted.computed} prompt tokens of {count} questions, and loaded none")
+        raise _not_loaded(
+            f"D computed all {counted.computed} prompt tokens of {count} questions, and loaded none"
+        )
     if runs.prompts:
         _require_agreement(runs)
         without = [prompt for prompt in runs.prompts if not prompt.external]
@@ -77,5 +79,3 @@ def _require_agreement(runs: Runs) -> None:
             f"D's requests loaded {external} tokens in {len(runs.prompts)} prompts, but its counter grew by "
             f"{runs.counted.external} while {len(runs.subject.answers)} questions were asked"
         )
-
-
