@@ -74,8 +74,8 @@ class EngineMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How much is asked in one matrix."""
 
-    questions: int  # at first
-    looks: int  # as many questions again, up to so many times in all, while the answers tell too little
+    questions: int  # at a time; 0: all that there are
+    looks: int  # times at which they are asked at most, while the answers tell too little
     longest_answer: int  # tokens
     longest_prompt: int  # tokens, with the answer
 

@@ -14,7 +14,7 @@ from pytest_kvconform.result import Cell
 class CellScheduling(LoadScopeScheduling):
     """Gives all cases of a cell to one worker, so that the engines of the cell start once.
 
-    Cases that run on the scheduler rig or on servers need no engine of the cell, and may go to another worker.
+    Cases that run on the scheduler rig or on servers need no engine of the cell, and may go elsewhere.
     """
 
     def __init__(self, config: Any, log: Any):

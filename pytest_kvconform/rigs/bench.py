@@ -36,8 +36,8 @@ __all__ = [
 class Bench:
     """One bench for each pytest process. A case asks a part of it for an observation in the current cell.
 
-    `engine`, `bytes`, `faults`, `peers`, `scheduler` and `serving` are the benches of the rigs (`faults` and `peers`
-    belong to the rig "peers"). Engines start when a case first asks for them.
+    `engine`, `bytes`, `faults`, `peers`, `scheduler` and `serving` are the benches of the rigs
+    (`faults` and `peers` belong to the rig "peers"). Engines start when a case first asks for them.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class Settings:
         parse_text,
         "hub|PATH",
         "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub: "
-        "openai/gsm8k, for servers that already run; default: from a seeded generator, or hub for such servers",
+        "openai/gsm8k, for servers that already run, which is their default; else the default is a generator",
         is_path=True,
     )
     router_url: str = _option(

@@ -91,11 +91,10 @@ class ServingBench:
 
     def _ask_enough(self, chain: Chain, exam: Exam) -> Runs:
         """Ask questions until the answers tell enough, or there are no more."""
-        count = exam.questions.count
         runs = self._ask_all(chain, exam)
-        while runs.looks < exam.looks and count and gate.wants_more(generations(runs)):
-            self.context.progress(f"answers differ: asking {count} more questions")
-            runs += self._ask_all(chain, exam.part(runs.looks * count, count))
+        while runs.looks < exam.looks and gate.wants_more(generations(runs)):
+            self.context.progress("answers differ: asking the same questions with other examples")
+            runs += self._ask_all(chain, exam.again(runs.looks))
         return runs
 
     def _ask_all(self, chain: Chain, exam: Exam) -> Runs:
@@ -142,7 +141,7 @@ class ServingBench:
 
     def _without_connector(self, cell: Cell, exam: Exam) -> str:
         """Return why the same fails here without the connector; "" if it does not."""
-        few = exam.part(0, CONTROL)
+        few = exam.first(CONTROL)
         try:
             with chains.started(
                 self.context, cell, exam.checkpoint, exam.longest, with_connector=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -38,23 +38,22 @@ class Exam:
     checkpoint: Path  # folder of the model and its tokenizer
     longest: int  # tokens of the longest prompt with its answer
     questions: Questions
-    looks: int = 1  # so many times as many questions can be asked
+    looks: int = 1  # times at which they are asked at most, with other examples each time
 
-    def part(self, first: int, count: int) -> Exam:
-        """The same exam with other questions of the file."""
-        return Exam(
-            self.checkpoint,
-            self.longest,
-            msgspec.structs.replace(self.questions, first=first, count=count),
-            self.looks,
-        )
+    def again(self, look: int) -> Exam:
+        """The same questions with other examples, and so with other prompts."""
+        return replace(self, questions=msgspec.structs.replace(self.questions, look=look))
+
+    def first(self, count: int) -> Exam:
+        """The first questions alone."""
+        return replace(self, questions=msgspec.structs.replace(self.questions, count=count))
 
 
 def exam_of(context: RunContext, cell: Cell) -> Exam:
     """Make the checkpoint and the questions of a cell, or find them. Raises HarnessError."""
     sizes = load_accuracy_matrices().sizes[context.settings.matrix]
     try:
-        made = interim.ensure_canary(load_families()[cell.family], sizes.questions * sizes.looks)
+        made = interim.ensure_canary(load_families()[cell.family], sizes.questions)
     except CheckpointError as error:
         raise HarnessError(str(error)) from None
     except OSError as error:
@@ -65,7 +64,6 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
         Questions(
             task=str(write_task(context, made)),
             data="questions from a seeded generator",
-            first=0,
             count=sizes.questions,
             longest_answer=sizes.longest_answer,
         ),
@@ -81,7 +79,6 @@ def exam_of_deployment(context: RunContext) -> Exam:
     questions = Questions(
         task=str(write_task(context, local)),
         data=f"gsm8k in {local}" if local else "openai/gsm8k of the hub",
-        first=0,
         count=sizes.questions,
         longest_answer=0,  # as lm-eval's gsm8k has it
     )

@@ -7,19 +7,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pytest_kvconform.rigs.serving.messages import Answer, Answers, Job, Questions
+from pytest_kvconform.rigs.serving.messages import AGAIN, Answer, Answers, Job
 
 TASK = "kvconform_gsm8k"
+SEED = 1234  # lm-eval's default for the choice of examples
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"  # the filters of lm-eval's gsm8k
 MOST_UNANSWERED = 3  # failed requests after which no further question is asked
 
 
-class Unanswered(Exception):
-    """Too many requests failed."""
-
-
 def serve(connection: Connection, job: Job) -> None:
-    """Run the job. Sends ("answered", count) while it runs, then ("done", Answers) or ("failed", sentence)."""
+    """Run the job. Sends ("answered", count) while it runs, then ("done", Answers) or ("failed", why)."""
     try:
         connection.send(("done", evaluate(job, lambda count: connection.send(("answered", count)))))
     except Exception as error:
@@ -58,24 +55,19 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
         model=model,
         tasks=[TASK],
         task_manager=TaskManager(include_path=job.questions.task, include_defaults=False),
-        samples=_chosen(job.questions),
+        limit=job.questions.count or None,
+        fewshot_random_seed=SEED + job.questions.look,
         gen_kwargs=extra | ({"cache_salt": job.salt} if job.salt else {}),
         log_samples=True,
         bootstrap_iters=0,
         verbosity="WARNING",
     )
     return Answers(
-        answers=_answers(results["samples"][TASK]),
+        answers=_answers(results["samples"][TASK], AGAIN * job.questions.look),
         unanswered=tuple(unanswered),
         seconds=time.monotonic() - began,
         prompts=tuple(prompts),
     )
-
-
-def _chosen(questions: Questions) -> dict[str, list[int]] | None:
-    """The questions that are asked, as lm-eval takes them; None: all."""
-    chosen = range(questions.first, questions.first + questions.count)
-    return {TASK: list(chosen)} if questions.count else None
 
 
 def _model(job: Job) -> Any:
@@ -108,14 +100,14 @@ def _note_prompts(model: Any) -> list[int]:
     return prompts
 
 
-def _answers(samples: list[dict[str, Any]]) -> tuple[Answer, ...]:
+def _answers(samples: list[dict[str, Any]], offset: int) -> tuple[Answer, ...]:
     """One Answer a question, from lm-eval's samples, of which there is one for each filter."""
     by_question: dict[int, dict[str, dict[str, Any]]] = {}
     for sample in samples:
         by_question.setdefault(sample["doc_id"], {})[sample["filter"]] = sample
     return tuple(
         Answer(
-            question=number,
+            question=number + offset,
             text=filters[STRICT]["resps"][0][0],
             strict=bool(filters[STRICT]["exact_match"]),
             flexible=bool(filters[FLEXIBLE]["exact_match"]),

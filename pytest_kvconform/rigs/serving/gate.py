@@ -1,12 +1,12 @@
 """The gate: answers of the subject against two baseline runs of the same questions, paired by question.
 
-Pure functions. Both tests are exact, and compare a question with itself alone, so that hard and easy
-questions may differ as they like.
+Pure functions. Both tests are exact, and compare a question with itself alone: hard and easy questions may
+differ as they like.
 
-- **Generations.** A right hand-over changes nothing but rounding, and the two baseline runs show what rounding
-  changes. If the subject is no worse than them, its answer to a question and the two of the baseline can be
-  exchanged: an answer that differs from two equal ones is the subject's in one of three cases. So the number
-  of questions whose odd answer is the subject's has a binomial distribution with probability 1/3.
+- **Generations.** A right hand-over changes nothing but rounding, and two runs of the baseline show what
+  rounding changes. If the subject is no worse than them, its answer to a question and the two of the baseline
+  can be exchanged: an answer that differs from two equal ones is the subject's in one of three cases. So the
+  number of questions whose odd answer is the subject's has a binomial distribution with probability 1/3.
 - **Correctness.** McNemar's exact test: of the questions that one of subject and baseline answers right, the
   subject has lost at most half, except by chance.
 """

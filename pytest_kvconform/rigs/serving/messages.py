@@ -40,8 +40,8 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str  # folder with the file kvconform_gsm8k.yaml
     data: str  # where the questions come from, for people
-    first: int  # the first question that is asked, by its place in the data
-    count: int  # questions that are asked; 0: all
+    count: int  # questions that are asked, the first ones of the data; 0: all
+    look: int = 0  # 1 and more: the same questions again, with other examples
     longest_answer: int  # tokens that an answer has at most
 
 
@@ -57,10 +57,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
 
 
+AGAIN = 1_000_000  # more than any data set has questions
+
+
 class Answer(msgspec.Struct, frozen=True):
     """The answer to one question, as lm-eval judges it."""
 
-    question: int  # lm-eval's doc_id
+    question: int  # lm-eval's doc_id, and AGAIN for each look before
     text: str  # as generated
     strict: bool  # right by lm-eval's filter strict-match
     flexible: bool  # right by flexible-extract

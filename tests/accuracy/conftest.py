@@ -1,0 +1,46 @@
+"""One zygote for all tests of this folder that start servers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+import pytest
+
+import model_matrix.cells
+from pytest_kvconform.rigs.serving import data
+from tests.helpers.case_runner import CaseRunner
+from tests.helpers.fixtures import fixtures
+
+EXTRA = ("lm_eval", "vllm_router", "orjson", "scipy", "prometheus_client")
+
+case_runner, run_cases = fixtures(
+    lambda: CaseRunner("tests.accuracy.wrong_connectors", "accuracy", families=("llama",)),
+    lambda case_runner: partial(case_runner.run, family="llama"),
+)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _installed() -> None:
+    """These tests need the extra `accuracy`: a skipped test would prove nothing."""
+    missing = [module for module in EXTRA if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.fail("these tests ask questions: pip install 'pytest-kvconform[accuracy]'", pytrace=False)
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """questions(16, 1): so many questions, asked so often, in this test."""
+
+    def choose(count: int, looks: int = 1) -> None:
+        found = model_matrix.cells.load_accuracy_matrices()
+        sizes = {
+            name: msgspec.structs.replace(size, questions=count, looks=looks)
+            for name, size in found.sizes.items()
+        }
+        fewer = msgspec.structs.replace(found, sizes=sizes)
+        monkeypatch.setattr(data, "load_accuracy_matrices", lambda: fewer)
+
+    return choose

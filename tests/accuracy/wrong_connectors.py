@@ -1,0 +1,130 @@
+"""Connectors with one mistake each, which servers and questions show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+# vLLM sets it for connectors that are called Nixl*; any other has to set it itself.
+os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+
+class Right(NixlPullConnector):
+    """No mistake."""
+
+
+class LoadsNothing(Right):
+    """D announces nothing, and computes every prompt."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return 0, False
+
+
+class LoadsMost(Right):
+    """D announces nothing for every eighth request."""
+
+    asked = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        if not request.kv_transfer_params:
+            return 0, False
+        self.asked += 1
+        return (
+            (0, False)
+            if self.asked % 8 == 0
+            else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )
+
+
+class Corrupts(Right):
+    """One block of every layer is zero after one load in `EVERY`."""
+
+    EVERY = 20
+    loads = 0
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.layers = self._vllm_config.compilation_config.static_forward_context
+        self.targets = dict[str, Any]()
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._connector_metadata.reqs_to_recv
+        self.targets.update({name: one.local_block_ids for name, one in loads.items()})
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        for request in results.finished_recving:
+            blocks = self.targets.pop(request)
+            type(self).loads += 1
+            if self.loads % self.EVERY == 0:
+                for group, ids in zip(self.kv_cache_config.kv_cache_groups, blocks, strict=True):
+                    for name in group.layer_names:
+                        self.layers[name].kv_cache[ids[len(ids) // 2]] = 0
+        return results
+
+
+class CorruptsOneInTwenty(Corrupts):
+    """One block of one request in twenty is zero."""
+
+
+class CorruptsOneInFifty(Corrupts):
+    """One block of one request in fifty is zero."""
+
+    EVERY = 50
+
+
+class DiesInLoad(Right):
+    """The engine core ends with an exception at its tenth load."""
+
+    begun = 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        type(self).begun += len(self._connector_metadata.reqs_to_recv)
+        if self.begun >= 10:
+            raise RuntimeError("the tenth load is too much")
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class NeverReports(Right):
+    """A load is never reported from the tenth on, so that the request waits for ever."""
+
+    ended = 0
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        type(self).ended += len(results.finished_recving)
+        if self.ended >= 10:
+            results.finished_recving.clear()
+        return results
+
+
+class RefusesToStart(Right):
+    """The constructor raises."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise ValueError("this connector does not like servers")
+
+
+class NeverStarts(Right):
+    """The constructor waits for ever."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        while True:
+            time.sleep(1)
+
+
+class Killed(Right):
+    """The engine core is killed at its tenth load, as by a machine without memory."""
+
+    begun = 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        type(self).begun += len(self._connector_metadata.reqs_to_recv)
+        if self.begun >= 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().start_load_kv(forward_context, **kwargs)
