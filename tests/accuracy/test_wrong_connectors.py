@@ -37,7 +37,10 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     assert "the whole prompt of 2 of 16 requests" in run.findings[LOADED].happened
 
 
-def test_one_wrong_block_in_one_request_of_twenty_changes_answers(run_cases: Run) -> None:
+def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(64, 3)
     run = run_cases("CorruptsOneInTwenty")
     assert EQUAL in run.failed
     assert "of the answers equal those of D alone" in run.findings[EQUAL].happened
@@ -89,4 +92,5 @@ def test_a_server_that_is_killed_is_no_violation(run_cases: Run, questions: Call
     questions(16)
     run = run_cases("Killed")
     assert not run.failed
-    assert "HARNESS" in run.outcomes.values()
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert "was killed by SIGKILL" in run.reasons[ANSWERED]

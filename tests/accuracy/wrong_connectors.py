@@ -106,14 +106,14 @@ class NeverReports(Right):
 class RefusesToStart(Right):
     """The constructor raises."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         raise ValueError("this connector does not like servers")
 
 
 class NeverStarts(Right):
     """The constructor waits for ever."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         while True:
             time.sleep(1)
 

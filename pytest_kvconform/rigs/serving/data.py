@@ -94,7 +94,7 @@ def write_task(context: RunContext, data: Path | None) -> Path:
     assert found.origin is not None
     gsm8k = Path(found.origin).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     folder = Path(context.address).parent / f"gsm8k-{context.next_name()}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     text = YAML.format(gsm8k=json.dumps(str(gsm8k)), task=TASK)
     text += LOCAL.format(folder=data) if data else ""
     (folder / f"{TASK}.yaml").write_text(text)

@@ -52,7 +52,7 @@ def record_prompts(path: str) -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     update = OutputProcessor._update_stats_from_output
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _update_stats_from_output(self: Any, req_state: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         if (stats := output.prefill_stats) is not None:

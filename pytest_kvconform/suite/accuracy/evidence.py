@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.serving.observation import Runs
-from pytest_kvconform.suite.accuracy._observations import answered
+from pytest_kvconform.suite.accuracy._observations import answered, loads
 
 
 @case("KV-ACC-002")
@@ -39,7 +39,7 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
 @case("KV-ACC-003")
 def moved_bytes_are_counted(bench: Bench, _: None) -> Evidence:
     """The connector's own metric of moved bytes grows, if it has one."""
-    runs = answered(bench)
+    runs = loads(bench)
     if not runs.counted.moved:
         raise NotApplicable("the connector has no metric of bytes in D's /metrics")
     moved = sum(runs.counted.moved.values())
