@@ -76,8 +76,6 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     questions: int  # at a time; 0: all that there are
     looks: int  # times at which they are asked at most, while the answers tell too little
-    longest_answer: int  # tokens
-    longest_prompt: int  # tokens, with the answer
 
 
 class AccuracyMatrices(EngineMatrices, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ ROOMS = {
     "canary": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
-    "serving": "processes context missing vllm_setup engine",
+    "serving": "processes context missing vllm_setup engine canary",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
     "serving",
 }

@@ -27,5 +27,5 @@ The way of a cell:
 5. Every process is ended by the zygote, which also ends them when pytest is gone.
 
 This room imports `processes`, `vllm_setup`, `engine` (the failure of an engine, and the connector that does
-nothing), `context.py` and `missing.py`.
+nothing), `canary`, `context.py` and `missing.py`.
 """

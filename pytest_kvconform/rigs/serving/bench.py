@@ -93,7 +93,7 @@ class ServingBench:
         """Ask questions until the answers tell enough, or there are no more."""
         runs = self._ask_all(chain, exam)
         while runs.looks < exam.looks and gate.wants_more(generations(runs)):
-            self.context.progress("answers differ: asking the same questions with other examples")
+            self.context.progress("answers differ: asking the questions again")
             runs += self._ask_all(chain, exam.again(runs.looks))
         return runs
 

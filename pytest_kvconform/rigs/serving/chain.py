@@ -23,7 +23,6 @@ from pytest_kvconform.rigs.serving.server import (
 )
 
 MAX_SEQS = 8  # requests at once in a server
-MAX_MODEL_LEN = 4096  # tokens of a prompt of five examples, and its answer
 TARGETS = {"P": "kv_producer", "D": "kv_consumer"}
 NO_CONNECTOR = {
     "kv_connector": "NoConnector",

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 from model_matrix import CheckpointError, load_accuracy_matrices, load_families
-from pytest_kvconform.result import Cell, HarnessError
+from model_matrix.canary import QuestionsError, ensure_exam
+from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.rigs.canary.school import School, ensure_canary
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.serving import interim
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.serving.messages import Questions
 
 HUB = "hub"
@@ -38,10 +40,10 @@ class Exam:
     checkpoint: Path  # folder of the model and its tokenizer
     longest: int  # tokens of the longest prompt with its answer
     questions: Questions
-    looks: int = 1  # times at which they are asked at most, with other examples each time
+    looks: int = 1  # times at which they are asked at most
 
     def again(self, look: int) -> Exam:
-        """The same questions with other examples, and so with other prompts."""
+        """The same questions once more."""
         return replace(self, questions=msgspec.structs.replace(self.questions, look=look))
 
     def first(self, count: int) -> Exam:
@@ -50,25 +52,37 @@ class Exam:
 
 
 def exam_of(context: RunContext, cell: Cell) -> Exam:
-    """Make the checkpoint and the questions of a cell, or find them. Raises HarnessError."""
-    sizes = load_accuracy_matrices().sizes[context.settings.matrix]
+    """Teach the canary of a cell its questions, or find it in the cache.
+
+    Raises Blocked if vLLM does not run the family here or gsm8k's files cannot be used, HarnessError if a
+    file cannot be written.
+    """
+    settings = context.settings
+    sizes = load_accuracy_matrices().sizes[settings.matrix]
+    if settings.gsm8k == HUB:
+        raise Blocked(
+            "--kv-gsm8k=hub is for servers that already run: tiny models are taught the questions first, "
+            "so give a folder with test.jsonl and train.jsonl"
+        )
+    family = load_families()[cell.family]
+    school = School(context.address, f"{context.facts.vllm} {context.facts.kernels}", context.deadlines)
     try:
-        made = interim.ensure_canary(load_families()[cell.family], sizes.questions)
-    except CheckpointError as error:
+        exam = ensure_exam(sizes.questions, gsm8k=settings.gsm8k or None)
+        context.progress(f"teaching a tiny {family.id} the answers, unless it knows them")
+        canary = ensure_canary(school, family, exam)
+    except QuestionsError as error:
+        raise Blocked(f"--kv-gsm8k: {error}") from None
+    except EngineFailed as failed:
+        raise Blocked(f"vLLM does not run a model of this family here: {failed.sentence}") from None
+    except (CheckpointError, OSError) as error:
         raise HarnessError(str(error)) from None
-    except OSError as error:
-        raise HarnessError(f"the questions cannot be written: {error}") from None
-    return Exam(
-        made,
-        sizes.longest_prompt,
-        Questions(
-            task=str(write_task(context, made)),
-            data="questions from a seeded generator",
-            count=sizes.questions,
-            longest_answer=sizes.longest_answer,
-        ),
-        sizes.looks,
+    questions = Questions(
+        task=str(write_task(context, canary)),
+        data=f"gsm8k in {settings.gsm8k}" if settings.gsm8k else "a generator",
+        count=len(exam.prompts),
+        longest_answer=max(len(answer) for _, answer in exam.tokens),
     )
+    return Exam(canary, exam.longest + 1, questions, sizes.looks)
 
 
 def exam_of_deployment(context: RunContext) -> Exam:
@@ -81,6 +95,7 @@ def exam_of_deployment(context: RunContext) -> Exam:
         data=f"gsm8k in {local}" if local else "openai/gsm8k of the hub",
         count=sizes.questions,
         longest_answer=0,  # as lm-eval's gsm8k has it
+        varied=True,
     )
     return Exam(Path(), 0, questions, sizes.looks)
 

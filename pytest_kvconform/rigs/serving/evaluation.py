@@ -56,7 +56,7 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
         tasks=[TASK],
         task_manager=TaskManager(include_path=job.questions.task, include_defaults=False),
         limit=job.questions.count or None,
-        fewshot_random_seed=SEED + job.questions.look,
+        fewshot_random_seed=SEED + job.questions.look * job.questions.varied,
         gen_kwargs=extra | ({"cache_salt": job.salt} if job.salt else {}),
         log_samples=True,
         bootstrap_iters=0,

@@ -41,7 +41,8 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
     task: str  # folder with the file kvconform_gsm8k.yaml
     data: str  # where the questions come from, for people
     count: int  # questions that are asked, the first ones of the data; 0: all
-    look: int = 0  # 1 and more: the same questions again, with other examples
+    look: int = 0  # 1 and more: the same questions again
+    varied: bool = False  # with other examples each time; a canary knows the answers to some prompts alone
     longest_answer: int  # tokens that an answer has at most
 
 
