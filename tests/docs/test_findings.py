@@ -47,6 +47,16 @@ def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
     )
 
 
+def test_blocks_are_zeroed_where_the_findings_say() -> None:
+    must_be_installed()
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "_zero_block_ids" in code]
+    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("zeroed for")]
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_OPTIONAL_PACKAGES + code], capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.splitlines()[-1:] == printed.splitlines(), run.stderr
+
+
 def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
     must_be_installed()
     [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "get_offset" in code]

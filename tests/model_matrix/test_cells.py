@@ -38,7 +38,11 @@ def test_quick_is_every_family_in_both_directions():
 
 def test_each_matrix_holds_the_one_before():
     quick, full = (engine(matrix) for matrix in ("quick", "full"))
-    assert set(full) - set(quick) == {(family, "P2D2") for family in load_families()}
+    assert set(full) - set(quick) == {
+        *((family, "P2D2") for family in load_families()),
+        ("kimi_linear", "P1D4"),
+        ("kimi_linear", "P4D2"),
+    }
     assert set(quick) < set(full)
     assert len(set(full)) == len(full)
 
@@ -102,6 +106,7 @@ def test_every_size_divides_the_model():
                 if key in ("num_attention_heads", "intermediate_size", "vocab_size")
             ]
             sizes += [config[key] for key in config if key.startswith("linear_num_")]
+            sizes += [linear["num_heads"]] if (linear := config.get("linear_attn_config")) else []
             assert [n % size for n in sizes] == [0] * len(sizes), (family, topology)
             kv_heads = config["num_key_value_heads"]
             assert kv_heads % size == 0 or (size % kv_heads == 0 and family != "gpt_oss"), (family, topology)
