@@ -152,15 +152,15 @@ def override_triton_kernels_once(now: bool) -> None:
     type(current_platform).register_triton_kernel_overrides = lambda self: None
 
 
-def keep_configured_limits() -> None:
+def keep_configured_limits(everywhere: bool = False) -> None:
     """Keep the block size, prefix caching and chunked prefill as configured.
 
-    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better.
-    Engines without a model run no kernel, and the others have `cpu_layers`.
+    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better,
+    but `cpu_layers` can. `everywhere`: also on GPUs, for engines without a model, which run no kernel.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not (everywhere or current_platform.is_cpu()):
         return
     platform = type(current_platform)
     update = platform.check_and_update_config
