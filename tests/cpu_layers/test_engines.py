@@ -50,7 +50,7 @@ def spec(size: int) -> EngineSpec:
         role="P",
         checkpoint=str(ensure_checkpoint(FAMILY)),
         tensor_parallel=size,
-        dtype="float32",
+        dtype=FAMILY.dtype,
         block_size=FAMILY.block_size,
         num_blocks=48,
         max_model_len=512,
