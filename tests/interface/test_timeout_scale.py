@@ -22,7 +22,7 @@ def test_a_start_that_waits_for_ever_is_waited_for(
     )
 
 
-@pytest.mark.parametrize(("scale", "outcome"), [(0.5, "FAIL"), (1.0, "FAIL"), (3.0, "PASS")])
+@pytest.mark.parametrize(("scale", "outcome"), [(0.1, "FAIL"), (3.0, "PASS")])
 def test_threads_have_time_to_end_after_shutdown(
     run_cases: Callable[..., CellRun], scale: float, outcome: str
 ) -> None:

@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 Upstream = NixlPullConnector
 CLOSES_S = 0.5  # after shutdown
-ENDS_S = 6.0  # more than the suite waits, and less than it waits with --kv-timeout-scale=3
+ENDS_S = 5.0  # more than the suite waits with --kv-timeout-scale=0.1, times cores.MOST, and less than with 3
 
 
 class Right(NixlPullConnector):

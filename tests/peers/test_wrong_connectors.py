@@ -25,9 +25,13 @@ UNREACHABLE = (
     "unreachable_peer_fails_only_its_request[unreachable_peer] "
     "unreachable_peer_fails_only_its_request[silent_peer]"
 )
+OTHER_LOADS = (
+    "unreachable_peer_delays_no_other_load[unreachable_peer] "
+    "unreachable_peer_delays_no_other_load[silent_peer]"
+)
 OTHERS = (
     "unreachable_peer_delays_no_other_request[unreachable_peer] "
-    "unreachable_peer_delays_no_other_request[silent_peer] unreachable_peer_delays_no_new_peer"
+    f"unreachable_peer_delays_no_other_request[silent_peer] {OTHER_LOADS}"
 )
 BROKEN = (
     "broken_connection_fails_only_its_request[accepted] broken_connection_fails_only_its_request[answering]"
@@ -62,12 +66,9 @@ WRONG = [
     ),
     Wrong(
         "HoldsAllBack",
-        on(
-            "unreachable_peer_delays_no_other_request[unreachable_peer] unreachable_peer_delays_no_new_peer",
-            HELD_UP,
-        ),
+        on(OTHER_LOADS, HELD_UP),
     ),
-    Wrong("OneAtATime", on("unreachable_peer_delays_no_new_peer", HELD_UP)),
+    Wrong("OneAtATime", on("unreachable_peer_delays_no_other_load[silent_peer]", HELD_UP)),
     Wrong(
         "WaitsForPeers",
         on(OTHERS, HELD_UP)
@@ -89,11 +90,6 @@ WRONG = [
         "RemembersAddresses",
         on("restarted_peer_is_a_new_engine[met]", "for KV of the new engine ended with an error")
         | on("load_ends_when_p_dies", "the next request of D, from a new P, ended with an error"),
-    ),
-    Wrong(
-        "WaitsForTheGone",
-        on("load_ends_when_p_dies", r"the request did not end within 12 s\n.*for a peer that is gone"),
-        scale=SHORT,
     ),
     Wrong(
         "GivesUpForGood",
@@ -215,7 +211,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Reported], wrong: Wrong) -> None:
     reported = run_cases(wrong.connector, wrong.topology, wrong.scale)
-    reported.pop(LOADS_ONE, None)
+    assert reported.pop(LOADS_ONE, ("NOT-APPLICABLE", ""))[0] in ("NOT-APPLICABLE", "BLOCKED")
     expected = {
         name: (wrong.rules or "FAIL")
         if name in wrong.fails
@@ -238,26 +234,32 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Repor
         assert re.search(pattern, reported[name][1], re.DOTALL), reported[name]
 
 
-@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 32), ("P1D2", 14)])
+@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 33), ("P1D2", 14)])
 def test_a_right_connector_passes_every_case(
     run_cases: Callable[..., Reported], topology: str, cases: int
 ) -> None:
     reported = run_cases("Right", topology)
     assert len(reported) == cases
-    other = {name: what for name, what in reported.items() if what[0] != "PASS"}
-    assert set(other) <= {LOADS_ONE}, other
+    other = {name: what[0] for name, what in reported.items() if what[0] != "PASS"}
+    assert other.items() <= {(LOADS_ONE, "NOT-APPLICABLE")}, reported
 
 
-# A connector that reads over connections of its own to the port that P's params name.
+# Connectors that read over connections of their own to the port that P's params name; and one that takes
+# every error of NIXL for progress. On a busy machine NIXL reports such errors in other cases, too.
 RESET = "load_ends_when_p_dies broken_connection_fails_only_its_request[answering]"
-TCP = [
+BREAKS = [
+    Wrong(
+        "WaitsForTheGone",
+        on("load_ends_when_p_dies", r"the request did not end within 12 s\n.*for a peer that is gone"),
+        scale=SHORT,
+    ),
     Wrong("DiesOfAReset", on(RESET, "the request did not end within 12 s"), scale=SHORT),
     Wrong("TakesResetForTheEnd", on(RESET, "the request loaded wrong bytes")),
     Wrong("TcpPull", {}),
 ]
 
 
-@pytest.mark.parametrize("wrong", TCP, ids=str)
+@pytest.mark.parametrize("wrong", BREAKS, ids=str)
 def test_what_a_connector_does_when_connections_break(
     run_cases: Callable[..., Reported], wrong: Wrong
 ) -> None:
@@ -277,7 +279,11 @@ def test_what_a_connector_does_when_connections_break(
     [
         (
             "P1D1",
-            {"unreachable_peer_delays_no_new_peer", *TOO_LATE.split(), "listener_survives_garbage_messages"},
+            {
+                "unreachable_peer_delays_no_other_load[silent_peer]",
+                *TOO_LATE.split(),
+                "listener_survives_garbage_messages",
+            },
         ),
         ("P1D2", set()),
     ],
@@ -286,7 +292,7 @@ def test_what_is_found_in_nixl_connector(
     run_cases: Callable[..., Reported], topology: str, fails: set[str]
 ) -> None:
     reported = run_cases("NixlConnector", topology)
-    reported.pop(LOADS_ONE)
+    assert reported.pop(LOADS_ONE)[0] == "NOT-APPLICABLE"
     assert {name: what for name, what in reported.items() if what[0] not in ("PASS", "FAIL")} == {}
     assert {name for name, (outcome, _) in reported.items() if outcome == "FAIL"} == fails
 

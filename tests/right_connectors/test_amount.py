@@ -142,7 +142,11 @@ def scheduler_runner() -> Iterator[CaseRunner]:
 def test_the_scheduler_half_of_a_right_connector_conforms(
     scheduler_runner: CaseRunner, connector: str, declared: dict[str, int] | None
 ) -> None:
-    cases = {"load_starts_after_the_local_hit", "load_fills_the_allocated_blocks"}
+    cases = {
+        "load_starts_after_the_local_hit",
+        "load_fills_the_allocated_blocks",
+        "step_loop_hooks_return_at_once",
+    }
     run = scheduler_runner.run(
         connector,
         "llama3_1_8b",
@@ -151,5 +155,6 @@ def test_the_scheduler_half_of_a_right_connector_conforms(
         declared=declared,
     )
     assert set(run.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}
+    assert run.outcomes["step_loop_hooks_return_at_once[worker]"] == "PASS"
     assert run.outcomes["load_fills_the_allocated_blocks[no_hit]"] == "PASS"
     assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"

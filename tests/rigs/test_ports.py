@@ -3,11 +3,13 @@
 import subprocess
 import sys
 
+import pytest
+
 from pytest_kvconform.rigs.processes.ports import _first_ephemeral, free_port
 
 ASK = """
 from pytest_kvconform.rigs.processes.ports import free_port
-print(*(free_port() for _ in range(40)))
+print(*(free_port() for _ in range(16)))
 input()
 """
 
@@ -22,11 +24,11 @@ def test_no_two_processes_are_given_the_same():
     try:
         ports = [int(word) for process in processes for word in process.stdout.readline().split()]
         # while the others live: their ports are theirs until they end
-        ports += [free_port() for _ in range(40)]
+        ports += [free_port() for _ in range(16)]
     finally:
         for process in processes:
             process.communicate("\n", timeout=20)
-    assert len(set(ports)) == 160
+    assert len(set(ports)) == 64
 
 
 def test_none_is_one_that_the_system_gives_out():
@@ -43,3 +45,23 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
     with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.APART))
         assert free_port() != port
+
+
+def test_many_runs_at_once_get_ports(monkeypatch):
+    from pytest_kvconform.rigs.processes import ports
+
+    few = ports.FIRST + 8 * ports.APART
+    monkeypatch.setattr(ports, "_first_ephemeral", lambda: few)
+    first = [free_port() for _ in range(8)]
+    later = [free_port() for _ in range(8)]  # every port was given to an engine of this run
+    assert set(first) == set(later) <= set(range(ports.FIRST, few, ports.APART))
+    while ports._taken:
+        ports._taken.popleft().close()
+
+
+def test_without_a_port_a_smaller_run_is_suggested(monkeypatch):
+    from pytest_kvconform.rigs.processes import ports
+
+    monkeypatch.setattr(ports, "_token", lambda port: None)
+    with pytest.raises(OSError, match="no TCP port is free: a smaller -n"):
+        free_port()

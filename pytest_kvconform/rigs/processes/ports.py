@@ -11,35 +11,46 @@ from pathlib import Path
 
 FIRST = 10240
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
-# Names of abstract Unix sockets that keep other runs off the ports of the youngest
-# engines. They end with this process.
-_taken: deque[socket.socket] = deque(maxlen=64)
+YOUNGEST = 16  # engines whose ports a run keeps from others; an older engine has bound its port, or has ended
+# Names of abstract Unix sockets that keep other runs off these ports. They end with this process.
+_taken: deque[socket.socket] = deque(maxlen=YOUNGEST)
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 
 
 def free_port() -> int:
     """A TCP port on which no process listens.
 
-    No other call of this function, in any process, returns the port, and the system does not choose it
-    either.
+    No other call of this function, in any process, returns the port as long as the engine that gets it is
+    young, and the system does not choose it either.
 
     An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to
     port 0) can by then be one end of a connection. Raises OSError if every port is taken.
     """
     end = _first_ephemeral()
-    for _ in range(FIRST, end, APART):
-        port = FIRST + next(_next) * APART % (end - FIRST)
-        token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            token.bind(f"\0kvconform-port-{port}")
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-        except OSError:
-            token.close()
-            continue
-        _taken.append(token)
-        return port
-    raise OSError(errno.EADDRINUSE, "no TCP port is free")
+    while True:
+        for _ in range(FIRST, end, APART):
+            port = FIRST + next(_next) * APART % (end - FIRST)
+            if token := _token(port):
+                _taken.append(token)
+                return port
+        if not _taken:
+            raise OSError(
+                errno.EADDRINUSE, "no TCP port is free: a smaller -n, or fewer runs at once, need less"
+            )
+        _taken.popleft().close()  # many runs at once: the next engine gets what the oldest one had
+
+
+def _token(port: int) -> socket.socket | None:
+    """What keeps other runs off a port; None if another run has it, or a process listens on it."""
+    token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        token.bind(f"\0kvconform-port-{port}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError:
+        token.close()
+        return None
+    return token
 
 
 def _first_ephemeral() -> int:

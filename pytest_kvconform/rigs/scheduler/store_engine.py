@@ -27,11 +27,12 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pytest_kvconform.rigs.bytes.layers import metadata
-from pytest_kvconform.rigs.scheduler.rig import BLOCKS, Rig, Side, first_block
+from pytest_kvconform.rigs.context import declared_addition
+from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
 
-LONGEST = 8  # blocks of a request
+LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
 EMBEDDING = 8  # numbers of a token
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
@@ -42,7 +43,8 @@ def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None 
 
     `durations`: gets the seconds of every call of the worker half, by hook.
     """
-    half = WorkerHalf(rig, "P", longest=LONGEST)
+    added = declared_addition(rig.subject, BLOCK) // BLOCK
+    half = WorkerHalf(rig, "P", longest=LONGEST + added)
     half.construct()
     if durations is not None:
         half.time_hooks(durations)
