@@ -13,7 +13,7 @@ from model_matrix.cells import (
     load_byte_matrices,
     parse_topology,
 )
-from model_matrix.checkpoints import CheckpointError, ensure_checkpoint
+from model_matrix.checkpoints import CheckpointError, ensure_checkpoint, speculative_config
 from model_matrix.families import Family, load_families
 from model_matrix.geometries import Geometry, load_geometries
 from model_matrix.prompts import prompt_lengths
@@ -34,4 +34,5 @@ __all__ = [
     "load_geometries",
     "parse_topology",
     "prompt_lengths",
+    "speculative_config",
 ]

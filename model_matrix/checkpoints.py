@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import filelock
 import msgspec
@@ -28,6 +28,7 @@ from model_matrix.families import Family, Tensor, checkpoint_tensors
 VERSION = 1  # of this generator: raise it if the same family gives other bytes
 SEED = 20  # any number; another one gives other models
 FILES = ("config.json", "model.safetensors")
+DRAFT = "draft"  # folder of the draft model within the checkpoint
 ENVIRONMENT = "KVCONFORM_CACHE_DIR"
 WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes a fraction of a second
 
@@ -48,13 +49,18 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     """
     folder = cache_folder(cache_dir) / "checkpoints"
 
-    def write(unfinished: Path) -> None:
-        config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
-        tensors = encoded_tensors(checkpoint_tensors(family))
-        for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
-            write_file(unfinished / name, data)
+    folders = dict(zip(("", DRAFT), family.models, strict=False))
+    files = [os.path.join(one, name) for one in folders for name in FILES]
 
-    return write_once(folder / f"{family.id}-{content_hash(family)}", FILES, write, f"{family.id} checkpoint")
+    def write(unfinished: Path) -> None:
+        for one, model in folders.items():
+            (unfinished / one).mkdir(exist_ok=True)
+            config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
+            tensors = encoded_tensors(checkpoint_tensors(model))
+            for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
+                write_file(unfinished / one / name, data)
+
+    return write_once(folder / f"{family.id}-{content_hash(family)}", files, write, f"{family.id} checkpoint")
 
 
 def write_once(final: Path, files: Sequence[str], write: Callable[[Path], None], what: str) -> Path:
@@ -87,9 +93,18 @@ def write_once(final: Path, files: Sequence[str], write: Callable[[Path], None],
     return final
 
 
+def speculative_config(family: Family, folder: Path) -> dict[str, Any] | None:
+    """Return vLLM's speculative_config for a checkpoint; None for a family without a draft."""
+    if not family.draft:
+        return None
+    draft = family.draft
+    return {"method": draft.method, "model": str(folder / DRAFT), "num_speculative_tokens": draft.tokens}
+
+
 def content_hash(family: Family) -> str:
     """Return twelve hex digits: a hash of all that decides the bytes (configuration, tensors, generator)."""
-    data = msgspec.json.encode([VERSION, SEED, family.config, checkpoint_tensors(family)])
+    models = [part for model in family.models for part in (model.config, checkpoint_tensors(model))]
+    data = msgspec.json.encode([VERSION, SEED, *models])
     return hashlib.sha256(data).hexdigest()[:12]
 
 

@@ -134,7 +134,10 @@ def cell_facts(cell: Cell) -> frozenset[str]:
 
 def _layer_facts(cell: Cell) -> Iterator[str]:
     if not cell.setup:  # a tiny checkpoint
-        yield from (_FACT_OF_LAYER_TYPE[word] for word in load_families()[cell.family].kinds)
+        family = load_families()[cell.family]
+        yield from (_FACT_OF_LAYER_TYPE[word] for model in family.models for word in model.kinds)
+        if family.draft:
+            yield "draft-model"
         return
     geometry = load_geometries()[cell.family]
     yield from (_FACT_OF_KIND[type(kind)] for kind in geometry.kinds.values())

@@ -49,6 +49,8 @@ def test_every_fact_is_asked_for():
         (("gpt_oss", "P2D2"), "full-attention sliding-window"),
         (("qwen3_5", "P1D1"), "full-attention state"),
         (("kimi_linear", "P1D2"), "mla state tp-differs"),
+        (("kimi_k2_5_eagle3", "P2D2"), "mla full-attention draft-model"),
+        (("llama_mla_eagle3", "P1D2"), "mla full-attention draft-model tp-differs"),
         (("llama3_1_8b", "P1D1", "b16"), "full-attention"),
         (("llama3_1_8b", "P2D1", "b16x64"), "full-attention tp-differs block-size-differs"),
         (("llama3_1_8b", "P1D1", "hnd_nhd"), "full-attention layout-differs"),

@@ -92,6 +92,34 @@ WRONG = [
         "WritesOutside",
         {"unowned_blocks_are_unchanged": r"blocks \d+ of D changed, which belong to no request"},
     ),
+    # The draft model's KV: no token differs, since the model verifies what the draft proposes.
+    mistake(
+        "LeavesDraft",
+        {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
+        family="kimi_k2_5_eagle3",
+        variants="n33 n100",
+    ),
+    mistake(
+        "LeavesDraft",
+        {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
+        family="llama_mla_eagle3",
+        variants="n33 n100",
+    ),
+    mistake(
+        "DraftLateByOne",
+        {"attention_kv_arrives": "in all 12 rows: token is off by -16$"},
+        family="kimi_k2_5_eagle3",
+        variants="n100",
+    ),
+    # What every rank holds.
+    mistake(
+        "SecondRankForgets",
+        bytes_and_outputs(r"tokens 0-98 of model\.layers\.0\.self_attn\.attn holds zeros"),
+        family="kimi_k2_5_eagle3",
+        topology="P2D2",
+        matrix="full",
+        variants="n100",
+    ),
     # The recurrent state.
     mistake(
         "RollsConvolution",

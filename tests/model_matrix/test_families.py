@@ -12,7 +12,15 @@ ROOT = FOLDER.parents[1]
 
 
 def test_all_are_there():
-    assert list(load_families()) == ["gemma3", "gpt_oss", "kimi_linear", "llama", "qwen3_5"]
+    assert list(load_families()) == [
+        "gemma3",
+        "gpt_oss",
+        "kimi_k2_5_eagle3",
+        "kimi_linear",
+        "llama",
+        "llama_mla_eagle3",
+        "qwen3_5",
+    ]
     assert load_families() is load_families()
 
 
@@ -41,6 +49,20 @@ def test_all_are_there():
 def test_a_mistake_is_named(edited, old, new, message):
     with pytest.raises(FamilyError, match=f"^llama.toml: .*{message.removeprefix('llama.toml: ')}"):
         read_family(edited(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tokens = 3", "tokens = 0", "draft.tokens must be above 0"),
+        ('method = "eagle3"', 'method = "eagle"', r"eagle.*\$.draft.method"),
+        ("num_hidden_layers = 1", "hidden_layers = 1", "config.num_hidden_layers must be a number"),
+        ('"fc.weight"', '"fc.{i}.weight"', r"tensors\.once: 'fc\.\{i\}\.weight' must not contain"),
+    ],
+)
+def test_a_mistake_in_a_draft_is_named(edited, old, new, message):
+    with pytest.raises(FamilyError, match=f"^kimi_k2_5_eagle3.toml: .*{message}"):
+        read_family(edited(old, new, "kimi_k2_5_eagle3"))
 
 
 def test_tables_go_to_their_layers_only():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_matrix import CheckpointError, ensure_checkpoint, load_families
+from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
 from pytest_kvconform.rigs.engine.control import LIMIT, Control, shows_connector
@@ -186,6 +186,7 @@ class EngineBench:
         family = load_families()[cell.family]
         try:
             checkpoint = ensure_checkpoint(family)
+            draft = speculative_config(family, checkpoint)
         except CheckpointError as error:
             raise HarnessError(str(error)) from None
         return EngineSpec(
@@ -200,6 +201,7 @@ class EngineBench:
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
             handover=self.context.subject.handover,
+            engine_arguments={"speculative_config": draft} if draft else {},
         )
 
 

@@ -305,11 +305,10 @@ def _params(outputs: list[Output]) -> dict[str, Any] | None:
 
 
 def _generated(outputs: list[Output]) -> Generated:
-    generated = [o for o in outputs if o.token is not None]
     return Generated(
-        tokens=tuple(o.token for o in generated if o.token is not None),
+        tokens=tuple(token for o in outputs for token in o.tokens),
         finish=next((o.finish for o in outputs if o.finish), None),
-        logprobs=tuple(o.logprobs[1] for o in generated if o.logprobs is not None),
+        logprobs=tuple(logprobs for o in outputs for logprobs in o.logprobs),
     )
 
 

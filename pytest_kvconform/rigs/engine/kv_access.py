@@ -87,7 +87,8 @@ def is_state(layer: Any) -> bool:
 
 
 def describe(worker: Any) -> dict[str, dict[str, Any]]:
-    """Layer name -> what its cache is: kind, backend, KV heads of this rank, whether it is latent."""
+    """Layer name -> what its cache is: kind, backend, KV heads of this rank, whether latent, of the draft."""
+    drafts = getattr(getattr(worker.model_runner, "drafter", None), "_draft_attn_layer_names", ())
     return {
         name: {"kind": "state"}
         if is_state(layer)
@@ -96,6 +97,7 @@ def describe(worker: Any) -> dict[str, dict[str, Any]]:
             "backend": layer.get_attn_backend().get_name(),
             "heads": blocks_of(layer).shape[1],
             "latent": is_latent(layer),
+            "draft": name in drafts,
         }
         for name, layer in layers(worker).items()
     }

@@ -99,9 +99,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step returned for one request."""
 
     id: str
-    token: int | None
-    # token ids and log-probabilities, the whole vocabulary, sorted by token id
-    logprobs: tuple[np.ndarray, np.ndarray] | None
+    tokens: tuple[int, ...]  # more than one where draft tokens were accepted
+    logprobs: tuple[np.ndarray, ...]  # of each token: over the whole vocabulary, sorted by token id
     finish: str | None  # vLLM's finish reason
     kv_transfer_params: dict[str, Any] | None
 
@@ -115,6 +114,8 @@ class Trace(msgspec.Struct, kw_only=True):
     external_tokens: int = 0  # announced by the connector and accepted
     asynchronous: bool = False  # the request waited for remote KV (WAITING_FOR_REMOTE_KVS)
     computed_tokens: int = 0  # prompt tokens that went through the model
+    drafted: int = 0  # tokens of a draft model that the model verified
+    accepted: int = 0  # those of them that became output
     first_computed: int = -1  # position of the first of them
     steps: int = 0
     status: str = ""  # vLLM's request status, last seen

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
-from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, speculate_on_cpu
 
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
@@ -43,6 +43,7 @@ class ModelEngineProcess(EngineProcess):
 
     def _configure(self, spec: EngineSpec) -> Any:
         keep_configured_limits()
+        more = {"max_logprobs": -1} | spec.engine_arguments
         return engine_config(
             spec.checkpoint,
             dtype=spec.dtype,
@@ -53,7 +54,7 @@ class ModelEngineProcess(EngineProcess):
             tensor_parallel=spec.tensor_parallel,
             kv_transfer=spec.kv_transfer_config,
             num_blocks=spec.num_blocks,
-            more={"max_logprobs": -1} | spec.engine_arguments,
+            more=speculate_on_cpu(more) if "speculative_config" in more else more,
         )
 
     @functools.cached_property
@@ -66,12 +67,15 @@ class ModelEngineProcess(EngineProcess):
         return frozenset(name for name, layer in self._layers.items() if layer["kind"] == "state")
 
     def _backend(self) -> str:
-        return next((layer["backend"] for layer in self._layers.values() if layer["kind"] == "attention"), "")
+        backends = (layer["backend"] for layer in self._layers.values() if layer["kind"] == "attention")
+        return ", ".join(dict.fromkeys(backends))
 
     def _heads(self, name: str) -> int:
-        """KV heads of a layer of the model."""
-        heads: int = self.config.model_config.get_total_num_kv_heads()
-        return 1 if self._layers[name]["latent"] else heads
+        """KV heads of a layer of the model or of its draft."""
+        layer, models = self._layers[name], self.config
+        config = models.speculative_config.draft_model_config if layer["draft"] else models.model_config
+        heads: int = config.get_total_num_kv_heads()
+        return 1 if layer["latent"] else heads
 
     def _poison_blocks(self, blocks: list[int]) -> None:
         self._workers(kv_access.poison, blocks)
@@ -113,11 +117,15 @@ class ModelEngineProcess(EngineProcess):
             setattr(connector, name, hidden)
 
     def _watch_steps(self) -> None:
-        execute = self.core.model_executor.execute_model
+        executor = self.core.model_executor
+        execute, sample = executor.execute_model, executor.sample_tokens
+        # Requests of which a snapshot is taken after the step: tokens; states that were read before.
+        later: dict[str, int] = {}
+        states: dict[str, list[States]] = {}
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             positions = positions_of(scheduler_output)
-            later: dict[str, int] = {}
+            later.clear()
             slots: dict[str, dict[str, int]] = {}
             writable = self._writable()
             for request_id in self.watched:
@@ -126,18 +134,25 @@ class ModelEngineProcess(EngineProcess):
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
                     position = positions[request_id]
+                    drafted = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+                    # D's first step is padded with placeholders below 0 (vllm/v1/core/sched/scheduler.py)
+                    self.traces[request_id].drafted += sum(token >= 0 for token in drafted)
                     if self._before_step(request_id, position, scheduled, scheduler_output, later):
                         slots[request_id] = self._state_slots(request_id, position + scheduled)
             if any(slots.values()):
                 self._workers(kv_access.read_states_after_loads, slots)
             result = execute(scheduler_output, *args, **kwargs)
             shards = self._workers(kv_access.take_states) if any(slots.values()) else []
-            for request_id, tokens in later.items():
-                states = [shard[request_id] for shard in shards]
-                self.snapshots[request_id] = self._read(request_id, tokens, states)
+            states.update({request_id: [shard[request_id] for shard in shards] for request_id in later})
             return result
 
-        self.core.model_executor.execute_model = execute_model
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            result = sample(*args, **kwargs)
+            for request_id, tokens in later.items():  # the draft model's KV is computed after sampling
+                self.snapshots[request_id] = self._read(request_id, tokens, states.pop(request_id))
+            return result
+
+        executor.execute_model, executor.sample_tokens = execute_model, sample_tokens
 
     def _before_step(
         self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]

@@ -184,6 +184,27 @@ def keep_configured_limits(everywhere: bool = False) -> None:
     platform.check_and_update_config = staticmethod(check_and_update_config)
 
 
+def speculate_on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Let a model and its draft, one of which has latent attention, run on CPU. Returns their EngineArgs.
+
+    CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples of 32 and runs with 16, too, so that both can
+    share a KV cache group. AMX_MLA takes no float32, and a draft has a backend of its own. vLLM checks the
+    head size of the model where the draft has latent attention (docs/findings.md).
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return arguments
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
+    MLACommonMetadata.__post_init__ = lambda self: None
+    backend = {"attention_backend": "CPU_MLA"}
+    return arguments | backend | {"speculative_config": arguments["speculative_config"] | backend}
+
+
 def release_cores(worker: Any) -> None:
     """Let every thread of this worker run on any core again.
 

@@ -32,6 +32,13 @@ def hits(observed: Observation) -> dict[str, float]:
     return found if hit else {}
 
 
+def drafts(observed: Observation) -> dict[str, float]:
+    """Return how many tokens D drafted, and how many of them became output. Empty if D drafted none."""
+    drafted = sum(r.decode.drafted for r in observed.requests)
+    accepted = sum(r.decode.accepted for r in observed.requests)
+    return {"draft tokens": drafted, "accepted": accepted} if drafted else {}
+
+
 def observe(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario, whatever its outcome. Its prompts are long enough for the connector's loads."""
     block = load_families()[bench.cell.family].block_size

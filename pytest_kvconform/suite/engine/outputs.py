@@ -7,7 +7,7 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import completed, moved
+from pytest_kvconform.suite.engine._observations import completed, drafts, moved
 from pytest_kvconform.suite.engine._scenarios import handovers
 
 
@@ -40,5 +40,10 @@ def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
         looked_at=sum(len(r.got.logprobs) for r in observed.requests if r.got),
         unit="tokens",
         bytes_moved=moved(observed),
-        notes={"largest difference": worst, "tolerance": observed.tolerance, "noise": observed.noise},
+        notes={
+            "largest difference": worst,
+            "tolerance": observed.tolerance,
+            "noise": observed.noise,
+            **drafts(observed),
+        },
     )

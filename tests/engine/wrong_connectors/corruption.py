@@ -70,6 +70,34 @@ class ForgetsLayer(CorruptsCache):
         layers[-1][blocks] = 0
 
 
+class LeavesDraft(CorruptsCache):
+    """The KV of the draft model, the last layer, is not loaded."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.loads():
+            *_, last = self.kv_cache_config.kv_cache_groups[0].layer_names
+            self.before = self.layers[last].kv_cache.clone()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        layers[-1][blocks] = self.before[blocks]
+
+
+class DraftLateByOne(CorruptsCache):
+    """The last block of the draft model's KV is the one before it."""
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        layers[-1][blocks[-1]] = layers[-1][blocks[-2]]
+
+
+class SecondRankForgets(CorruptsCache):
+    """On the second rank the first layer holds zeros."""
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        if self._vllm_config.parallel_config.rank == 1:
+            layers[0][blocks] = 0
+
+
 class RollsConvolution(CorruptsCache):
     """The convolution state is off by one position."""
 
