@@ -90,14 +90,6 @@ class DraftLateByOne(CorruptsCache):
         layers[-1][blocks[-1]] = layers[-1][blocks[-2]]
 
 
-class SecondRankForgets(CorruptsCache):
-    """On the second rank the first layer holds zeros."""
-
-    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
-        if self._vllm_config.parallel_config.rank == 1:
-            layers[0][blocks] = 0
-
-
 class RollsConvolution(CorruptsCache):
     """The convolution state is off by one position."""
 
