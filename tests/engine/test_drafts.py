@@ -98,8 +98,8 @@ def prefilled(engine: ModelEngineHandle, prompt: tuple[int, ...], budget: int = 
 def rows(snapshot: Snapshot, layer: int) -> np.ndarray:
     """[token, word] of one layer."""
     [name] = [name for name in snapshot.rows if f".{layer}." in name]
-    [copy] = snapshot.rows[name]
-    return copy.view(np.float32).reshape(len(copy), -1)
+    found = snapshot.rows[name]
+    return found.view(np.float32).reshape(len(found), -1)
 
 
 def differing(one: np.ndarray, other: np.ndarray) -> list[int]:
