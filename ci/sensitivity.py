@@ -31,13 +31,13 @@ from pytest_kvconform.rigs.canary.school import School, ensure_canary, read_repo
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
+from pytest_kvconform.rigs.serving import gate
 
 Answer = tuple[int, ...]  # tokens
 IMPORT_S = 180.0
 DEADLINES = Deadlines.scaled(5.0)
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")  # lm-eval's, of its filter strict-match
 FIXED = 0.05
-ODD, ALPHA = 1 / 3, 0.005
 
 
 class Pair:
@@ -87,7 +87,8 @@ class Pair:
         self.asked += 1
         name, tokens, ended = f"question-{self.asked}", list[int](), False
         watch = engine is self.p
-        engine.poison()  # states of earlier requests in the free blocks could be read as NaN
+        if self.has_state:
+            engine.poison()  # states of earlier requests in free blocks could be read as NaN
         engine.add(Request(id=name, tokens=prompt, max_tokens=most, oracle=handed, watch=watch))
         while not ended:
             for output in engine.step().outputs:
@@ -121,7 +122,7 @@ def cell(pair: Pair, kind: Corruption, alone: list[Answer], after: list[Answer])
     change = score(pair.exam, after) - score(pair.exam, alone)
     fixed = "passes" if abs(change) <= FIXED else "fails"
     of = f" of {hits}" if hits else ""
-    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(changed)}".strip()
+    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(alone, after)}".strip()
 
 
 def score(exam: Exam, answers: list[Answer]) -> float:
@@ -132,14 +133,17 @@ def score(exam: Exam, answers: list[Answer]) -> float:
     return sum(one == other for one, other in numbers) / len(answers)
 
 
-def paired(changed: int) -> str:
-    return (
-        "passes"
-        if not changed
-        else f"fails (p = {ODD**changed:.0e})"
-        if ODD**changed < ALPHA
-        else "asks more"
-    )
+def paired(alone: list[Answer], after: list[Answer]) -> str:
+    """What the accuracy tier decides. It asks the questions again while the answers tell too little."""
+    subject, baseline = dict[int, str](), dict[int, str]()
+    for look in range(1, gate.LOOKS + 1):
+        for answers, into in ((after, subject), (alone, baseline)):
+            into.update({look * len(answers) + place: str(answer) for place, answer in enumerate(answers)})
+        result = gate.compare_generations(subject, baseline, baseline)
+        if not gate.wants_more(result):
+            break
+    word = {gate.Outcome.PASS: "passes", gate.Outcome.FAIL: "fails"}.get(result.outcome, "cannot tell")
+    return word if look == 1 else f"{word} when asked {look} times"
 
 
 def main() -> int:

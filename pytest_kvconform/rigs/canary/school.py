@@ -30,7 +30,7 @@ from model_matrix.checkpoints import (
 )
 from model_matrix.families import checkpoint_tensors
 from pytest_kvconform.rigs.canary.teacher import Lesson
-from pytest_kvconform.rigs.context import Deadlines, port_environment
+from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import EngineSpec
 
@@ -129,7 +129,7 @@ def teacher_spec(family: Family, checkpoint: Path, longest: int) -> EngineSpec:
         max_model_len=longest + 1,
         max_batched_tokens=AT_ONCE * (longest + 1),
         kv_transfer_config=NONE,
-        environment=port_environment(),
+        environment={},
         engine_arguments={"enable_prefix_caching": False},
     )
 
