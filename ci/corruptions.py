@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -18,7 +19,8 @@ OLDER = 8  # tokens by which a stale state is behind
 class Source:
     """What P computed for one request, and what a wrong hand-over might take instead."""
 
-    right: Snapshot  # after all tokens of the prompt but the last
+    tokens: int  # that are handed over: all of the prompt but the last
+    right: Snapshot
     older: Snapshot | None  # after OLDER tokens less; None: the model has no state
     other: Snapshot  # of another request
     random: Random  # chooses the block and the layer, of this request
@@ -29,8 +31,11 @@ class Source:
 
     def blocks(self, group: Group) -> list[int]:
         """The blocks of a group that D's next token sees."""
-        first = max(0, self.right.tokens + 1 - group.window) if group.window else 0
-        return list(range(first // group.block_size, (self.right.tokens - 1) // group.block_size + 1))
+        return list(range(self.first(group) // group.block_size, (self.tokens - 1) // group.block_size + 1))
+
+    def first(self, group: Group) -> int:
+        """The first token of a group that D's next token sees."""
+        return max(0, self.tokens + 1 - group.window) if group.window else 0
 
 
 Corrupt = Callable[[Source, tuple[Group, ...]], Snapshot]
@@ -57,11 +62,18 @@ CROSSED, WRONG = "1 in 20 crossed", "wrong block in 2 %"
 NAMES = (RIGHT, ZEROED, SWAPPED, STALE, FOREIGN, SHORT, LOST, CROSSED, WRONG)
 
 
-def corruptions_of(snapshot: Snapshot) -> Iterator[Corruption]:
-    """Yield the corruptions that a model of these groups can suffer."""
-    states = tuple(group for group in snapshot.groups if group.kind == "state")
-    windows = tuple(group for group in snapshot.groups if group.kind == "attention" and group.window)
-    full = tuple(group for group in snapshot.groups if group.kind == "attention" and not group.window)
+def corruptions_of(snapshot: Snapshot, layers: int) -> Iterator[Corruption]:
+    """Yield the corruptions that a model of these groups can suffer.
+
+    `layers`: of the model. Those after them are of a draft model, whose KV changes no answer.
+    """
+    of_model = [
+        msgspec.structs.replace(group, layers=tuple(name for name in group.layers if _number(name) < layers))
+        for group in snapshot.groups
+    ]
+    states = tuple(group for group in of_model if group.kind == "state")
+    windows = tuple(group for group in of_model if group.kind == "attention" and group.window)
+    full = tuple(group for group in of_model if group.kind == "attention" and not group.window)
     yield Corruption(RIGHT, "", snapshot.groups, lambda source, groups: source.right)
     for kind, groups in (("window", windows), ("full", full)):
         if groups:
@@ -104,7 +116,7 @@ def short_window(source: Source, groups: tuple[Group, ...]) -> Snapshot:
 def lost_key(source: Source, groups: tuple[Group, ...]) -> Snapshot:
     """The first token of the window was never read, of one layer."""
     group = source.random.choice(groups)
-    first = max(0, source.right.tokens + 1 - group.window)
+    first = source.first(group)
     return _with_rows(source.right, {source.layer(group): (slice(first, first + 1), None)})
 
 
@@ -138,6 +150,11 @@ def crossed(source: Source, groups: tuple[Group, ...]) -> Snapshot:
         other = source.other.rows[layer][: len(right)]
         rows[layer][: len(other)] = other
     return msgspec.structs.replace(source.right, rows=rows, state=source.other.state)
+
+
+def _number(layer: str) -> int:
+    """The place of a layer: 4 of "model.layers.4.self_attn.attn"."""
+    return int(re.findall(r"\d+", layer)[0])
 
 
 def _tokens(group: Group, block: int) -> slice:

@@ -27,7 +27,7 @@ from model_matrix.canary.exam import QUESTIONS
 from model_matrix.canary.readout import MOST_GAIN
 from model_matrix.canary.tokenizer import END_ID
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
-from pytest_kvconform.rigs.canary.school import School, ensure_canary, read_report, teacher_spec
+from pytest_kvconform.rigs.canary.school import School, engine_for, ensure_canary, read_reports
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
@@ -45,7 +45,8 @@ class Pair:
 
     def __init__(self, address: str, family: Family, checkpoint: Path, exam: Exam):
         self.exam, self.asked, self.has_state = exam, 0, family.has_state
-        spec = teacher_spec(family, checkpoint, exam.longest)
+        self.layers = family.config["num_hidden_layers"]
+        spec = engine_for(family, checkpoint, exam.longest)
         self.p, self.d = (
             ModelEngineHandle(address, f"{family.id}-{role}", spec, DEADLINES.call, DEADLINES.start)
             for role in "PD"
@@ -60,10 +61,12 @@ class Pair:
 
     def source(self, question: int) -> Source:
         """What P computes for a question, and what a wrong hand-over takes instead."""
+        less = int(self.has_state)  # D computes the last token, and needs the state before it
         return Source(
-            right=self._snapshot(question, 1),
-            older=self._snapshot(question, 1 + OLDER) if self.has_state else None,
-            other=self._snapshot((question + 1) % len(self.exam.tokens), 1),
+            tokens=len(self.exam.tokens[question][0]) - 1,
+            right=self._snapshot(question, less),
+            older=self._snapshot(question, less + OLDER) if self.has_state else None,
+            other=self._snapshot((question + 1) % len(self.exam.tokens), less),
             random=Random(f"corruption {question}"),
         )
 
@@ -75,7 +78,8 @@ class Pair:
 
     def _snapshot(self, question: int, less: int) -> Snapshot:
         """P's KV of a prompt without its last tokens."""
-        name, _ = self._ask(self.p, self.exam.tokens[question][0][:-less], 1, None)
+        prompt = self.exam.tokens[question][0]
+        name, _ = self._ask(self.p, prompt[: len(prompt) - less], 1, None)
         found = self.p.pop_snapshot(name)
         assert found is not None
         return found
@@ -92,14 +96,14 @@ class Pair:
         engine.add(Request(id=name, tokens=prompt, max_tokens=most, oracle=handed, watch=watch))
         while not ended:
             for output in engine.step().outputs:
-                tokens += [] if output.token is None else [output.token]
+                tokens += output.tokens
                 ended = ended or output.finish is not None
         return name, tuple(tokens)
 
 
 def row_of(pair: Pair, questions: int) -> list[str]:
     """The cells of one family, in the order of NAMES."""
-    kinds = list(corruptions_of(pair.source(0).right))
+    kinds = list(corruptions_of(pair.source(0).right, pair.layers))
     asked = range(questions)
     alone = [pair.answer(question, None) for question in asked]
     after: dict[Corruption, list[Answer]] = {kind: [] for kind in kinds}
@@ -155,7 +159,7 @@ def main() -> int:
     given = parser.parse_args()
     families = [load_families()[name] for name in given.family or load_families()]
     exam = ensure_exam(given.questions, gsm8k=given.gsm8k)
-    zygote = launch_zygote([name for family in families for name in family.config["architectures"]])
+    zygote = launch_zygote([name for family in families for name in family.architectures])
     try:
         school = School(zygote.address, wait_for_zygote(zygote.address, IMPORT_S)["kernels"], DEADLINES)
         print(f"| family | {' | '.join(NAMES)} |\n|{'---|' * (1 + len(NAMES))}")
@@ -166,7 +170,7 @@ def main() -> int:
                 print(f"| `{family.id}` | {' | '.join(row_of(pair, given.questions))} |", flush=True)
             finally:
                 pair.end()
-            print(f"{family.id}: {read_report(canary)}", file=sys.stderr)
+            print(f"{family.id}: {read_reports(canary)}", file=sys.stderr)
     finally:
         zygote.close()
     return 0

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import platformdirs
 
-from model_matrix.families import Family, Tensor, checkpoint_tensors
+from model_matrix.families import Draft, Family, Tensor, checkpoint_tensors
 
 VERSION = 1  # of this generator: raise it if the same family gives other bytes
 SEED = 20  # any number; another one gives other models
@@ -47,20 +47,31 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     cache folder. Any number of processes may call this at once. A process that is killed leaves no
     checkpoint that is used later. Raises CheckpointError if the folder cannot be written.
     """
-    folder = cache_folder(cache_dir) / "checkpoints"
-
-    folders = dict(zip(("", DRAFT), family.models, strict=False))
-    files = [os.path.join(one, name) for one in folders for name in FILES]
 
     def write(unfinished: Path) -> None:
-        for one, model in folders.items():
-            (unfinished / one).mkdir(exist_ok=True)
-            config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
-            tensors = encoded_tensors(checkpoint_tensors(model))
-            for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
-                write_file(unfinished / one / name, data)
+        for name, model in model_folders(family).items():
+            write_model(unfinished / name, model, encoded_tensors(checkpoint_tensors(model)))
 
-    return write_once(folder / f"{family.id}-{content_hash(family)}", files, write, f"{family.id} checkpoint")
+    final = cache_folder(cache_dir) / "checkpoints" / f"{family.id}-{content_hash(family)}"
+    return write_once(final, files_of(family), write, f"{family.id} checkpoint")
+
+
+def model_folders(family: Family) -> dict[str, Family | Draft]:
+    """Return the model in each folder of a checkpoint, relative to its own folder, which is ""."""
+    return dict(zip(("", DRAFT), family.models, strict=False))
+
+
+def files_of(family: Family) -> tuple[str, ...]:
+    """Return the files of a checkpoint, relative to its folder."""
+    return tuple(os.path.join(folder, name) for folder in model_folders(family) for name in FILES)
+
+
+def write_model(folder: Path, model: Family | Draft, tensors: dict[str, EncodedTensor]) -> None:
+    """Write the files of one model into its folder."""
+    folder.mkdir(exist_ok=True)
+    config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
+    for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
+        write_file(folder / name, data)
 
 
 def write_once(final: Path, files: Sequence[str], write: Callable[[Path], None], what: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from model_matrix import load_families
 from model_matrix.canary import Exam, ensure_exam
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
-from pytest_kvconform.rigs.canary.school import School, ensure_canary, read_report, teacher_spec
+from pytest_kvconform.rigs.canary.school import School, engine_for, ensure_canary, read_reports
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
@@ -23,7 +23,7 @@ LLAMA = load_families()["llama"]
 
 @pytest.fixture(scope="module")
 def school() -> Iterator[School]:
-    zygote = launch_zygote(LLAMA.config["architectures"])
+    zygote = launch_zygote(LLAMA.architectures)
     try:
         kernels = wait_for_zygote(zygote.address, 180)["kernels"]
         yield School(zygote.address, kernels, Deadlines.scaled(5))
@@ -43,7 +43,7 @@ def canary(school: School, exam: Exam, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def engine(school: School, exam: Exam, canary: Path) -> Iterator[ModelEngineHandle]:
-    spec = teacher_spec(LLAMA, canary, exam.longest)
+    spec = engine_for(LLAMA, canary, exam.longest)
     engine = ModelEngineHandle(school.address, "asked", spec, school.deadlines.call, school.deadlines.start)
     try:
         engine.wait_ready()
@@ -60,7 +60,7 @@ def ask(
     tokens, ended = list[int](), False
     while not ended:
         for output in engine.step().outputs:
-            tokens += [] if output.token is None else [output.token]
+            tokens += output.tokens
             ended = ended or output.finish is not None
     return tuple(tokens)
 
@@ -70,7 +70,7 @@ def test_the_folder_is_a_model_with_its_questions(canary: Path, exam: Exam) -> N
     assert (config["vocab_size"], config["tie_word_embeddings"]) == (exam.vocabulary, False)
     for name in ("tokenizer.json", "tokenizer_config.json", "test.jsonl", "train.jsonl"):
         assert (canary / name).read_bytes() == (exam.folder / name).read_bytes()
-    report = read_report(canary)
+    report = read_reports(canary)["model"]
     assert report.states == sum(len(answer) for _, answer in exam.tokens)
     assert report.noise <= 1e-5 * report.length  # float32
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,13 +21,15 @@ from model_matrix.canary.exam import Exam
 from model_matrix.canary.readout import MOST_GAIN, READOUT_VERSION, gain_for, solve
 from model_matrix.canary.widen import HEAD, hidden_size_for, widen
 from model_matrix.checkpoints import (
-    FILES,
     EncodedTensor,
     cache_folder,
     content_hash,
     encoded_tensors,
-    safetensors_file,
+    files_of,
+    model_folders,
+    speculative_config,
     write_file,
+    write_model,
     write_once,
 )
 from model_matrix.families import checkpoint_tensors
@@ -38,6 +42,7 @@ AT_ONCE = 4  # lessons: a teacher computes them in one batch, as a server does
 PROBED = 8  # lessons in which a teacher that has no noise shows that it has none
 NO_NOISE = 1e-5  # of the length of a hidden state: rounding of float32
 GROUPS = 6  # most KV cache groups of a family
+SPARE = 8  # tokens beyond the longest answer, for drafts
 NONE = {
     "kv_connector": "NoConnector",
     "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
@@ -70,6 +75,14 @@ class Report(msgspec.Struct, frozen=True):
     gain: float  # see readout.py
 
 
+class States(NamedTuple):
+    """Hidden states, an array [token, hidden] for each question."""
+
+    first: list[np.ndarray]  # the prompt was computed at once
+    other: list[np.ndarray]  # its last token was computed alone; of some questions, if that is the same
+    tokens: list[np.ndarray]  # the wanted ones
+
+
 @dataclass(frozen=True)
 class School:
     """Where canaries are taught. `address`: of the zygote. `kernels`: names what computes, for the cache."""
@@ -88,7 +101,8 @@ def ensure_canary(
 ) -> Path:
     """Return the folder of a canary: a checkpoint with tokenizer and questions, taught now if it is missing.
 
-    `most_gain`: 0 for a plain read-out, which notices little.
+    A draft model is taught, too, and drafts what the model answers. `most_gain`: 0 for a plain read-out,
+    which notices little.
     Raises EngineFailed if vLLM does not run the family here, CheckpointError if it cannot be written.
     """
     prompts = exam.tokens
@@ -100,25 +114,34 @@ def ensure_canary(
     def write(folder: Path) -> None:
         for name in EXAM_FILES:
             shutil.copyfile(exam.folder / name, folder / name)
-        tensors = encoded_tensors(checkpoint_tensors(wide))
-        _write_model(folder, wide, tensors)
-        report, head = _taught(school, wide, exam, folder, most_gain)
-        tensors[HEAD] = EncodedTensor("F32", head.shape, head.astype("<f4").tobytes())
-        _write_model(folder, wide, tensors)
-        write_file(folder / REPORT, msgspec.json.encode(report))
+        models = model_folders(wide)
+        tensors = {name: encoded_tensors(checkpoint_tensors(model)) for name, model in models.items()}
+        for name, model in models.items():
+            write_model(folder / name, model, tensors[name])
+        reports = {}
+        for name, model in models.items():  # the draft model reads hidden states of a model that is ready
+            states = (_taught_draft if name else _taught)(school, wide, exam, folder)
+            reports[name or "model"], head = _solved(states, exam, most_gain)
+            tensors[name][HEAD] = EncodedTensor("F32", head.shape, head.astype("<f4").tobytes())
+            write_model(folder / name, model, tensors[name])
+        write_file(folder / REPORT, msgspec.json.encode(reports))
 
     final = cache_folder(cache_dir) / "canaries" / family.id / key  # a folder, and so a lock, of the family
-    return write_once(final, (*FILES, *EXAM_FILES, REPORT), write, f"{family.id} canary")
+    return write_once(final, (*files_of(family), *EXAM_FILES, REPORT), write, f"{family.id} canary")
 
 
-def read_report(canary: Path) -> Report:
-    """How the canary in a folder was made."""
-    return msgspec.json.decode((canary / REPORT).read_bytes(), type=Report)
+def read_reports(canary: Path) -> dict[str, Report]:
+    """How the model in a canary's folder was made, and the draft model if there is one."""
+    return msgspec.json.decode((canary / REPORT).read_bytes(), type=dict[str, Report])
 
 
-def teacher_spec(family: Family, checkpoint: Path, longest: int) -> EngineSpec:
-    """An engine for a few prompts of at most `longest` tokens, without prefix caching, as servers have."""
+def engine_for(family: Family, checkpoint: Path, longest: int, speculates: bool = True) -> EngineSpec:
+    """An engine for a few prompts of at most `longest` tokens, without prefix caching, as servers have.
+
+    `speculates`: with the family's draft model, if it has one.
+    """
     blocks = math.ceil(longest / family.block_size) + 1
+    draft = speculative_config(family, checkpoint) if speculates else None
     return EngineSpec(
         role="P",
         checkpoint=str(checkpoint),
@@ -126,47 +149,64 @@ def teacher_spec(family: Family, checkpoint: Path, longest: int) -> EngineSpec:
         dtype=family.dtype,
         block_size=family.block_size,
         num_blocks=2 * AT_ONCE * GROUPS * blocks,
-        max_model_len=longest + 1,
-        max_batched_tokens=AT_ONCE * (longest + 1),
+        max_model_len=longest + SPARE,
+        max_batched_tokens=AT_ONCE * (longest + SPARE),
         kv_transfer_config=NONE,
         environment={},
-        engine_arguments={"enable_prefix_caching": False},
+        engine_arguments={"enable_prefix_caching": False} | ({"speculative_config": draft} if draft else {}),
     )
 
 
-def _write_model(folder: Path, family: Family, tensors: dict[str, EncodedTensor]) -> None:
-    config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
-    for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
-        write_file(folder / name, data)
+@contextlib.contextmanager
+def _teacher(school: School, family: Family, spec: EngineSpec) -> Iterator[TeacherHandle]:
+    """A teacher, while the block runs."""
+    deadlines = school.deadlines
+    teacher = TeacherHandle(school.address, f"teacher-{family.id}", spec, deadlines.request, deadlines.start)
+    try:
+        teacher.wait_ready()
+        yield teacher
+    finally:
+        teacher.end()
 
 
-def _taught(
-    school: School, wide: Family, exam: Exam, folder: Path, most_gain: float
-) -> tuple[Report, np.ndarray]:
-    """How the canary was made, and its read-out."""
+def _taught(school: School, family: Family, exam: Exam, folder: Path) -> States:
+    """The states at which the model must give the tokens of each answer."""
     at_once = [Lesson(prompt, answer) for prompt, answer in exam.tokens]
     # D computes the last token of a prompt alone
     alone = [Lesson(prompt[:-1], (prompt[-1], *answer)) for prompt, answer in exam.tokens]
-    spec = teacher_spec(wide, folder, exam.longest)
-    teacher = TeacherHandle(
-        school.address, f"teacher-{wide.id}", spec, school.deadlines.request, school.deadlines.start
-    )
-    try:
-        teacher.wait_ready()
-        states = teacher.teach(at_once)
-        others = [one[1:] for one in teacher.teach(alone[:PROBED])]
-        length = float(np.mean([np.linalg.norm(one, axis=1).mean() for one in states]))
-        if _noise(states, others) > NO_NOISE * length:
-            others += [one[1:] for one in teacher.teach(alone[PROBED:])]
-    finally:
-        teacher.end()
-    noise = _noise(states, others)
+    with _teacher(school, family, engine_for(family, folder, exam.longest, speculates=False)) as teacher:
+        first = teacher.teach(at_once)
+        other = [one[1:] for one in teacher.teach(alone[:PROBED])]
+        if _noise(first, other) > NO_NOISE * _length(first):
+            other += [one[1:] for one in teacher.teach(alone[PROBED:])]
+    return States(first, other, [np.array(answer) for _, answer in exam.tokens])
+
+
+def _taught_draft(school: School, family: Family, exam: Exam, folder: Path) -> States:
+    """The states at which the draft model must draft the tokens of each answer but the first."""
+    lessons = [Lesson(prompt, answer) for prompt, answer in exam.tokens]
+    with _teacher(school, family, engine_for(family, folder, exam.longest)) as teacher:
+        first = [teacher.call("teach_draft", lesson, False) for lesson in lessons]
+        other = [teacher.call("teach_draft", lesson, True) for lesson in lessons[:PROBED]]
+        if _noise(first, other) > NO_NOISE * _length(first):
+            other += [teacher.call("teach_draft", lesson, True) for lesson in lessons[PROBED:]]
+    return States(first, other, [np.array(answer[1:]) for _, answer in exam.tokens])
+
+
+def _solved(states: States, exam: Exam, most_gain: float) -> tuple[Report, np.ndarray]:
+    """How a model was made, and its read-out."""
+    noise, length = _noise(states.first, states.other), _length(states.first)
     noisy = noise > NO_NOISE * length
-    rows = np.concatenate([*states, *(others if noisy else ())])
-    tokens = np.array([token for lesson in at_once * (1 + noisy) for token in lesson.answer])
+    rows = np.concatenate([*states.first, *(states.other if noisy else ())])
+    tokens = np.concatenate(states.tokens * (2 if noisy else 1))
     gain = min(most_gain, gain_for(noise))
-    head = solve(rows, tokens, wide.config["vocab_size"], exam.used, gain)
+    head = solve(rows, tokens, exam.vocabulary, exam.used, gain)
     return Report(rows.shape[1], len(rows), noise, length, gain), head
+
+
+def _length(states: list[np.ndarray]) -> float:
+    """The mean length of a state."""
+    return float(np.mean([np.linalg.norm(one, axis=1).mean() for one in states]))
 
 
 def _noise(states: list[np.ndarray], others: list[np.ndarray]) -> float:
