@@ -58,14 +58,15 @@ class Corruption:
 RIGHT, ZEROED, SWAPPED = "right hand-over", "block of a layer zeroed", "two KV heads swapped"
 STALE, FOREIGN = f"state {OLDER} tokens old", "state of another request"
 SHORT, LOST = "window a block short", "window a token short"
-CROSSED, WRONG = "1 in 20 crossed", "wrong block in 2 %"
-NAMES = (RIGHT, ZEROED, SWAPPED, STALE, FOREIGN, SHORT, LOST, CROSSED, WRONG)
+CROSSED, WRONG, DRAFT = "1 in 20 crossed", "wrong block in 2 %", "block of the draft model zeroed"
+NAMES = (RIGHT, ZEROED, SWAPPED, STALE, FOREIGN, SHORT, LOST, CROSSED, WRONG, DRAFT)
 
 
 def corruptions_of(snapshot: Snapshot, layers: int) -> Iterator[Corruption]:
     """Yield the corruptions that a model of these groups can suffer.
 
-    `layers`: of the model. Those after them are of a draft model, whose KV changes no answer.
+    `layers`: of the model. Those after them are of a draft model, whose KV changes no answer, but how many
+    of its tokens are accepted.
     """
     of_model = [
         msgspec.structs.replace(group, layers=tuple(name for name in group.layers if _number(name) < layers))
@@ -87,6 +88,9 @@ def corruptions_of(snapshot: Snapshot, layers: int) -> Iterator[Corruption]:
     if states:
         yield Corruption(STALE, "", states, stale_state)
         yield Corruption(FOREIGN, "", states, other_state)
+    if drafts := [name for group in snapshot.groups for name in group.layers if _number(name) >= layers]:
+        of_draft = msgspec.structs.replace(snapshot.groups[0], layers=tuple(drafts))
+        yield Corruption(DRAFT, "", (of_draft,), zero_block)
     yield Corruption(CROSSED, "", snapshot.groups, crossed, 20)
 
 

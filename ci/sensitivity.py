@@ -7,7 +7,8 @@ The hand-over is the oracle's: P computes a prompt, and the script copies its KV
 
 A cell: how many answers differ from what D answers if it computes the whole prompt itself, of how many that
 were hit; the change of the score; what a gate decides that compares the two scores within 0.05, and what the
-accuracy tier decides from the answers.
+accuracy tier decides from the answers; of a family with a draft model, how many of its tokens are accepted,
+of how many that are if D computes the whole prompt itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import sys
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from corruptions import NAMES, OLDER, RIGHT, Corruption, Source, corruptions_of
 from tokenizers import Tokenizer
@@ -33,11 +35,17 @@ from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
 from pytest_kvconform.rigs.serving import gate
 
-Answer = tuple[int, ...]  # tokens
 IMPORT_S = 180.0
 DEADLINES = Deadlines.scaled(5.0)
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")  # lm-eval's, of its filter strict-match
 FIXED = 0.05
+
+
+class Answer(NamedTuple):
+    """What D generated."""
+
+    tokens: tuple[int, ...]  # up to the end token
+    accepted: int  # tokens of the draft model among them
 
 
 class Pair:
@@ -70,11 +78,12 @@ class Pair:
             random=Random(f"corruption {question}"),
         )
 
-    def answer(self, question: int, handed: Snapshot | None) -> tuple[int, ...]:
-        """What D generates after a hand-over, up to the end token. None: D computes the prompt itself."""
+    def answer(self, question: int, handed: Snapshot | None) -> Answer:
+        """What D generates after a hand-over. None: D computes the prompt itself."""
         prompt, answer = self.exam.tokens[question]
-        _, tokens = self._ask(self.d, prompt, len(answer), handed)
-        return tokens[: tokens.index(END_ID) + 1] if END_ID in tokens else tokens
+        name, tokens = self._ask(self.d, prompt, len(answer), handed)
+        end = tokens.index(END_ID) + 1 if END_ID in tokens else None
+        return Answer(tokens[:end], self.d.trace(name).accepted)
 
     def _snapshot(self, question: int, less: int) -> Snapshot:
         """P's KV of a prompt without its last tokens."""
@@ -121,18 +130,20 @@ def row_of(pair: Pair, questions: int) -> list[str]:
 
 def cell(pair: Pair, kind: Corruption, alone: list[Answer], after: list[Answer]) -> str:
     """How many answers changed, the change of the score, and what both gates decide."""
-    changed = sum(one != other for one, other in zip(after, alone, strict=True))
+    changed = sum(one.tokens != other.tokens for one, other in zip(after, alone, strict=True))
     hits = sum(question % kind.every == 0 for question in range(len(after))) * (kind.name != RIGHT)
     change = score(pair.exam, after) - score(pair.exam, alone)
     fixed = "passes" if abs(change) <= FIXED else "fails"
     of = f" of {hits}" if hits else ""
-    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(alone, after)}".strip()
+    accepted, before = (sum(answer.accepted for answer in answers) for answers in (after, alone))
+    drafts = f", drafts {accepted} of {before}" if before else ""
+    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(alone, after)}{drafts}".strip()
 
 
 def score(exam: Exam, answers: list[Answer]) -> float:
     """The part of the answers that lm-eval's strict match takes for right."""
     coder = Tokenizer.from_file(str(exam.folder / "tokenizer.json"))
-    texts = [coder.decode(list(answer)) for answer in answers]
+    texts = [coder.decode(list(answer.tokens)) for answer in answers]
     numbers = zip(*([STRICT.findall(text)[:1] for text in of] for of in (texts, exam.answers)), strict=False)
     return sum(one == other for one, other in numbers) / len(answers)
 
@@ -142,7 +153,9 @@ def paired(alone: list[Answer], after: list[Answer]) -> str:
     subject, baseline = dict[int, str](), dict[int, str]()
     for look in range(1, gate.LOOKS + 1):
         for answers, into in ((after, subject), (alone, baseline)):
-            into.update({look * len(answers) + place: str(answer) for place, answer in enumerate(answers)})
+            into.update(
+                {look * len(answers) + place: str(answer.tokens) for place, answer in enumerate(answers)}
+            )
         result = gate.compare_generations(subject, baseline, baseline)
         if not gate.wants_more(result):
             break
