@@ -153,9 +153,8 @@ def paired(alone: list[Answer], after: list[Answer]) -> str:
     subject, baseline = dict[int, str](), dict[int, str]()
     for look in range(1, gate.LOOKS + 1):
         for answers, into in ((after, subject), (alone, baseline)):
-            into.update(
-                {look * len(answers) + place: str(answer.tokens) for place, answer in enumerate(answers)}
-            )
+            numbered = enumerate(answers, look * len(answers))
+            into.update({number: str(answer.tokens) for number, answer in numbered})
         result = gate.compare_generations(subject, baseline, baseline)
         if not gate.wants_more(result):
             break
