@@ -22,7 +22,8 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
     many = 2 if family.has_state else 6
     # nothing to hand over; many blocks, the last one partly filled
     lengths = {1, many * block_size + max(1, block_size // 4)}
-    for blocks in range(1, BLOCKS[matrix] + 1):
+    # layers of a draft and of its model are of kinds that other families test at more lengths
+    for blocks in range(1, 2 if family.draft and matrix == "quick" else BLOCKS[matrix] + 1):
         lengths |= _around(blocks * block_size)
     if family.sliding_window:
         lengths |= _around(family.sliding_window)

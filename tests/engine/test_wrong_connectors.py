@@ -97,14 +97,14 @@ WRONG = [
         "LeavesDraft",
         {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
         family="kimi_k2_5_eagle3",
-        variants="n33 n100",
+        variants="n17 n100",
     ),
     mistake(
         "LeavesDraft",
         {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
         family="llama_mla_eagle3",
         matrix="full",
-        variants="n33 n100",
+        variants="n17 n100",
     ),
     mistake(
         "DraftLateByOne",

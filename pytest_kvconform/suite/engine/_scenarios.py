@@ -24,7 +24,7 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
     b, s = _block(cell), _short(cell)
     first = s * b + b // 2
     turns = Scenario("second_turn", (Prompt(tokens(2 * first + 3), turn=first),))
-    return [
+    some = [
         Scenario(
             "two_at_once",
             (
@@ -34,6 +34,11 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
             measure_noise=True,
         ),
         Scenario("partial_hit", (Prompt(tokens(2 * s * b + 3), warm=s * b + 1),)),
+    ]
+    if matrix == "quick" and load_families()[cell.family].draft:  # as few as `prompt_lengths`
+        return some
+    return [
+        *some,
         Scenario("full_hit", (Prompt(tokens(2 * s * b + 1), warm=2 * s * b + 1),), due=False),
         Scenario("chunked", (Prompt(tokens(2 * s * b + b + 3)),), budget=2 * b - 5),
         Scenario("two_samples", (Prompt(tokens((s + 1) * b - 4)),), n=2),
