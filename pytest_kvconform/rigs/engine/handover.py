@@ -134,12 +134,12 @@ def _run(
     deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
-        run = _hand_over(replace(scenario, prompts=earlier), p, d, mode, deadline, deadlines, salt, "-turn")
+        run = _hand_over(replace(scenario, prompts=earlier), p, d, mode, deadline, salt, "-turn")
         if run.stuck:
             return run
         p.poison(keep_cache=True)
         d.poison(keep_cache=True)
-    return _hand_over(scenario, p, d, mode, deadline, deadlines, salt)
+    return _hand_over(scenario, p, d, mode, deadline, salt)
 
 
 def _hand_over(
@@ -148,7 +148,6 @@ def _hand_over(
     d: ModelEngineHandle,
     mode: str,
     deadline: Deadline,
-    deadlines: Deadlines,
     salt: str,
     word: str = "",
 ) -> _Run:
@@ -160,10 +159,7 @@ def _hand_over(
             warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)
             _until_finished(d, p, [warm], run, deadline)
     if run.stuck:
-        raise HarnessError(
-            f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: "
-            + "; ".join(run.stuck)
-        )
+        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
     if prompts[0].warm:
         d.poison(keep_cache=True)
     _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
