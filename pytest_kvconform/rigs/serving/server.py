@@ -94,7 +94,7 @@ class LocalProcess(Endpoint):
                 raise ProcessKilled(f"the {self.role}", self.process.pid)
             causes.append(f"signal {os.WTERMSIG(status)}")
         cause = f": {causes[0]}" if causes else ""
-        if TAKEN in cause and (port := self._taken_port()):
+        if TAKEN in f"{cause} {log}" and (port := self._taken_port()):
             raise HarnessError(
                 f"the {self.role} could not start: port {port} of this machine was taken by another process "
                 "after it had been chosen; run it again"

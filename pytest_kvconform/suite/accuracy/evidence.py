@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.serving.observation import Runs
 from pytest_kvconform.suite.accuracy._observations import answered, loads
@@ -27,6 +27,8 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
             raise _not_loaded(
                 f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
             )
+    else:
+        _require_loads_by_totals(runs)
     return Evidence(
         looked_at=len(runs.prompts) or count,
         unit="questions",
@@ -69,6 +71,27 @@ def _not_loaded(happened: str) -> Violation:
             diagnosis="D computes prompts whose KV P has",
         )
     )
+
+
+def _require_loads_by_totals(runs: Runs) -> None:
+    """Raise Blocked unless sums over all questions show that D loaded something for each of them.
+
+    A server of the user counts sums alone. A question that was not loaded would have cost D its whole prompt.
+    So each of them was loaded if D computed fewer tokens than the shortest prompt has.
+    """
+    counted, prompts = runs.counted, runs.subject.prompts
+    own, asked = counted.computed + counted.local, sum(prompts)
+    if not all(prompts) or counted.external + own != asked:
+        raise Blocked(
+            f"D counted {counted.external + own} tokens of prompts, and the questions have {asked}: "
+            "let nobody else ask it meanwhile"
+        )
+    if own >= min(prompts):
+        raise Blocked(
+            f"D loaded {counted.external} tokens and had {own} itself, as many as "
+            f"{own // min(prompts)} of the {len(prompts)} prompts have: the sums cannot show that each "
+            "question was loaded"
+        )
 
 
 def _require_agreement(runs: Runs) -> None:
