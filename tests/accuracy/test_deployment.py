@@ -78,6 +78,6 @@ def test_a_deployment_that_does_not_answer_is_named(case_runner: CaseRunner) -> 
 )
 def test_a_deployment_that_is_not_complete_is_one_sentence(settings: dict[str, object], says: str) -> None:
     given = {"connector": "NixlConnector", "tier": ("accuracy",), "family": ("llama",)} | settings
-    with pytest.raises(BadSetting, match="^--kv-") as raised:
+    with pytest.raises(BadSetting, match=r"^--kv-") as raised:
         make_plan(Settings(**given), ())
     assert says in str(raised.value)
