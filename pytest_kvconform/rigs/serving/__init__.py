@@ -11,6 +11,7 @@
 | `metrics` | what a server counts, read from its own /metrics |
 | `gate` | the exact tests, as pure functions |
 | `observation` | what was seen in a cell |
+| `record` | the answers as a file of the report |
 | `messages` | the records that travel between pytest and the children |
 | `preload` | what the zygote imports for all this |
 

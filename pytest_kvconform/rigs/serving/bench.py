@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
@@ -13,6 +15,7 @@ from pytest_kvconform.rigs.serving.evaluator import Progress, evaluate
 from pytest_kvconform.rigs.serving.messages import Answers, Job, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
 from pytest_kvconform.rigs.serving.observation import Runs, ServingObservation
+from pytest_kvconform.rigs.serving.record import write_answers
 from pytest_kvconform.rigs.serving.server import ROUTER, Server, require_package
 
 AT_ONCE = 4  # questions
@@ -69,7 +72,8 @@ class ServingBench:
                 self._chain = chains.attach(self.context)
             else:
                 self._chain = chains.start(self.context, cell, exam.checkpoint, exam.longest)
-            return ServingObservation(data=data, runs=self._ask_enough(self._chain, exam))
+            runs = self._ask_enough(self._chain, exam)
+            return ServingObservation(data=data, runs=runs, file=self._file(runs, cell))
         except (EngineFailed, Unanswered, Unreachable) as error:
             self.end()
             self._raise_unless_the_connector_failed(cell, exam, error)
@@ -77,6 +81,14 @@ class ServingBench:
             return ServingObservation(data=data, failed=str(error), log=log)
         finally:
             self.end()
+
+    def _file(self, runs: Runs, cell: Cell) -> str:
+        """Write the answers into the folder of the report. Raises HarnessError."""
+        folder = Path(self.context.settings.report)
+        try:
+            return str(write_answers(runs, folder, cell))
+        except OSError as error:
+            raise HarnessError(f"the answers cannot be written to {folder}: {error.strerror}") from None
 
     def _raise_unless_the_connector_failed(self, cell: Cell, exam: Exam, error: Exception) -> None:
         """Raise HarnessError or Blocked if the connector need not be to blame for a failure."""

@@ -52,4 +52,4 @@ class ServingObservation:
     runs: Runs | None = None  # None: the connector kept a run from its end
     failed: str = ""  # in one sentence: how the connector kept it, if it did
     log: tuple[str, ...] = ()  # last lines of the process that failed
-    foreign: bool = False  # the servers are a deployment of the user
+    file: str = ""  # of the report, with all answers

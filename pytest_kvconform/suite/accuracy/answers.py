@@ -37,6 +37,7 @@ def every_question_is_answered(bench: Bench, _: None) -> Evidence:
         runs,
         {
             "questions from": observed.data,
+            "answers": observed.file,
             "seconds": round(runs.subject.seconds, 1),
             "seconds of D alone": round(runs.baselines[0].seconds, 1),
         },
