@@ -71,17 +71,10 @@ class EngineMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full: dict[str, list[str]]
 
 
-class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much is asked in one matrix."""
-
-    questions: int  # at a time; 0: all that there are
-    looks: int  # times at which they are asked at most, while the answers tell too little
-
-
 class AccuracyMatrices(EngineMatrices, frozen=True, forbid_unknown_fields=True):
     """`accuracy.toml`: family id -> topologies, and how many questions are asked."""
 
-    sizes: dict[str, Sizes]
+    questions: dict[str, int]  # by matrix: how many are asked at a time
 
 
 class SetupMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,7 +179,7 @@ def load_engine_matrices() -> EngineMatrices:
 
 @functools.cache
 def load_accuracy_matrices() -> AccuracyMatrices:
-    """The matrices and sizes of `accuracy.toml`. Raises MatrixError."""
+    """The matrices of `accuracy.toml`, and how many questions are asked. Raises MatrixError."""
     return read_matrices(matrix_file("serving"), AccuracyMatrices)
 
 

@@ -36,11 +36,8 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def choose(count: int, looks: int = 1) -> None:
         found = model_matrix.cells.load_accuracy_matrices()
-        sizes = {
-            name: msgspec.structs.replace(size, questions=count, looks=looks)
-            for name, size in found.sizes.items()
-        }
-        fewer = msgspec.structs.replace(found, sizes=sizes)
+        fewer = msgspec.structs.replace(found, questions=dict.fromkeys(found.questions, count))
         monkeypatch.setattr(data, "load_accuracy_matrices", lambda: fewer)
+        monkeypatch.setattr(data, "LOOKS", looks)
 
     return choose

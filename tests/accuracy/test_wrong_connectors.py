@@ -40,7 +40,7 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
 def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
-    questions(64, 3)
+    questions(64, 5)
     run = run_cases("CorruptsOneInTwenty")
     assert EQUAL in run.failed
     assert "of the answers equal those of D alone" in run.findings[EQUAL].happened

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.serving import chain as chains
 from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.chain import Chain
@@ -16,12 +18,13 @@ from pytest_kvconform.rigs.serving.messages import Answers, Job, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
 from pytest_kvconform.rigs.serving.observation import Runs, ServingObservation
 from pytest_kvconform.rigs.serving.record import write_answers
-from pytest_kvconform.rigs.serving.server import ROUTER, Server, require_package
+from pytest_kvconform.rigs.serving.server import LOOK_S, ROUTER, Server, require_package
 
 AT_ONCE = 4  # questions
 CONTROL = 8  # questions that are asked of the servers without the connector, after a failure
 
 
+END_S = 3.0  # for a server to end whose engine core has ended
 BASELINE, SUBJECT = "the baseline", "the subject"
 PACKAGES = {"lm_eval": "lm-eval[api]", "scipy": "scipy", "prometheus_client": "prometheus-client"}
 
@@ -139,12 +142,12 @@ class ServingBench:
             salt=f"kvconform-{self.context.next_name()}" if self.context.settings.deployed else "",
         )
         answers = evaluate(self.context, job, what, chain.processes, progress)
-        for one in chain.processes:
-            one.require_alive()
+        _require_alive(chain, END_S if answers.unanswered else 0.0)
         if answers.unanswered:
+            causes = [cause for one in chain.processes for cause in one.causes()]
             raise Unanswered(
                 f"{len(answers.unanswered)} questions to {what} were not answered, the first with "
-                f"{answers.unanswered[0]}"
+                f"{answers.unanswered[0]}" + (f"; logged: {causes[0]}" if causes else "")
             )
         return answers
 
@@ -164,6 +167,17 @@ class ServingBench:
         except (EngineFailed, Unanswered, Unreachable) as error:
             return str(error)
         return ""
+
+
+def _require_alive(chain: Chain, seconds: float) -> None:
+    """Raise EngineFailed if a process of the chain has ended, or ends within `seconds`."""
+    deadline = Deadline(seconds)
+    while True:
+        for one in chain.processes:
+            one.require_alive()
+        if deadline.over():
+            return
+        time.sleep(LOOK_S)
 
 
 def generations(runs: Runs) -> gate.Result:

@@ -14,6 +14,7 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.canary.school import School, ensure_canary
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.serving.gate import LOOKS
 from pytest_kvconform.rigs.serving.messages import Questions
 
 HUB = "hub"
@@ -58,7 +59,6 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
     file cannot be written.
     """
     settings = context.settings
-    sizes = load_accuracy_matrices().sizes[settings.matrix]
     if settings.gsm8k == HUB:
         raise Blocked(
             "--kv-gsm8k=hub is for servers that already run: tiny models are taught the questions first, "
@@ -67,7 +67,7 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
     family = load_families()[cell.family]
     school = School(context.address, f"{context.facts.vllm} {context.facts.kernels}", context.deadlines)
     try:
-        exam = ensure_exam(sizes.questions, gsm8k=settings.gsm8k or None)
+        exam = ensure_exam(load_accuracy_matrices().questions[settings.matrix], gsm8k=settings.gsm8k or None)
         context.progress(f"teaching a tiny {family.id} the answers, unless it knows them")
         canary = ensure_canary(school, family, exam)
     except QuestionsError as error:
@@ -82,22 +82,21 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
         count=len(exam.prompts),
         longest_answer=max(len(answer) for _, answer in exam.tokens),
     )
-    return Exam(canary, exam.longest + 1, questions, sizes.looks)
+    return Exam(canary, exam.longest + 1, questions, LOOKS)
 
 
 def exam_of_deployment(context: RunContext) -> Exam:
     """The questions for servers that already run: gsm8k of the hub, or of the folder that the user named."""
-    sizes = load_accuracy_matrices().sizes[context.settings.matrix]
     given = context.settings.gsm8k
     local = Path(given).absolute() if given not in ("", HUB) else None
     questions = Questions(
         task=str(write_task(context, local)),
         data=f"gsm8k in {local}" if local else "openai/gsm8k of the hub",
-        count=sizes.questions,
+        count=load_accuracy_matrices().questions[context.settings.matrix],
         longest_answer=0,  # as lm-eval's gsm8k has it
         varied=True,
     )
-    return Exam(Path(), 0, questions, sizes.looks)
+    return Exam(Path(), 0, questions, LOOKS)
 
 
 def write_task(context: RunContext, data: Path | None) -> Path:

@@ -25,7 +25,7 @@ UNSURE = 0.2  # above this p-value a difference is what chance gives
 ODD = 1 / 3  # probability that of three exchangeable answers the odd one is the subject's
 SHARE = 0.05  # of requests: a corruption of more of them is excluded by a pass
 SURE = 0.95  # with this probability
-LOOKS = 5  # times at which the gate is asked, with more questions each time
+LOOKS = 8  # times at which the gate is asked, with more questions each time
 
 
 class Outcome(enum.Enum):

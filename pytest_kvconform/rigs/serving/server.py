@@ -87,7 +87,7 @@ class LocalProcess(Endpoint):
 
         `how`: "died", or "hung" after `seconds`.
         """
-        causes = [one for one in self.process.exceptions(0) if not any(word in one for word in _FOLLOWS)]
+        causes = self.causes()
         log, status = self.process.last_lines(), self.process.end(gone=how == "died")
         if how == "died" and status is not None and status >= 0 and os.WIFSIGNALED(status):
             if os.WTERMSIG(status) == 9:
@@ -103,6 +103,10 @@ class LocalProcess(Endpoint):
             raise HarnessError(f"the {self.role} failed{cause}; free space in {self.process.log.parent}")
         words = f"did not answer within {seconds:.0f} s" if how == "hung" else "ended"
         return EngineFailed(self.role, how, f"the {self.role} {words}{cause}", log)
+
+    def causes(self) -> list[str]:
+        """The exceptions that the process has logged, without those that only follow from others."""
+        return [one for one in self.process.exceptions(0) if not any(word in one for word in _FOLLOWS)]
 
     def _taken_port(self) -> int:
         """The port of this process on which another one listens by now; 0: none."""
