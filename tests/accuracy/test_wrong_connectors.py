@@ -8,6 +8,7 @@ from tests.helpers.case_runner import CellRun
 
 Run = Callable[..., CellRun]
 ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
+RIGHT = ("as_many_answers_are_right[strict-match]", "as_many_answers_are_right[flexible-extract]")
 EQUAL, BYTES = "answers_equal_those_of_d_alone", "moved_bytes_are_counted"
 
 
@@ -49,6 +50,23 @@ def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
 
 def test_one_wrong_block_in_one_request_of_fifty_changes_answers(run_cases: Run) -> None:
     assert EQUAL in run_cases("CorruptsOneInFifty").failed
+
+
+def test_wrong_blocks_in_every_request_lose_right_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("CorruptsEach")
+    assert {EQUAL, *RIGHT} <= run.failed
+    assert "0 of 16 answers are right, 16 of D alone" in run.findings[RIGHT[0]].happened
+    assert not {ANSWERED, LOADED} & run.failed
+
+
+def test_a_metric_that_does_not_grow_is_named(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("CountsNothing")
+    assert run.failed == {BYTES}
+    assert "vllm:nixl_bytes_transferred_sum did not grow" in run.findings[BYTES].happened
 
 
 def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: Callable[..., None]) -> None:

@@ -68,6 +68,19 @@ class Corrupts(Right):
         return results
 
 
+class CorruptsEach(Corrupts):
+    """One block of every request is zero."""
+
+    EVERY = 1
+
+
+class CountsNothing(Right):
+    """What is moved is not counted."""
+
+    def get_kv_connector_stats(self) -> Any:
+        return None
+
+
 class CorruptsOneInTwenty(Corrupts):
     """One block of one request in twenty is zero."""
 
