@@ -22,8 +22,7 @@ from pytest_kvconform.rigs.serving.server import LOOK_S, ROUTER, Server, require
 
 AT_ONCE = 4  # questions
 CONTROL = 8  # questions that are asked of the servers without the connector, after a failure
-
-
+LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
 END_S = 3.0  # for a server to end whose engine core has ended
 BASELINE, SUBJECT = "the baseline", "the subject"
 PACKAGES = {"lm_eval": "lm-eval[api]", "scipy": "scipy", "prometheus_client": "prometheus-client"}
@@ -138,7 +137,8 @@ class ServingBench:
             model=chain.decode.model(),
             questions=exam.questions,
             at_once=AT_ONCE,
-            request_s=self.context.deadlines.request,
+            # lm-eval counts all seconds, also those in which a server waits for a core
+            request_s=LONGER * self.context.deadlines.request * self.context.slow,
             salt=f"kvconform-{self.context.next_name()}" if self.context.settings.deployed else "",
         )
         answers = evaluate(self.context, job, what, chain.processes, progress)
