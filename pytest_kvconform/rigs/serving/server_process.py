@@ -8,11 +8,13 @@ from multiprocessing.connection import Connection
 from pytest_kvconform.rigs.serving.messages import ServerSpec
 from pytest_kvconform.rigs.vllm_setup import openai_server
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_arguments
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 
 def serve(connection: Connection, spec: ServerSpec) -> None:
     """Serve. The connection carries nothing: its end is the end of this process."""
     os.environ.update(spec.environment)
+    keep_configured_limits()  # as the engines of the engine rig
     arguments = engine_arguments(
         spec.checkpoint,
         dtype=spec.dtype,
