@@ -5,8 +5,9 @@ from __future__ import annotations
 from model_matrix.families import Family
 
 # How many block boundaries are tested from both sides, and how many windows that begin exactly at a block.
-BLOCKS = {"quick": 2, "full": 6}
-LAYOUTS = {"quick": 2, "full": 4}
+# "brief": of the cells of the quick matrix whose lengths other cells test.
+BLOCKS = {"brief": 1, "quick": 2, "full": 6}
+LAYOUTS = {"brief": 1, "quick": 2, "full": 4}
 
 
 def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, ...]:
@@ -15,15 +16,14 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
     `block_size`: tokens per block in the running engine.
 
     The longest is below 7 * block_size, or one token longer than the last layout of a window.
-    Raises ValueError for a block size below 2, and KeyError for a matrix that is not quick or full.
+    Raises ValueError for a block size below 2, and KeyError for a matrix that is not brief, quick or full.
     """
     if block_size < 2:
         raise ValueError(f"a block of {block_size} tokens has no inside")
     many = 2 if family.has_state else 6
     # nothing to hand over; many blocks, the last one partly filled
     lengths = {1, many * block_size + max(1, block_size // 4)}
-    # layers of a draft and of its model are of kinds that other families test at more lengths
-    for blocks in range(1, 2 if family.draft and matrix == "quick" else BLOCKS[matrix] + 1):
+    for blocks in range(1, BLOCKS[matrix] + 1):
         lengths |= _around(blocks * block_size)
     if family.sliding_window:
         lengths |= _around(family.sliding_window)
@@ -32,7 +32,7 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
         # The first such N is W - 1 + block_size.
         for blocks in range(1, LAYOUTS[matrix] + 1):
             lengths |= _around(family.sliding_window - 1 + blocks * block_size)
-    if family.convolution:
+    if family.convolution and matrix != "brief":
         # the convolution's state, which holds one token less: nearly empty, and just full
         lengths |= {2, family.convolution}
     return tuple(sorted(length for length in lengths if length > 0))

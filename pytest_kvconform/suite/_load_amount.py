@@ -3,6 +3,10 @@
 A connector that declares nothing should load every whole block (KV-HANDOVER-003), and may load fewer of them.
 A connector that declares `load_granularity` or `min_load` loads as much as that, and the prompts of all cases
 are longer by as many tokens as a load then needs.
+
+With a draft model vLLM computes the last block of a prefix hit again, in its own prefix cache and in its own
+stores: the draft's last row of a block depends on the token behind it, which the key of the block does not
+have (`SpeculativeConfig.use_eagle_block_drop`). So one block less, or one granularity, is due from a store.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Trace
 from pytest_kvconform.subject import Subject
 
 # Tokens that are added to the prompts of a cell if its longest prompt is not loaded: two chunks of the size
@@ -40,23 +44,32 @@ class Ended(Protocol):
     def failed(self) -> object: ...
     @property
     def stuck(self) -> tuple[str, ...]: ...
+    @property
+    def decoder(self) -> EngineFacts: ...
 
 
-def due_end(subject: Subject, r: HandedOver, block: int) -> int:
+def drops_last_block(subject: Subject, decoder: EngineFacts) -> bool:
+    """Whether the last block that a store has of a prompt is not due on D."""
+    return subject.profile == "store" and decoder.drops_last_block
+
+
+def due_end(subject: Subject, r: HandedOver, decoder: EngineFacts) -> int:
     """Return the token of a prompt at which D's own computation begins at the latest, if the connector loads
-    as much as it declares, or else all whole blocks of `block` tokens. D's own hit: no load is due.
+    as much as it declares, or else all whole blocks of D. D's own hit: no load is due.
 
     A load is a multiple of the granularity, or ends at one. D computes the last token in any case.
     """
-    step = subject.load_granularity or block
+    step = subject.load_granularity or decoder.block_size
     local, last = r.decode.local_tokens, r.length - 1
     end = min(last // step * step, local + (last - local) // step * step)
+    if drops_last_block(subject, decoder):
+        end -= step
     return end if end - local >= max(1, subject.min_load) else local
 
 
-def load_is_due(subject: Subject, r: HandedOver, block: int) -> bool:
+def load_is_due(subject: Subject, r: HandedOver, decoder: EngineFacts) -> bool:
     """Whether the prompt is long enough for a load."""
-    return due_end(subject, r, block) > r.decode.local_tokens
+    return due_end(subject, r, decoder) > r.decode.local_tokens
 
 
 def loads(observed: Ended) -> bool:
@@ -64,7 +77,7 @@ def loads(observed: Ended) -> bool:
     return any(r.decode.external_tokens for r in observed.requests)
 
 
-def tokens_to_add(subject: Subject, block: int, found: Ended, longest: Callable[[int], Any]) -> int:
+def tokens_to_add(subject: Subject, found: Ended, longest: Callable[[int], Any]) -> int:
     """Return how many tokens to add to the prompts of a cell for a connector that declares no amount.
 
     LONGER if D loads nothing of the cell's longest prompt, but something of one that is longer by so many
@@ -74,6 +87,6 @@ def tokens_to_add(subject: Subject, block: int, found: Ended, longest: Callable[
     """
     if found.failed or found.stuck or loads(found):
         return 0
-    if not any(load_is_due(subject, r, block) for r in found.requests) or loads(longest(0)):
+    if not any(load_is_due(subject, r, found.decoder) for r in found.requests) or loads(longest(0)):
         return 0
     return LONGER if loads(longest(LONGER)) else 0

@@ -11,7 +11,7 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, V
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.subject import Subject
-from pytest_kvconform.suite._load_amount import HandedOver, due_end, load_is_due
+from pytest_kvconform.suite._load_amount import HandedOver, drops_last_block, due_end, load_is_due
 
 RULE, ALL_WHOLE_BLOCKS = "KV-HANDOVER-002", "KV-HANDOVER-003"
 STORE_CHECK = (
@@ -33,6 +33,7 @@ class Loads:
     ):
         """`engines`: P and D. `loads_longer`: whether D loads something of the cell's longest prompt."""
         self.subject, self.requests, self.loads_longer = subject, requests, loads_longer
+        self.decoder = engines[1]
         self.sizes = engines[0].block_size, engines[1].block_size
         self.store = subject.profile == "store"
 
@@ -46,7 +47,7 @@ class Loads:
         for r in self.requests:
             if r.decode.external_tokens:
                 self._check_load(r)
-            elif load_is_due(self.subject, r, self.block) and (
+            elif load_is_due(self.subject, r, self.decoder) and (
                 declared_amount(self.subject) or not self.loads_longer()
             ):
                 raise Violation(self._nothing(r))
@@ -54,6 +55,14 @@ class Loads:
 
     def _lacks_a_block(self, r: HandedOver) -> bool:
         return whole_blocks(r.length, self.block) > r.decode.local_tokens
+
+    def _lacks_a_due_block(self, r: HandedOver) -> bool:
+        return self._due_blocks(r, self.block) > r.decode.local_tokens
+
+    def _due_blocks(self, r: HandedOver, size: int) -> int:
+        """Return how many tokens of a prompt are in whole blocks that D should load."""
+        whole = whole_blocks(r.length, size)
+        return whole - size if drops_last_block(self.subject, self.decoder) else whole
 
     def _too_short(self, r: HandedOver) -> str:
         """Return in words why it is no mistake that D loaded nothing for a request."""
@@ -63,7 +72,12 @@ class Loads:
                 f"D loaded nothing of the {r.length} tokens of {r.name}: D has every whole block before the "
                 "last token already"
             )
-        if declared and not load_is_due(self.subject, r, self.block):
+        if not self._lacks_a_due_block(r):
+            return (
+                f"D loaded nothing of the {r.length} tokens of {r.name}: with a draft model vLLM computes the "
+                "last whole block itself"
+            )
+        if declared and not load_is_due(self.subject, r, self.decoder):
             return f"{r.name} of {r.length} tokens is too short for a load: {declared} is declared"
         return (
             f"D loaded nothing for {r.name} of {r.length} tokens, {r.decode.local_tokens} of them in D's own "
@@ -73,7 +87,7 @@ class Loads:
     def require_some(self) -> None:
         """Raise NotApplicable if D loaded nothing. `check` has shown that this is right."""
         if not any(r.decode.external_tokens for r in self.requests):
-            due = [r for r in self.requests if self._lacks_a_block(r)]
+            due = [r for r in self.requests if self._lacks_a_due_block(r)]
             refused = bool(due) and not declared_amount(self.subject)
             raise NotApplicable(self._too_short((due or self.requests)[0]), refused=refused)
 
@@ -103,7 +117,7 @@ class Loads:
             raise Blocked(f"depends on {case}", refused=bool(broken.finding.declined)) from None
         size = math.lcm(*self.sizes)
         for r in self.requests:
-            if r.decode.first_computed < (due := whole_blocks(r.length, size)):
+            if r.decode.first_computed < (due := self._due_blocks(r, size)):
                 raise Violation(self._less(r, due, size))
 
     # ---- findings ------------------------------------------------------------------------------------------
@@ -116,7 +130,7 @@ class Loads:
             then = "recomputed the prompt" if first >= 0 else "computed nothing"
             raise Violation(self._finding(r, f"the load failed and D {then}", declined=False))
         declared = declared_amount(self.subject)
-        if declared and first < (due := due_end(self.subject, r, self.block)):
+        if declared and first < (due := due_end(self.subject, r, self.decoder)):
             raise Violation(
                 self._finding(
                     r,
@@ -138,7 +152,7 @@ class Loads:
                 diagnosis="request_finished returned None for its params, so D does not know where the KV is",
                 declined="P handed nothing over",
             )
-        due = due_end(self.subject, r, self.block)
+        due = due_end(self.subject, r, self.decoder)
         differs = f"D should compute no token before token {due}"
         if declared := declared_amount(self.subject):
             differs += f": {declared} is declared"
@@ -153,10 +167,13 @@ class Loads:
     def _less(self, r: HandedOver, due: int, size: int) -> Finding:
         whole = "the whole blocks that were saved" if self.store else "P had"
         nothing = not r.decode.external_tokens
+        last = (
+            "last whole block but one" if drops_last_block(self.subject, self.decoder) else "last whole block"
+        )
         return self._finding(
             r,
             f"get_num_new_matched_tokens announced {'nothing' if nothing else f'less than {whole}'}",
-            f"D should compute no token before token {due}, the end of the last whole block of {size} tokens",
+            f"D should compute no token before token {due}, the end of the {last} of {size} tokens",
             rule=ALL_WHOLE_BLOCKS,
         )
 

@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
+from pytest_kvconform.rigs.vllm_setup.overrides import reason_not_to_speculate
 
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes: no address of one engine fits the other by accident
 ROOM = 12  # blocks for each further block of a prompt: prompts at once, times KV cache groups
@@ -159,6 +160,9 @@ class EngineBench:
 
         Raises EngineFailed if the connector keeps one from starting, Blocked if something else does.
         """
+        reason = reason_not_to_speculate(self.context.facts.device)
+        if reason and load_families()[cell.family].draft:
+            raise Blocked(reason)
 
         def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
             return self._spec(cell, role, tensor_parallel, longer)

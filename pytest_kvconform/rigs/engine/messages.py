@@ -64,6 +64,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool
     pid: int
     conv_layout: str = ""  # of convolution states
+    # vLLM computes the last block of a prefix hit again: the draft's last row depends on the next token
+    drops_last_block: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # the KV of tokens [0, tokens) was to be there
     groups: tuple[Group, ...]
     tables: tuple[tuple[int, ...], ...]  # block ids per group; 0 is the null block
-    rows: dict[str, np.ndarray]  # attention layer -> [token, head, plane (K, V), word]
+    # attention layer -> [token, head, plane (K, V), word]. Latent attention has one head and one plane. Of a
+    # head that several ranks hold, D's rows have a copy for each of them, side by side, and P's have one.
+    rows: dict[str, np.ndarray]
     # attention layer -> [token], whether the token lies on a block that is not the null block
     present: dict[str, np.ndarray]
     # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]

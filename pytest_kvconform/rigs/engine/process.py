@@ -125,6 +125,7 @@ class EngineProcess:
             prefix_caching=self.manager.enable_caching,
             pid=os.getpid(),
             conv_layout=os.environ.get(CONV_LAYOUT, ""),
+            drops_last_block=self.scheduler.use_eagle_block_drop,
         )
 
     def add(self, request: Request) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import platform
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -155,15 +156,16 @@ def override_triton_kernels_once(now: bool) -> None:
 def keep_configured_limits(everywhere: bool = False) -> None:
     """Keep the block size, prefix caching and chunked prefill as configured.
 
-    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better,
-    but `cpu_layers` can. `everywhere`: also on GPUs, for engines without a model, which run no kernel.
+    On CPU vLLM changes them for models with latent attention, whose kernels can do without (docs/findings.md;
+    `cpu_layers` for Kimi Linear). `everywhere`: also on GPUs, for engines without a model, which run no
+    kernel.
     """
     from vllm.platforms import current_platform
 
     if not (everywhere or current_platform.is_cpu()):
         return
-    platform = type(current_platform)
-    update = platform.check_and_update_config
+    kind = type(current_platform)
+    update = kind.check_and_update_config
 
     def check_and_update_config(vllm_config: Any) -> None:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
@@ -181,19 +183,29 @@ def keep_configured_limits(everywhere: bool = False) -> None:
             scheduler.max_num_batched_tokens,
         ) = before
 
-    platform.check_and_update_config = staticmethod(check_and_update_config)
+    kind.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def reason_not_to_speculate(device: str) -> str:
+    """Why a family with a draft model cannot run on a device of this machine; "": it can."""
+    if device != "cpu" or platform.machine().lower() in ("x86_64", "amd64"):
+        return ""
+    return (
+        f"the CPU is {platform.machine()}: latent attention and KV heads share blocks of 16 tokens in a "
+        "family with a draft model, and of vLLM's attention kernels for CPUs those for x86 take such blocks"
+    )
 
 
 def speculate_on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
     """Let a model and its draft, one of which has latent attention, run on CPU. Returns their EngineArgs.
 
-    CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples of 32 and runs with 16, too, so that both can
-    share a KV cache group. AMX_MLA takes no float32, and a draft has a backend of its own. vLLM checks the
-    head size of the model where the draft has latent attention (docs/findings.md).
+    CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples of 32 and on x86 runs with 16, too, so that
+    both can share a KV cache group. AMX_MLA takes no float32, and a draft has a backend of its own. vLLM
+    checks the head size of the model where the draft has latent attention (docs/findings.md).
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() or reason_not_to_speculate(current_platform.device_type):
         return arguments
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
     from vllm.v1.attention.backend import MultipleOf

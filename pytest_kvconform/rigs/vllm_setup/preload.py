@@ -17,12 +17,15 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
     """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list.
 
-    Returns facts about vLLM.
+    Returns facts about vLLM. The order of the steps matters where a comment gives a reason.
 
-    `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
-    engines without a model; "modules": modules of the rigs to import, "functions": and
-    of functions to call then; "hidden": features of the CPU that vLLM
-    takes for missing. The order of the steps matters where a comment says so.
+    `arguments` has the keys
+
+    - "architectures": model classes of engines with checkpoints
+    - "geometries": model classes of engines without a model
+    - "modules": names of modules of the rigs, which are imported
+    - "functions": names of functions, which are called after these imports; may be left out
+    - "hidden": features of the CPU that vLLM takes for missing; may be left out
     """
     architectures, geometries = arguments["architectures"], arguments["geometries"]
     mended = mend_imports()  # before vLLM is imported

@@ -36,7 +36,7 @@ def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
     found = _observe(bench, transfer, 0)
     if found.refused or (is_store(bench) and not alike(bench.cell)):
         return found
-    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+    by = tokens_to_add(bench.subject, found, lambda by: _longest(bench, by))
     return _observe(bench, transfer, by) if by else found
 
 

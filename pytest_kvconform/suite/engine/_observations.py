@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from model_matrix import load_families
-from pytest_kvconform.result import Blocked
+from collections.abc import Sequence
+
+from model_matrix import Family, load_families
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.engine.observation import Observation
+from pytest_kvconform.rigs.engine.observation import Observation, RequestObservation
 from pytest_kvconform.rigs.scenario import Scenario, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add
@@ -39,6 +41,16 @@ def drafts(observed: Observation) -> dict[str, float]:
     return {"draft tokens": drafted, "accepted": accepted} if drafted else {}
 
 
+def require_drafts(family: Family, requests: Sequence[RequestObservation]) -> None:
+    """Raise HarnessError if D has a draft model and drafted nothing: each step then gave one token."""
+    steps = max((len(r.got.tokens) for r in requests if r.got), default=0)
+    if family.draft and steps > 1 and not any(r.decode.drafted for r in requests):
+        raise HarnessError(
+            f"D generated {steps} tokens in as many steps and drafted none, although {family.id} has a draft "
+            "model: vLLM has turned speculation off"
+        )
+
+
 def observe(bench: Bench, scenario: Scenario) -> Observation:
     """Observe a scenario, whatever its outcome. Its prompts are long enough for the connector's loads."""
     block = load_families()[bench.cell.family].block_size
@@ -49,7 +61,7 @@ def observe(bench: Bench, scenario: Scenario) -> Observation:
     found = _observe(bench, scenario, 0)
     if scenario.abort:
         return found
-    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+    by = tokens_to_add(bench.subject, found, lambda by: _longest(bench, by))
     return _observe(bench, scenario, by) if by else found
 
 

@@ -5,9 +5,11 @@ One scenario is one variant of the cases, and its name is the last word of their
 
 from __future__ import annotations
 
-from model_matrix import load_families, prompt_lengths
+from model_matrix import load_families, parse_topology, prompt_lengths
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
+
+LATENT_AND_STATE = {"latent_attention", "linear_attention"}  # kinds of layers
 
 
 def lengths(cell: Cell, matrix: str) -> list[Scenario]:
@@ -15,7 +17,7 @@ def lengths(cell: Cell, matrix: str) -> list[Scenario]:
     data = load_families()[cell.family]
     return [
         Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1)
-        for n in prompt_lengths(data, data.block_size, matrix)
+        for n in prompt_lengths(data, data.block_size, "brief" if _is_brief(cell, matrix) else matrix)
     ]
 
 
@@ -35,8 +37,8 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
         ),
         Scenario("partial_hit", (Prompt(tokens(2 * s * b + 3), warm=s * b + 1),)),
     ]
-    if matrix == "quick" and load_families()[cell.family].draft:  # as few as `prompt_lengths`
-        return some
+    if _is_brief(cell, matrix):
+        return [*some, turns] if has_state(cell) else some
     return [
         *some,
         Scenario("full_hit", (Prompt(tokens(2 * s * b + 1), warm=2 * s * b + 1),), due=False),
@@ -45,6 +47,18 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
         # D has attention KV of the first turn, and a state at its end at most
         *([turns] if has_state(cell) or matrix != "quick" else []),
     ]
+
+
+def _is_brief(cell: Cell, matrix: str) -> bool:
+    """Whether a cell of the quick matrix has few scenarios, since other cells test the rest.
+
+    Layers of a draft and of its model are of kinds that other families have. What Kimi Linear has at other
+    lengths does not depend on tensor parallel sizes; that states and latent rows are paired right does.
+    """
+    family, (p, d) = load_families()[cell.family], parse_topology(cell.topology)
+    return matrix == "quick" and (
+        family.draft is not None or (p != d and LATENT_AND_STATE <= set(family.kinds))
+    )
 
 
 def _block(cell: Cell) -> int:

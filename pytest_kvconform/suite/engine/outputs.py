@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from model_matrix import load_families
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import completed, drafts, moved
+from pytest_kvconform.suite.engine._observations import completed, drafts, moved, require_drafts
 from pytest_kvconform.suite.engine._scenarios import handovers
 
 
@@ -38,6 +39,7 @@ def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
                     signature="outputs differ from the oracle's",
                 )
             )
+    require_drafts(load_families()[bench.cell.family], observed.requests)
     return Evidence(
         looked_at=sum(len(r.got.logprobs) for r in observed.requests if r.got),
         unit="tokens",

@@ -1,7 +1,8 @@
-"""Latent attention on a CPU behind tokens that are in the cache: pieces of a prompt, and prefix hits.
+"""KimiLinear's latent attention on a CPU behind tokens in the cache: pieces of a prompt, and prefix hits.
 
-vLLM 0.32 turns chunked prefill and prefix caching off for latent attention on a CPU, since it lacks a kernel.
-With these functions `overrides.keep_configured_limits` may keep them on.
+KimiLinear has a layer of its own (vllm/models/kimi_k3/nvidia/mla.py), which gathers the rows of these tokens
+with a kernel for GPUs. The layer of other models gathers them with a kernel for CPUs
+(`gather_mla_context_cache_cpu`), and needs none of this.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def attend_to_context(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of a prefill to rows that were in the cache: [token, head, value], [head, token].
 
-    vLLM's function refuses `out`, and the backend promises to fill it.
+    vLLM's function refuses `out`, but the backend promises to fill it (`supports_out`), and KimiLinear's layer
+    takes it at its word.
     """
     result, weight = _attend(self, chunk=chunk, q=q, k=k, v=v)
     return (result if out is None else out.copy_(result)), weight
 
 
 def allow_prefixes() -> None:
-    """Let latent attention of this process and its forks read tokens that are in the cache."""
+    """Let KimiLinear's latent attention in this process and its forks read tokens that are in the cache."""
     _custom_ops.gather_and_maybe_dequant_cache = gather_rows
     CPUSDPAMLAPrefillBackend.run_prefill_context_chunk = attend_to_context
