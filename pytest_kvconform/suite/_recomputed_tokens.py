@@ -74,8 +74,8 @@ class Loads:
             )
         if not self._lacks_a_due_block(r):
             return (
-                f"D loaded nothing of the {r.length} tokens of {r.name}: with a draft model vLLM computes the "
-                "last whole block itself"
+                f"D loaded nothing of the {r.length} tokens of {r.name}: with a draft model vLLM computes "
+                "the last whole block itself"
             )
         if declared and not load_is_due(self.subject, r, self.decoder):
             return f"{r.name} of {r.length} tokens is too short for a load: {declared} is declared"

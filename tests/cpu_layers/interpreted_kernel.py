@@ -1,7 +1,8 @@
 """Run vLLM's Triton kernel of Kimi Delta Attention in Triton's interpreter, and `delta_rule` beside it.
 
-Prints the largest difference of the outputs and that of the states. vLLM takes Triton for missing on a CPU.
-So this process gives it Triton first, and loads the kernel's file alone.
+Prints a line for a decay without a bound, and one for a bounded decay: the largest difference of the outputs
+and that of the states. vLLM takes Triton for missing on a CPU. So this process gives it Triton first, and
+loads the kernel's file alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ def main() -> None:
     kernel = load("kernel", KERNEL)
     # the interpreter replaces functions of `tl`, which the kernel has under names of its own
     kernel.exp, kernel.log = lambda x: tl.exp(x), lambda x: tl.log(x)
+    for lower_bound in (None, -5.0):
+        print(*differences(kernel, lower_bound))
 
+
+def differences(kernel: ModuleType, lower_bound: float | None) -> tuple[float, float]:
+    """Of the outputs and of the states."""
     draw = torch.Generator().manual_seed(3)
     q, k, v, raw = (torch.randn(1, TOKENS, HEADS, WIDTH, generator=draw) for _ in range(4))
     beta = torch.randn(1, TOKENS, HEADS, generator=draw)
@@ -75,10 +81,11 @@ def main() -> None:
         dt_bias=bias,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
+        lower_bound=lower_bound,
     )
-    decay = log_decay(raw[0], a_log, bias, None)
+    decay = log_decay(raw[0], a_log, bias, lower_bound)
     got = delta_rule(q[0], k[0], v[0], decay, beta[0].sigmoid(), mine)
-    print((got - out[0]).abs().max().item(), (mine - states[SLOT]).abs().max().item())
+    return (got - out[0]).abs().max().item(), (mine - states[SLOT]).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from pytest_kvconform.rigs.vllm_setup.cpu_layers.delta_rule import delta_rule, l
 
 HEADS, KEY, VALUE, TOKENS = 3, 16, 8, 37
 HERE = Path(__file__).parent
+WITH_TRITON = (sys.platform, platform.machine()) == ("linux", "x86_64")  # as in pyproject.toml
+OF_KERNEL = 1e-5
 
 
 class Draw:
@@ -119,12 +122,16 @@ def test_one_decay_for_all_channels_is_gated_deltanet() -> None:
     assert (draw.state.transpose(1, 2) - states[1]).std() < 0.02 * states[1].std()
 
 
+@pytest.mark.skipif(not WITH_TRITON, reason="the extra `test` has Triton for Linux on x86_64 alone")
 def test_it_is_the_kernel_that_vllm_has_for_gpus() -> None:
-    """Outputs, state and the order of its axes, of vLLM's Triton kernel in Triton's interpreter."""
+    """Outputs, state and the order of its axes, of vLLM's Triton kernel in Triton's interpreter.
+
+    Without and with a bound of the decay.
+    """
     done = subprocess.run(
         [sys.executable, HERE / "interpreted_kernel.py"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    outputs, states = (float(word) for word in done.stdout.split()[-2:])
-    assert outputs < 1e-5
-    assert states < 1e-5
+    found = [float(word) for line in done.stdout.splitlines()[-2:] for word in line.split()]
+    assert len(found) == 4
+    assert max(found) < OF_KERNEL

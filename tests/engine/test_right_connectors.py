@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.case_runner import CellRun
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
+FEW_KIMI = "n1 n2 n129 two_at_once partial_hit second_turn abort_loading"
+FEW_DRAFT = "n17 partial_hit chunked two_at_once abort_loading"
 RIGHT = [
     ("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"),
     ("BacksOff", "gemma3", ""),
     ("Right", "qwen3_5", FEW),
     ("LayerWise", "qwen3_5", FEW),
-    ("Right", "kimi_linear", "n1 n2 n129 two_at_once partial_hit second_turn abort_loading"),
+    ("Right", "kimi_linear", FEW_KIMI),
+    ("LayerWise", "kimi_linear", FEW_KIMI),
+    ("Right", "kimi_k2_5_eagle3", FEW_DRAFT),
+    ("LayerWise", "kimi_k2_5_eagle3", FEW_DRAFT),
+    ("BacksOff", "kimi_k2_5_eagle3", FEW_DRAFT),
 ]
 
 
@@ -24,6 +32,23 @@ RIGHT = [
 def test_a_right_connector_passes_every_case(
     run_cases: Callable[..., CellRun], connector: str, family: str, variants: str
 ) -> None:
-    run = run_cases(connector, family, variants=variants)
+    run = run_cases(connector, family, variants=variants, matrix="full" if variants else "quick")
+    assert all(any(name.endswith(f"[{variant}]") for name in run.outcomes) for variant in variants.split())
     assert set(run.outcomes.values()) == {"PASS"}
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
+
+
+def test_a_store_need_not_serve_the_last_block_of_a_model_with_a_draft(
+    run_cases: Callable[..., CellRun], tmp_path: Path
+) -> None:
+    run = run_cases(
+        "DropsLastBlock",
+        "kimi_k2_5_eagle3",
+        variants="n17 n100 partial_hit",
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+    )
+    assert set(run.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
+    assert run.evidence["d_loads_all_whole_blocks[n100]"].external_tokens == 5 * 16
+    assert "vLLM computes the last whole block itself" in run.reasons["d_loads_all_whole_blocks[n17]"]

@@ -56,9 +56,8 @@ def _is_brief(cell: Cell, matrix: str) -> bool:
     lengths does not depend on tensor parallel sizes; that states and latent rows are paired right does.
     """
     family, (p, d) = load_families()[cell.family], parse_topology(cell.topology)
-    return matrix == "quick" and (
-        family.draft is not None or (p != d and LATENT_AND_STATE <= set(family.kinds))
-    )
+    pairs_both = p != d and LATENT_AND_STATE.issubset(family.kinds)
+    return matrix == "quick" and (family.draft is not None or pairs_both)
 
 
 def _block(cell: Cell) -> int:

@@ -52,8 +52,8 @@ def attend_to_context(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of a prefill to rows that were in the cache: [token, head, value], [head, token].
 
-    vLLM's function refuses `out`, but the backend promises to fill it (`supports_out`), and KimiLinear's layer
-    takes it at its word.
+    vLLM's function refuses `out`, and KimiLinear's layer gives it one if the backend promises to fill it
+    (`supports_out`).
     """
     result, weight = _attend(self, chunk=chunk, q=q, k=k, v=v)
     return (result if out is None else out.copy_(result)), weight
