@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_kvconform.plan import PlannedCase
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Trace
+from pytest_kvconform.subject import Subject
+from pytest_kvconform.suite._load_amount import due_end
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
@@ -158,3 +162,36 @@ def test_the_scheduler_half_of_a_right_connector_conforms(
     assert run.outcomes["step_loop_hooks_return_at_once[worker]"] == "PASS"
     assert run.outcomes["load_fills_the_allocated_blocks[no_hit]"] == "PASS"
     assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("profile", "drafts", "granularity", "length", "local", "due"),
+    [
+        ("p2p", True, 0, 100, 0, 96),
+        ("store", False, 0, 100, 0, 96),
+        ("store", True, 0, 100, 0, 80),
+        ("store", True, 0, 100, 64, 80),
+        ("store", True, 0, 100, 80, 80),  # D has it
+        ("store", True, 0, 17, 0, 0),
+        ("store", True, 32, 100, 0, 64),
+    ],
+)
+def test_with_a_draft_the_last_block_of_a_store_is_not_due(
+    profile: str, drafts: bool, granularity: int, length: int, local: int, due: int
+) -> None:
+    subject = Subject(spec="S", connector="S", profile=profile, load_granularity=granularity)
+    facts = EngineFacts(
+        groups=(),
+        num_blocks=96,
+        block_size=16,
+        connector="S",
+        backend="",
+        layout="",
+        hma=True,
+        prefix_caching=True,
+        pid=0,
+        drops_last_block=drafts,
+    )
+    trace = Trace(id="request", prompt_tokens=length, local_tokens=local)
+    request = SimpleNamespace(name="request 0", length=length, prefill=trace, decode=trace)
+    assert due_end(subject, request, facts) == due
