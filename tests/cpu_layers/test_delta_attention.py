@@ -21,7 +21,7 @@ CHANNELS = HEADS * WIDTH
 # two prompts, of which one continues, and a request that decodes: tokens, slot, whether it has a state
 REQUESTS = [(5, 3, False), (9, 1, True), (1, 4, True)]
 TOKENS = sum(tokens for tokens, _, _ in REQUESTS)
-LIMIT = 1e-5
+LIMIT = 1e-5  # measured: 5e-7; with one mistake in the layer 1.5 and more
 
 
 @pytest.fixture(scope="module")

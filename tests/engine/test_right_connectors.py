@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -36,19 +34,3 @@ def test_a_right_connector_passes_every_case(
     assert all(any(name.endswith(f"[{variant}]") for name in run.outcomes) for variant in variants.split())
     assert set(run.outcomes.values()) == {"PASS"}
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
-
-
-def test_a_store_need_not_serve_the_last_block_of_a_model_with_a_draft(
-    run_cases: Callable[..., CellRun], tmp_path: Path
-) -> None:
-    run = run_cases(
-        "DropsLastBlock",
-        "kimi_k2_5_eagle3",
-        variants="n17 n100 partial_hit",
-        profile="store",
-        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-    )
-    assert set(run.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}
-    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
-    assert run.evidence["d_loads_all_whole_blocks[n100]"].external_tokens == 5 * 16
-    assert "vLLM computes the last whole block itself" in run.reasons["d_loads_all_whole_blocks[n17]"]
