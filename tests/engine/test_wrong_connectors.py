@@ -14,7 +14,6 @@ from tests.helpers.wrong import Wrong, on
 
 from .command import Command
 
-# cases that need a hand-over that ended
 STOPPED = {
     "all_blocks_are_freed",
     "attention_kv_arrives",
@@ -25,8 +24,6 @@ STOPPED = {
 }  # cases that need a hand-over that ended
 # cases that need KV that was given
 DUMB = {"attention_kv_arrives", "unowned_blocks_are_unchanged", "d_loads_all_whole_blocks"}
-
-
 mistake = functools.partial(Wrong, family="llama", variants="n200")
 
 
@@ -93,18 +90,15 @@ WRONG = [
         {"unowned_blocks_are_unchanged": r"blocks \d+ of D changed, which belong to no request"},
     ),
     # The draft model's KV: no token differs, since the model verifies what the draft proposes.
-    mistake(
-        "LeavesDraft",
-        {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
-        family="kimi_k2_5_eagle3",
-        variants="n17 n100",
-    ),
-    mistake(
-        "LeavesDraft",
-        {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
-        family="llama_mla_eagle3",
-        matrix="full",
-        variants="n17 n100",
+    *(
+        mistake(
+            "LeavesDraft",
+            {"attention_kv_arrives": r"tokens 0-98 of model\.layers\.4\.self_attn\.attn was never written"},
+            family=family,
+            matrix="full",
+            variants="n17 n100",
+        )
+        for family in ("kimi_k2_5_eagle3", "llama_mla_eagle3")
     ),
     mistake(
         "DraftLateByOne",
