@@ -8,6 +8,7 @@ from tests.helpers.case_runner import CellRun
 
 Run = Callable[..., CellRun]
 ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
+RIGHT = ("as_many_answers_are_right[strict-match]", "as_many_answers_are_right[flexible-extract]")
 EQUAL, BYTES = "answers_equal_those_of_d_alone", "moved_bytes_are_counted"
 
 
@@ -35,3 +36,79 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     run = run_cases("LoadsMost")
     assert run.failed == {LOADED}
     assert "the whole prompt of 2 of 16 requests" in run.findings[LOADED].happened
+
+
+def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(64, 5)
+    run = run_cases("CorruptsOneInTwenty")
+    assert EQUAL in run.failed
+    assert "of the answers equal those of D alone" in run.findings[EQUAL].happened
+    assert LOADED not in run.failed
+
+
+def test_one_wrong_block_in_one_request_of_fifty_changes_answers(run_cases: Run) -> None:
+    assert EQUAL in run_cases("CorruptsOneInFifty").failed
+
+
+def test_wrong_blocks_in_every_request_lose_right_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("CorruptsEach")
+    assert {EQUAL, *RIGHT} <= run.failed
+    assert "0 of 16 answers are right, 16 of D alone" in run.findings[RIGHT[0]].happened
+    assert not {ANSWERED, LOADED} & run.failed
+
+
+def test_a_metric_that_does_not_grow_is_named(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("CountsNothing")
+    assert run.failed == {BYTES}
+    assert "vllm:nixl_bytes_transferred_sum did not grow" in run.findings[BYTES].happened
+
+
+def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("DiesInLoad")
+    assert run.failed == {ANSWERED}
+    finding = run.findings[ANSWERED]
+    assert "the tenth load is too much" in finding.happened
+    assert "without the connector the same servers answer" in finding.happened
+    assert run.outcomes[LOADED] == "BLOCKED"
+
+
+def test_a_request_that_is_never_answered_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("NeverReports", scale=0.3)
+    assert run.failed == {ANSWERED}
+    assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_does_not_start_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("RefusesToStart")
+    assert run.failed == {ANSWERED}
+    assert "this connector does not like servers" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_never_comes_up_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("NeverStarts", scale=0.15)
+    assert run.failed == {ANSWERED}
+    assert "did not answer within" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_is_killed_is_no_violation(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("Killed")
+    assert not run.failed
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert "was killed by SIGKILL" in run.reasons[ANSWERED]

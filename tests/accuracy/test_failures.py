@@ -1,0 +1,160 @@
+"""What goes wrong and is not the connector's doing: one clear sentence, the right outcome, nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.serving import bench, chain, evaluator, server
+from pytest_kvconform.rigs.serving.metrics import Unreachable, get, is_bytes_moved, read_counters
+from tests.engine.command import Command
+from tests.helpers.case_runner import CellRun
+
+Run = Callable[..., CellRun]
+ANSWERED = "every_question_is_answered"
+
+
+def test_a_router_that_dies_in_the_middle_is_no_violation(
+    run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions(16)
+    chains, start = list[chain.Chain](), chain.start
+
+    def started(*args: Any, **more: Any) -> chain.Chain:
+        chains.append(start(*args, **more))
+        return chains[-1]
+
+    answered = evaluator.Progress.answered
+
+    def kill_router(self: Any, count: int, what: str) -> None:
+        answered(self, count, what)
+        if what == bench.SUBJECT and count == 3:
+            os.kill(chains[0].processes[-1].process.pid, signal.SIGTERM)
+
+    monkeypatch.setattr(chain, "start", started)
+    monkeypatch.setattr(evaluator.Progress, "answered", kill_router)
+    run = run_cases("Right")
+    assert set(run.outcomes.values()) == {"HARNESS"}
+    assert run.reasons[ANSWERED] == "the router ended, and no code of the connector runs in it"
+
+
+def test_a_port_that_is_taken_is_named(
+    run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions(16)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(chain, "free_port", lambda: port)
+        run = run_cases("Right")
+    assert set(run.outcomes.values()) == {"HARNESS"}
+    assert f"port {port} of this machine was taken by another process" in run.reasons[ANSWERED]
+
+
+def test_a_full_disk_is_no_violation(
+    run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions(16)
+    spec = chain._spec
+    monkeypatch.setattr(
+        chain, "_spec", lambda *args: msgspec.structs.replace(spec(*args), records="/dev/full")
+    )
+    run = run_cases("Right")
+    assert not run.failed
+    assert set(run.outcomes.values()) <= {"BLOCKED", "HARNESS"}
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> Iterator[Path]:
+    """A folder of questions whose last line is cut off."""
+    for name in ("test", "train"):
+        line = b'{"question": "How many?", "answer": "1 + 1 = 2.\\n#### 2"}\n'
+        (tmp_path / f"{name}.jsonl").write_bytes(40 * line + line[:20])
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def test_a_truncated_file_of_questions_is_named_with_its_line(run_cases: Run, gsm8k: Path) -> None:
+    run = run_cases("Right", declared={"gsm8k": str(gsm8k)})
+    assert set(run.outcomes.values()) == {"BLOCKED"}
+    assert f"--kv-gsm8k: {gsm8k / 'test.jsonl'}, line 41:" in run.reasons[ANSWERED]
+
+
+def test_a_folder_without_questions_is_named(run_cases: Run, tmp_path: Path) -> None:
+    run = run_cases("Right", declared={"gsm8k": str(tmp_path)})
+    assert set(run.outcomes.values()) == {"BLOCKED"}
+    assert f"--kv-gsm8k: cannot read {tmp_path / 'test.jsonl'}: No such file" in run.reasons[ANSWERED]
+
+
+@pytest.mark.parametrize("module", ["lm_eval", "scipy", "prometheus_client", "vllm_router"])
+def test_a_package_that_is_not_installed_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Blocked, match=r"needs .*: pip install 'pytest-kvconform\[accuracy\]'$"):
+        server.require_package(module, bench.PACKAGES.get(module, "vllm-router"))
+
+
+def test_nothing_is_left_when_the_runner_is_killed(tmp_path: Path) -> None:
+    run = Command(tmp_path, "--kv-connector=NixlConnector", "--kv-tier=accuracy", "--kv-family=llama")
+    try:
+        run.wait_for("questions answered by the baseline", 120)
+        run.send(signal.SIGKILL)
+        run.process.wait(10)
+        assert run.left() == []
+    finally:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(run.temporary, ignore_errors=True)
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+METRICS = """\
+# TYPE vllm:prompt_tokens_by_source counter
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 650.0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 300.0
+vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 50.0
+# TYPE vllm:nixl_bytes_transferred histogram
+vllm:nixl_bytes_transferred_bucket{engine="0",le="+Inf"} 1.0
+vllm:nixl_bytes_transferred_count{engine="0"} 1.0
+vllm:nixl_bytes_transferred_sum{engine="0"} 1.376256e+06
+"""
+
+
+def test_counters_are_sums_over_engines() -> None:
+    counters = read_counters(METRICS)
+    assert (counters.external, counters.local, counters.computed) == (350, 0, 650)
+    assert counters.moved == {"vllm:nixl_bytes_transferred_sum": 1376256}
+    assert counters.since(counters).external == 0
+    assert (counters + counters).external == 700
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("vllm:nixl_bytes_transferred_sum", True),
+        ("vllm:kv_offload_load_bytes_total", True),
+        ("vllm:nixl_bytes_transferred_count", False),
+        ("vllm:estimated_read_bytes_per_gpu_total", False),
+        ("process_resident_memory_bytes", False),
+    ],
+)
+def test_metrics_of_bytes_are_known_by_their_names(name: str, moved: bool) -> None:
+    assert is_bytes_moved(name) is moved
+
+
+def test_a_server_that_does_not_answer_is_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/health"
+        with pytest.raises(Unreachable, match=rf"^{url} does not answer: "):
+            get(url, 1.0)
