@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_matrix import load_families, parse_topology
+from model_matrix import load_families, parse_topology, speculative_config
 from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.context import RunContext, port_environment
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -156,6 +156,7 @@ def _spec(
 ) -> ServerSpec:
     family = load_families()[cell.family]
     blocks = -(-longest // family.block_size) + 1
+    draft = speculative_config(family, checkpoint)
     groups = 1 + bool(family.sliding_window) + family.has_state * 3
     return ServerSpec(
         role=role,
@@ -170,5 +171,6 @@ def _spec(
         max_seqs=MAX_SEQS,
         kv_transfer_config=transfer,
         environment=port_environment(),
+        engine_arguments={"speculative_config": draft} if draft else {},
         records=str(Path(context.address).parent / f"prompts-{role}-{name}.jsonl"),
     )

@@ -82,7 +82,8 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
         count=len(exam.prompts),
         longest_answer=max(len(answer) for _, answer in exam.tokens),
     )
-    return Exam(canary, exam.longest + 1, questions, LOOKS)
+    spare = 1 + (family.draft.tokens if family.draft else 0)
+    return Exam(canary, exam.longest + spare, questions, LOOKS)
 
 
 def exam_of_deployment(context: RunContext) -> Exam:

@@ -99,6 +99,20 @@ def compare_correctness(subject: Mapping[int, bool], baseline: Mapping[int, bool
     return Result(Outcome.PASS, p, lost, won, count)
 
 
+def compare_acceptance(subject: tuple[int, int], baseline: tuple[int, int]) -> Result:
+    """Fisher's exact test, one-sided, of (accepted, drafted) tokens: whether fewer are accepted."""
+    from scipy.stats import fisher_exact
+
+    (accepted, drafted), (before, of) = subject, baseline
+    table = [[accepted, drafted - accepted], [before, of - before]]
+    p, lost = float(fisher_exact(table, alternative="less").pvalue), drafted - accepted
+    best = float(fisher_exact([[0, drafted], table[1]], alternative="less").pvalue)
+    if p <= ALPHA:
+        return Result(Outcome.FAIL, p, lost, of - before, drafted)
+    # a subject whose every draft is refused would pass
+    return Result(Outcome.PASS if best <= ALPHA else Outcome.UNSURE, p, lost, of - before, drafted)
+
+
 def wants_more(result: Result) -> bool:
     """Whether more questions should be asked before the answers are judged."""
     return result.outcome is not Outcome.FAIL and (result.worse > 0 or result.outcome is Outcome.UNSURE)

@@ -15,7 +15,9 @@ _BYTES = re.compile(r"vllm:(?!estimated_)\w*(transfer|xfer|load|recv|pull|read)\
 _BYTES_FIRST = re.compile(
     r"vllm:(?!estimated_)\w*bytes\w*(transfer|xfer|load|recv|pull|read)\w*(_sum|_total)$"
 )
-DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class Unreachable(Exception):
@@ -30,7 +32,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     computed: int  # prompt tokens that the engine computed
     moved: dict[str, int] = {}  # the connector's own metrics of bytes -> bytes
     drafts: int = 0  # steps with draft tokens
-    accepted: int = 0  # draft tokens that were accepted
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # of these, accepted by the model
 
     def since(self, before: Counters) -> Counters:
         """What was added since an earlier look."""
@@ -40,6 +43,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             computed=self.computed - before.computed,
             moved={name: count - before.moved.get(name, 0) for name, count in self.moved.items()},
             drafts=self.drafts - before.drafts,
+            drafted=self.drafted - before.drafted,
             accepted=self.accepted - before.accepted,
         )
 
@@ -50,6 +54,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
             computed=self.computed + more.computed,
             moved={name: count + more.moved.get(name, 0) for name, count in self.moved.items()},
             drafts=self.drafts + more.drafts,
+            drafted=self.drafted + more.drafted,
             accepted=self.accepted + more.accepted,
         )
 
@@ -70,13 +75,14 @@ def read_counters(text: str) -> Counters:
             if sample.name == SOURCE:
                 source = sample.labels.get("source", "")
                 by_source[source] = by_source.get(source, 0) + int(sample.value)
-            elif sample.name in (DRAFTS, ACCEPTED) or is_bytes_moved(sample.name):
+            elif sample.name in (DRAFTS, DRAFTED, ACCEPTED) or is_bytes_moved(sample.name):
                 sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
     return Counters(
         external=by_source.get("external_kv_transfer", 0),
         local=by_source.get("local_cache_hit", 0),
         computed=by_source.get("local_compute", 0),
         drafts=sums.pop(DRAFTS, 0),
+        drafted=sums.pop(DRAFTED, 0),
         accepted=sums.pop(ACCEPTED, 0),
         moved=sums,
     )

@@ -8,13 +8,18 @@ from multiprocessing.connection import Connection
 from pytest_kvconform.rigs.serving.messages import ServerSpec
 from pytest_kvconform.rigs.vllm_setup import openai_server
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_arguments
-from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, speculate_on_cpu
 
 
 def serve(connection: Connection, spec: ServerSpec) -> None:
     """Serve. The connection carries nothing: its end is the end of this process."""
     os.environ.update(spec.environment)
     keep_configured_limits()  # as the engines of the engine rig
+    more = {
+        "skip_tokenizer_init": False,
+        "disable_log_stats": False,
+        "served_model_name": ["model"],
+    } | spec.engine_arguments
     arguments = engine_arguments(
         spec.checkpoint,
         dtype=spec.dtype,
@@ -26,7 +31,6 @@ def serve(connection: Connection, spec: ServerSpec) -> None:
         kv_transfer=spec.kv_transfer_config,
         num_blocks=spec.num_blocks,
         prefix_caching=False,
-        more={"skip_tokenizer_init": False, "disable_log_stats": False, "served_model_name": ["model"]}
-        | spec.engine_arguments,
+        more=speculate_on_cpu(more) if "speculative_config" in more else more,
     )
     openai_server.run(arguments, spec.port, spec.records)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from model_matrix import load_families
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.serving.bench import generations
 from pytest_kvconform.rigs.serving.gate import (
     Outcome,
+    compare_acceptance,
     compare_correctness,
     right,
     same_rate,
@@ -101,6 +103,38 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
     return _evidence(
         runs, {"right": sum(subject.values()), "right of D alone": sum(baseline.values()), "p": result.p}
     )
+
+
+def has_draft(cell: Cell) -> bool:
+    """Whether the family of a cell speculates with a draft model."""
+    return load_families()[cell.family].draft is not None
+
+
+@case("KV-ACC-006", applies=has_draft)
+def as_many_drafts_are_accepted(bench: Bench, _: None) -> Evidence:
+    """As many draft tokens are accepted as of D alone. Wrong KV of a draft changes no token."""
+    runs = loads(bench)
+    alone = runs.counted_alone[0] + runs.counted_alone[1]
+    if not (runs.counted.drafted and alone.drafted):
+        raise Blocked("D counts no draft tokens, so that nothing shows whether they are accepted")
+    result = compare_acceptance(
+        (runs.counted.accepted, runs.counted.drafted), (alone.accepted, alone.drafted)
+    )
+    lengths = (
+        f"{runs.counted.acceptance_length:.3f} tokens a step, and {alone.acceptance_length:.3f} of D alone"
+    )
+    if result.outcome is Outcome.FAIL:
+        raise Violation(
+            Finding(
+                rule="KV-ACC-006",
+                happened=f"{runs.counted.accepted} of {runs.counted.drafted} draft tokens are accepted: "
+                f"{lengths}, which chance gives with a probability of {result.p:.1g}",
+                diagnosis="the KV of the draft model is not P's",
+            )
+        )
+    require_enough(result, "fewer drafts are accepted")
+    notes = {"tokens a step": runs.counted.acceptance_length, "of D alone": alone.acceptance_length}
+    return _evidence(runs, {**notes, "p": result.p})
 
 
 def _evidence(runs: Runs, notes: dict[str, float | int | str]) -> Evidence:
