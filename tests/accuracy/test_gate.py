@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.gate import Outcome, compare_correctness, compare_generations
+from pytest_kvconform.rigs.serving.messages import AGAIN
 
 
 def answers(count: int, odd: int = 0, text: str = "wrong") -> dict[int, str]:
@@ -45,28 +47,100 @@ def test_too_few_questions_cannot_tell_and_the_number_needed_can() -> None:
 def test_some_odd_answers_name_the_number_of_questions_that_can_tell() -> None:
     two = compare_generations(answers(96, 2), answers(96), answers(96))
     assert two.outcome is Outcome.UNSURE
-    more = round(2 * two.needed / 96)  # as many in a hundred
+    more = 2 * two.needed // 96  # as many in a hundred
     assert compare_generations(*(answers(two.needed, n) for n in (more, 0, 0))).outcome is Outcome.FAIL
 
 
-def test_noise_that_is_the_same_for_all_three_alarms_less_often_than_the_level() -> None:
-    rng = random.Random(3)
+def test_texts_that_all_differ_tell_nothing() -> None:
+    subject, first, second = ({n: f"{who} {n}" for n in range(96)} for who in ("subject", "D", "D again"))
+    result = compare_generations(subject, first, second)
+    assert (result.outcome, result.worse, result.better, result.needed) == (Outcome.UNSURE, 0, 0, 0)
 
-    def noisy() -> dict[int, str]:
-        return {n: rng.choice("aaaab") for n in range(96)}
 
-    alarms = sum(
-        compare_generations(noisy(), noisy(), noisy(), 1).outcome is Outcome.FAIL for _ in range(400)
-    )
-    assert alarms / 400 <= 2.5 * gate.ALPHA
+def test_questions_on_which_the_baseline_does_not_agree_tell_nothing() -> None:
+    noisy = {n: text if n < 40 else f"noise {n}" for n, text in answers(96).items()}
+    result = compare_generations(answers(96), answers(96), noisy)
+    assert (result.outcome, result.better) == (Outcome.UNSURE, 56)
+    assert result.needed == pytest.approx(gate.least_questions() * 96 / 40, abs=1)
+
+
+def asked_again(looks: list[dict[int, Any]]) -> dict[int, Any]:
+    """The answers of all looks, as a run has them."""
+    return {
+        question + AGAIN * look: one for look, asked in enumerate(looks) for question, one in asked.items()
+    }
+
+
+def test_a_question_counts_once_however_often_it_is_asked() -> None:
+    """Rounding may tip the same answer in each look."""
+    subject, alone = asked_again([answers(64, 1)] * gate.LOOKS), asked_again([answers(64)] * gate.LOOKS)
+    result = compare_generations(subject, alone, alone)
+    assert (result.outcome, result.worse, result.questions) == (Outcome.PASS, 1, 64)
+    right = asked_again([dict.fromkeys(range(64), True)] * gate.LOOKS)
+    lost = {key: key % AGAIN != 5 for key in right}
+    found = compare_correctness(lost, right)
+    assert (found.outcome, found.worse, found.questions) == (Outcome.PASS, 1, 64)
+
+
+def test_other_questions_in_each_look_are_added() -> None:
+    looks = [
+        {n: "odd" if n == look else text for n, text in answers(64).items()} for look in range(gate.LOOKS)
+    ]
+    alone = asked_again([answers(64)] * gate.LOOKS)
+    result = compare_generations(asked_again(looks), alone, alone)
+    assert (result.outcome, result.worse) == (Outcome.FAIL, gate.LOOKS)
+
+
+def test_a_question_on_which_the_baseline_changes_its_mind_is_not_the_subjects() -> None:
+    first = asked_again([answers(64)] * 2)
+    second = first | {AGAIN + 5: "noise"}
+    subject = first | {5: "odd"}
+    result = compare_generations(subject, first, second)
+    assert (result.worse, result.better) == (0, 1)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.2, 0.5])
+def test_noise_that_is_the_same_for_all_three_alarms_less_often_than_the_level(noise: float) -> None:
+    """All looks of a run, and after each of them the gate decides whether to ask again."""
+    rng, runs, alarms = random.Random(3), 300, {"texts": 0, "right": 0}
+
+    def asked(look: int) -> dict[int, str]:
+        return {n + AGAIN * look: "b" if rng.random() < noise else "a" for n in range(64)}
+
+    for _ in range(runs):
+        three: list[dict[int, str]] = [{}, {}, {}]
+        for look in range(gate.LOOKS):
+            for one in three:
+                one |= asked(look)
+            result = compare_generations(*three)
+            if not gate.wants_more(result):
+                break
+        subject, baseline = ({key: text == "a" for key, text in one.items()} for one in three[:2])
+        alarms["texts"] += result.outcome is Outcome.FAIL
+        alarms["right"] += compare_correctness(subject, baseline).outcome is Outcome.FAIL
+    # three standard deviations above the level
+    most = runs * gate.ALPHA + 3 * (runs * gate.ALPHA) ** 0.5
+    assert max(alarms.values()) <= most, alarms
 
 
 def test_lost_answers_fail_and_won_ones_do_not() -> None:
     right = dict.fromkeys(range(96), True)
-    lost = {n: n >= 8 for n in right}
+    lost = {n: n >= gate.least_lost() for n in right}
     assert compare_correctness(lost, right).outcome is Outcome.FAIL
     assert compare_correctness(right, lost).outcome is Outcome.PASS
     assert compare_correctness(right, right).outcome is Outcome.PASS
+
+
+def test_lost_answers_that_chance_seldom_gives_name_the_number_of_questions_that_can_tell() -> None:
+    baseline = {n: n != 0 for n in range(64)}
+    subject = {n: not 1 <= n <= 7 for n in range(64)}
+    result = compare_correctness(subject, baseline)
+    assert (result.outcome, result.worse, result.better) == (Outcome.UNSURE, 7, 1)
+    assert result.needed > 64
+    lost, won = (count * result.needed // 64 for count in (7, 1))
+    more = range(result.needed)
+    found = compare_correctness({n: n >= lost for n in more}, {n: not lost <= n < lost + won for n in more})
+    assert found.outcome is Outcome.FAIL
 
 
 def test_as_many_won_as_lost_pass() -> None:
@@ -74,7 +148,7 @@ def test_as_many_won_as_lost_pass() -> None:
     assert compare_correctness(one, {n: not right for n, right in one.items()}).outcome is Outcome.PASS
 
 
-@pytest.mark.parametrize(("right", "needed"), [(0, 0), (3, 224)])
+@pytest.mark.parametrize(("right", "needed"), [(0, 0), (3, 320)])
 def test_a_baseline_that_knows_too_little_cannot_tell(right: int, needed: int) -> None:
     baseline = {n: n < right for n in range(96)}
     result = compare_correctness(baseline, baseline)

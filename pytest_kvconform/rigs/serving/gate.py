@@ -9,20 +9,28 @@ differ as they like.
   number of questions whose odd answer is the subject's has a binomial distribution with probability 1/3.
 - **Correctness.** McNemar's exact test: of the questions that one of subject and baseline answers right, the
   subject has lost at most half, except by chance.
+
+The same questions can be asked several times, in several looks. Rounding may tip the same answer each time,
+since D computes the last token of a prompt alone after a hand-over, and with the whole prompt otherwise. So a
+question counts once, whatever the number of looks. The more looks, the less likely is it that a right subject
+has the odd answer: both baselines have to agree in all of them.
+
+A mapping has the answers of all looks. Its keys are those of `messages.Answer`.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_kvconform.rigs.serving.messages import Answer
+from pytest_kvconform.rigs.serving.messages import AGAIN, Answer
 
 ALPHA = 0.01  # probability with which a test fails a right connector whose servers have much noise
 UNSURE = 0.2  # above this p-value a difference is what chance gives
 ODD = 1 / 3  # probability that of three exchangeable answers the odd one is the subject's
+HALF = 0.5  # probability that of two exchangeable answers the wrong one is the subject's
 SHARE = 0.05  # of requests: a corruption of more of them is excluded by a pass
 SURE = 0.95  # with this probability
 LOOKS = 8  # times at which the gate is asked, with more questions each time
@@ -58,6 +66,11 @@ def least_differences(looks: int = LOOKS) -> int:
     return math.ceil(math.log(alpha(looks)) / math.log(ODD))
 
 
+def least_lost(looks: int = LOOKS) -> int:
+    """The fewest lost questions, with none won, that fail."""
+    return math.ceil(math.log(alpha(looks)) / math.log(HALF))
+
+
 def least_questions() -> int:
     """The fewest questions with which a pass excludes a corruption of SHARE of the requests."""
     return math.ceil(math.log(1 - SURE) / math.log(1 - SHARE))
@@ -66,35 +79,50 @@ def least_questions() -> int:
 def compare_generations(
     subject: Mapping[int, str], first: Mapping[int, str], second: Mapping[int, str], looks: int = LOOKS
 ) -> Result:
-    """Compare texts by question. `first` and `second`: of the baseline. All have the same questions."""
-    worse = better = 0
-    for question, text in subject.items():
-        one, other = first[question], second[question]
-        worse += text != one and one == other
-        better += (text == one) != (text == other)
-    p, count = _binomial(worse, worse + better, ODD), len(subject)
+    """Compare texts by question. `first` and `second`: of the baseline. All have the same keys.
+
+    Only a question to which the baseline gives one answer in each look can show that the subject's is odd.
+    """
+    noisy = {key % AGAIN for key, text in first.items() if text != second[key]}
+    odd = {key % AGAIN for key, text in subject.items() if text != first[key]} - noisy
+    # of two different answers of the baseline, the subject has one: the other is the odd one
+    odd_alone = {
+        key % AGAIN for key, text in subject.items() if (text == first[key]) != (text == second[key])
+    }
+    asked = questions_of(subject)
+    told, worse, better = len(asked) - len(noisy), len(odd), len(odd_alone)
+    p, count = _binomial(worse, worse + better, ODD), len(asked)
     if p <= alpha(looks):
         return Result(Outcome.FAIL, p, worse, better, count)
     if worse and p <= UNSURE:
-        needed = math.ceil(count * least_differences(looks) / worse)
-        return Result(Outcome.UNSURE, p, worse, better, count, max(needed, count + 1))
-    if count < least_questions():
-        return Result(Outcome.UNSURE, p, worse, better, count, least_questions())
+        needed = _needed(worse, worse + better, ODD, count, looks)
+        return Result(Outcome.UNSURE, p, worse, better, count, needed)
+    if told < least_questions():
+        needed = math.ceil(least_questions() * count / told) if told else 0
+        return Result(Outcome.UNSURE, p, worse, better, count, needed)
     return Result(Outcome.PASS, p, worse, better, count)
 
 
-def compare_correctness(subject: Mapping[int, bool], baseline: Mapping[int, bool]) -> Result:
-    """McNemar's exact test, one-sided. Both have the same questions: whether each was answered right."""
-    lost = sum(baseline[question] and not right for question, right in subject.items())
-    won = sum(right and not baseline[question] for question, right in subject.items())
-    p, count, right = _binomial(lost, lost + won, 0.5), len(subject), sum(baseline.values())
-    if p <= ALPHA:
+def compare_correctness(
+    subject: Mapping[int, bool], baseline: Mapping[int, bool], looks: int = LOOKS
+) -> Result:
+    """McNemar's exact test, one-sided. Both have the same keys: whether each answer is right.
+
+    A question is lost if it is in one look, and won in none.
+    """
+    less = {key % AGAIN for key, right in subject.items() if baseline[key] and not right}
+    more = {key % AGAIN for key, right in subject.items() if right and not baseline[key]}
+    lost, won = len(less - more), len(more - less)
+    known = questions_of(baseline) - {key % AGAIN for key, right in baseline.items() if not right}
+    p, count, right = _binomial(lost, lost + won, HALF), len(questions_of(subject)), len(known)
+    if p <= alpha(looks):
         return Result(Outcome.FAIL, p, lost, won, count)
-    # so many lost questions fail, if none is won
-    least = math.ceil(math.log(ALPHA) / math.log(0.5))
-    if right < least:
+    if lost > won and p <= UNSURE:
+        needed = _needed(lost, lost + won, HALF, count, looks)
+        return Result(Outcome.UNSURE, p, lost, won, count, needed)
+    if right < least_lost(looks):
         # A subject that answers nothing right would pass: the baseline answers too little right.
-        needed = math.ceil(least * count / right) if right else 0
+        needed = math.ceil(least_lost(looks) * count / right) if right else 0
         return Result(Outcome.UNSURE, p, lost, won, count, needed)
     return Result(Outcome.PASS, p, lost, won, count)
 
@@ -107,15 +135,23 @@ def compare_acceptance(subject: tuple[int, int], baseline: tuple[int, int]) -> R
     table = [[accepted, drafted - accepted], [before, of - before]]
     p, lost = float(fisher_exact(table, alternative="less").pvalue), drafted - accepted
     best = float(fisher_exact([[0, drafted], table[1]], alternative="less").pvalue)
-    if p <= ALPHA:
+    if p <= alpha():
         return Result(Outcome.FAIL, p, lost, of - before, drafted)
     # a subject whose every draft is refused would pass
-    return Result(Outcome.PASS if best <= ALPHA else Outcome.UNSURE, p, lost, of - before, drafted)
+    return Result(Outcome.PASS if best <= alpha() else Outcome.UNSURE, p, lost, of - before, drafted)
 
 
 def wants_more(result: Result) -> bool:
-    """Whether more questions should be asked before the answers are judged."""
-    return result.outcome is not Outcome.FAIL and (result.worse > 0 or result.outcome is Outcome.UNSURE)
+    """Whether the questions should be asked again before the answers are judged: another one may be odd.
+
+    A question on which the baseline does not agree, or to which it does not know the answer, stays one.
+    """
+    return result.outcome is not Outcome.FAIL and result.worse > 0
+
+
+def questions_of(answers: Iterable[int]) -> set[int]:
+    """The questions among the keys of all looks."""
+    return {key % AGAIN for key in answers}
 
 
 def same_rate(one: Mapping[int, str], other: Mapping[int, str]) -> float:
@@ -124,12 +160,12 @@ def same_rate(one: Mapping[int, str], other: Mapping[int, str]) -> float:
 
 
 def texts(answers: Sequence[Answer]) -> dict[int, str]:
-    """Question -> text."""
+    """Key of the answer -> text."""
     return {one.question: one.text for one in answers}
 
 
 def right(answers: Sequence[Answer], strict: bool) -> dict[int, bool]:
-    """Question -> whether the answer is right, by strict-match or by flexible-extract."""
+    """Key of the answer -> whether it is right, by strict-match or by flexible-extract."""
     return {one.question: one.strict if strict else one.flexible for one in answers}
 
 
@@ -140,3 +176,11 @@ def _binomial(hits: int, trials: int, probability: float) -> float:
     from scipy.stats import binomtest
 
     return float(binomtest(hits, trials, probability, alternative="greater").pvalue)
+
+
+def _needed(hits: int, trials: int, probability: float, count: int, looks: int) -> int:
+    """The questions with which such a part of hits fails. `hits` of `trials` were found with `count`."""
+    asked = count + 1
+    while _binomial(hits * asked // count, trials * asked // count, probability) > alpha(looks):
+        asked += max(1, count // 8)
+    return asked
