@@ -1,14 +1,15 @@
 """What canaries notice: a table with one row for each family, with the default number of questions.
 
-    python ci/sensitivity.py [FAMILY...] [--questions N] [--gsm8k FOLDER] [--plain]
+    python ci/canaries/sensitivity.py [FAMILY...] [--questions N] [--gsm8k FOLDER] [--plain]
 
 The hand-over is the oracle's: P computes a prompt, and the script copies its KV to D, corrupted on the way.
+A corruption hits every n-th request, counted over all looks, as a wrong connector's would.
 `--plain`: with a read-out that is fitted to the right answers and no more.
 
 A cell: how many answers differ from what D answers if it computes the whole prompt itself, of how many that
-were hit; the change of the score; what a gate decides that compares the two scores within 0.05, and what the
-accuracy tier decides from the answers; of a family with a draft model, how many of its tokens are accepted,
-of how many that are if D computes the whole prompt itself.
+were hit, in the first look; the change of the score there; what a gate decides that compares the two scores
+within 0.05, and what the accuracy tier decides from the answers; of a family with a draft model, how many of
+its tokens are accepted, of how many that are if D computes the whole prompt itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -23,9 +25,8 @@ from typing import NamedTuple
 from corruptions import NAMES, OLDER, RIGHT, Corruption, Source, corruptions_of
 from tokenizers import Tokenizer
 
-from model_matrix import Family, load_families
+from model_matrix import Family, load_accuracy_matrices, load_families
 from model_matrix.canary import Exam, ensure_exam
-from model_matrix.canary.exam import QUESTIONS
 from model_matrix.canary.readout import MOST_GAIN
 from model_matrix.canary.tokenizer import END_ID
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
@@ -34,6 +35,7 @@ from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import Request, Snapshot
 from pytest_kvconform.rigs.serving import gate
+from pytest_kvconform.rigs.serving.messages import AGAIN
 
 IMPORT_S = 180.0
 DEADLINES = Deadlines.scaled(5.0)
@@ -110,26 +112,45 @@ class Pair:
         return name, tuple(tokens)
 
 
+class Asked:
+    """D's answers after one kind of hand-over, in any look. What is asked twice is computed once."""
+
+    def __init__(self, pair: Pair, kind: Corruption, right: list[Answer]):
+        """`right`: the answers after a hand-over that this kind does not hit."""
+        self._pair, self._kind, self._right, self._hit = pair, kind, right, dict[int, Answer]()
+
+    def look(self, number: int) -> list[Answer]:
+        """The answers to all questions in one look, the first of which is 0."""
+        first = number * len(self._right)
+        return [
+            self._answer(question) if (first + question) % self._kind.every == 0 else right
+            for question, right in enumerate(self._right)
+        ]
+
+    def _answer(self, question: int) -> Answer:
+        if question not in self._hit:
+            handed = self._kind(self._pair.source(question))
+            self._hit[question] = self._pair.answer(question, handed)
+        return self._hit[question]
+
+
 def row_of(pair: Pair, questions: int) -> list[str]:
     """The cells of one family, in the order of NAMES."""
-    kinds = list(corruptions_of(pair.source(0).right, pair.layers))
-    asked = range(questions)
-    alone = [pair.answer(question, None) for question in asked]
-    after: dict[Corruption, list[Answer]] = {kind: [] for kind in kinds}
-    for question in asked:
-        source = pair.source(question)
-        for kind, answers in after.items():
-            hit = question % kind.every == 0
-            answers.append(pair.answer(question, kind(source)) if hit else after[kinds[0]][question])
+    right, *kinds = corruptions_of(pair.source(0).right, pair.layers)
+    alone = [pair.answer(question, None) for question in range(questions)]
+    handed = [pair.answer(question, right(pair.source(question))) for question in range(questions)]
+    after = {right: Asked(pair, replace(right, every=questions * gate.LOOKS + 1), handed)}
+    after |= {kind: Asked(pair, kind, handed) for kind in kinds}
     cells = []
     for name in NAMES:
-        of_kinds = [cell(pair, kind, alone, answers) for kind, answers in after.items() if kind.name == name]
+        of_kinds = [cell(pair, kind, alone, asked) for kind, asked in after.items() if kind.name == name]
         cells.append("; ".join(of_kinds) or "-")
     return cells
 
 
-def cell(pair: Pair, kind: Corruption, alone: list[Answer], after: list[Answer]) -> str:
+def cell(pair: Pair, kind: Corruption, alone: list[Answer], asked: Asked) -> str:
     """How many answers changed, the change of the score, and what both gates decide."""
+    after = asked.look(0)
     changed = sum(one.tokens != other.tokens for one, other in zip(after, alone, strict=True))
     hits = sum(question % kind.every == 0 for question in range(len(after))) * (kind.name != RIGHT)
     change = score(pair.exam, after) - score(pair.exam, alone)
@@ -137,7 +158,7 @@ def cell(pair: Pair, kind: Corruption, alone: list[Answer], after: list[Answer])
     of = f" of {hits}" if hits else ""
     accepted, before = (sum(answer.accepted for answer in answers) for answers in (after, alone))
     drafts = f", drafts {accepted} of {before}" if before else ""
-    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(alone, after)}{drafts}".strip()
+    return f"{kind.kind} {changed}{of}, {change:+.2f}, {fixed}/{paired(alone, asked)}{drafts}".strip()
 
 
 def score(exam: Exam, answers: list[Answer]) -> float:
@@ -148,24 +169,23 @@ def score(exam: Exam, answers: list[Answer]) -> float:
     return sum(one == other for one, other in numbers) / len(answers)
 
 
-def paired(alone: list[Answer], after: list[Answer]) -> str:
+def paired(alone: list[Answer], asked: Asked) -> str:
     """What the accuracy tier decides. It asks the questions again while the answers tell too little."""
     subject, baseline = dict[int, str](), dict[int, str]()
-    for look in range(1, gate.LOOKS + 1):
-        for answers, into in ((after, subject), (alone, baseline)):
-            numbered = enumerate(answers, look * len(answers))
-            into.update({number: str(answer.tokens) for number, answer in numbered})
+    for look in range(gate.LOOKS):
+        for answers, into in ((asked.look(look), subject), (alone, baseline)):
+            into |= {number + AGAIN * look: str(one.tokens) for number, one in enumerate(answers)}
         result = gate.compare_generations(subject, baseline, baseline)
         if not gate.wants_more(result):
             break
     word = {gate.Outcome.PASS: "passes", gate.Outcome.FAIL: "fails"}.get(result.outcome, "cannot tell")
-    return word if look == 1 else f"{word} when asked {look} times"
+    return word if look == 0 else f"{word} when asked {look + 1} times"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("family", nargs="*")
-    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    parser.add_argument("--questions", type=int, default=load_accuracy_matrices().questions["quick"])
     parser.add_argument("--gsm8k")
     parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
