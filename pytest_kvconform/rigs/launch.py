@@ -188,6 +188,8 @@ def environment(run_dir: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": (direct := _with_loopback(os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")))),
+        "no_proxy": direct,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "NIXL_LOG_LEVEL": "WARN",
         "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
@@ -196,6 +198,11 @@ def environment(run_dir: Path) -> dict[str, str]:
         "KVCONFORM_WORKING_FOLDER": os.getcwd(),
     }
     return defaults | os.environ | required
+
+
+def _with_loopback(no_proxy: str) -> str:
+    """The hosts that are not asked through a proxy, with this machine among them."""
+    return ",".join([*filter(None, [no_proxy]), "127.0.0.1", "localhost"])
 
 
 def limits_of_kernels(hidden: Collection[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import msgspec
 
 from model_matrix import CheckpointError, load_accuracy_matrices, load_families
 from model_matrix.canary import QuestionsError, ensure_exam
+from model_matrix.canary.questions import TEST, TRAIN, read_questions
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.canary.school import School, ensure_canary
 from pytest_kvconform.rigs.context import RunContext
@@ -28,9 +29,10 @@ LOCAL = """\
 dataset_path: json
 dataset_name: null
 dataset_kwargs:
+  cache_dir: {cache}
   data_files:
-    train: {folder}/train.jsonl
-    test: {folder}/test.jsonl
+    train: {train}
+    test: {test}
 """
 
 
@@ -87,9 +89,18 @@ def exam_of(context: RunContext, cell: Cell) -> Exam:
 
 
 def exam_of_deployment(context: RunContext) -> Exam:
-    """The questions for servers that already run: gsm8k of the hub, or of the folder that the user named."""
+    """The questions for servers that already run: gsm8k of the hub, or of the folder that the user named.
+
+    Raises Blocked if a file of the folder cannot be used.
+    """
     given = context.settings.gsm8k
     local = Path(given).absolute() if given not in ("", HUB) else None
+    if local is not None:
+        try:
+            for name in (TEST, TRAIN):
+                read_questions(local / name)
+        except QuestionsError as error:
+            raise Blocked(f"--kv-gsm8k: {error}") from None
     questions = Questions(
         task=str(write_task(context, local)),
         data=f"gsm8k in {local}" if local else "openai/gsm8k of the hub",
@@ -101,7 +112,10 @@ def exam_of_deployment(context: RunContext) -> Exam:
 
 
 def write_task(context: RunContext, data: Path | None) -> Path:
-    """Write the file of lm-eval's task into a new folder of the run. `data`: None for the hub's."""
+    """Write the file of lm-eval's task into a new folder of the run. `data`: None for the hub's.
+
+    What `datasets` makes of local files is kept there, too, and removed with the run. Raises OSError.
+    """
     import importlib.util
 
     found = importlib.util.find_spec("lm_eval")
@@ -111,6 +125,8 @@ def write_task(context: RunContext, data: Path | None) -> Path:
     folder = Path(context.address).parent / f"gsm8k-{context.next_name()}"
     folder.mkdir(exist_ok=True)
     text = YAML.format(gsm8k=json.dumps(str(gsm8k)), task=TASK)
-    text += LOCAL.format(folder=data) if data else ""
+    if data is not None:
+        places = {"cache": folder / "datasets", "train": data / TRAIN, "test": data / TEST}
+        text += LOCAL.format(**{name: json.dumps(str(place)) for name, place in places.items()})
     (folder / f"{TASK}.yaml").write_text(text)
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,6 +13,7 @@ from pytest_kvconform.rigs.serving.messages import AGAIN, Answer, Answers, Job
 
 TASK = "kvconform_gsm8k"
 SEED = 1234  # lm-eval's default for the choice of examples
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # variables, and constants of these packages
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"  # the filters of lm-eval's gsm8k
 MOST_UNANSWERED = 3  # failed requests after which no further question is asked
 
@@ -18,12 +21,23 @@ MOST_UNANSWERED = 3  # failed requests after which no further question is asked
 def serve(connection: Connection, job: Job) -> None:
     """Run the job. Sends ("answered", count) while it runs, then ("done", Answers) or ("failed", why)."""
     try:
+        if job.online:
+            go_online()
         connection.send(("done", evaluate(job, lambda count: connection.send(("answered", count)))))
     except Exception as error:
         import traceback
 
         traceback.print_exc()
         connection.send(("failed", type(error).__name__, str(error)))
+
+
+def go_online() -> None:
+    """Let this process ask the hub. The zygote, which has imported these packages, never does."""
+    for module in map(importlib.import_module, ("datasets.config", "huggingface_hub.constants")):
+        for name in OFFLINE:
+            os.environ.pop(name, None)
+            if hasattr(module, name):
+                setattr(module, name, False)
 
 
 def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:

@@ -56,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float  # deadline of one request
     # cache_salt of the requests, so that no run finds what another left in a prefix cache; "": none
     salt: str = ""
+    online: bool = False  # the questions come from the hub
 
 
 AGAIN = 1_000_000  # more than any data set has questions

@@ -18,6 +18,9 @@ _BYTES_FIRST = re.compile(
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+CONFIG = "vllm:cache_config_info"  # whose labels are fields of vLLM's CacheConfig
+# Neither lm-eval nor the router asks through a proxy: nor do we.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Unreachable(Exception):
@@ -88,6 +91,17 @@ def read_counters(text: str) -> Counters:
     )
 
 
+def read_block_size(text: str) -> int:
+    """The tokens of a block, from the text of /metrics; 0: it does not tell."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == CONFIG and (size := sample.labels.get("block_size", "")).isdigit():
+                return int(size)
+    return 0
+
+
 def is_bytes_moved(name: str) -> bool:
     """Whether the name of a metric tells that it counts bytes which a connector moved."""
     return bool(_BYTES.match(name) or _BYTES_FIRST.match(name))
@@ -96,7 +110,7 @@ def is_bytes_moved(name: str) -> bool:
 def get(url: str, seconds: float) -> str:
     """Return the body that an address answers with. Raises Unreachable."""
     try:
-        with urllib.request.urlopen(url, timeout=seconds) as answer:
+        with _direct.open(url, timeout=seconds) as answer:
             body: bytes = answer.read()
             return body.decode("utf-8", "replace")
     except urllib.error.HTTPError as error:

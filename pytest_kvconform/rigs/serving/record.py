@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -21,10 +22,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_answers(runs: Runs, folder: Path, cell: Cell) -> Path:
-    """Write a line of JSON for each question. Returns the file. Raises OSError."""
+    """Write a line of JSON for each question. A reader sees the whole file or none. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"answers-{cell}.jsonl"
-    answers = zip(runs.subject.answers, *(run.answers for run in runs.baselines), strict=True)
+    file = _file(folder, cell)
     lines = [
         Line(
             question=subject.question % AGAIN,
@@ -32,7 +32,21 @@ def write_answers(runs: Runs, folder: Path, cell: Cell) -> Path:
             subject=subject,
             baselines=(first, second),
         )
-        for subject, first, second in answers
+        for subject, first, second in zip(runs.subject, *runs.baselines, strict=True)
     ]
-    file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    try:
+        unfinished.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return file
+
+
+def remove_answers(folder: Path, cell: Cell) -> None:
+    """Remove the answers of an earlier run. Raises OSError."""
+    _file(folder, cell).unlink(missing_ok=True)
+
+
+def _file(folder: Path, cell: Cell) -> Path:
+    return folder / f"answers-{cell}.jsonl"
