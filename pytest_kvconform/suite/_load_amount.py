@@ -59,10 +59,17 @@ def due_end(subject: Subject, r: HandedOver, decoder: EngineFacts) -> int:
 
     A load is a multiple of the granularity, or ends at one. D computes the last token in any case.
     """
-    step = subject.load_granularity or decoder.block_size
-    local, last = r.decode.local_tokens, r.length - 1
+    drops = drops_last_block(subject, decoder)
+    return due_end_of(subject, r.length, r.decode.local_tokens, decoder.block_size, drops)
+
+
+def due_end_of(subject: Subject, length: int, local: int, block: int, drops: bool = False) -> int:
+    """`due_end` of a prompt of `length` tokens, of which `local` are D's own hit. `block`: tokens of a block
+    of D. `drops`: see `drops_last_block`.
+    """
+    step, last = subject.load_granularity or block, length - 1
     end = min(last // step * step, local + (last - local) // step * step)
-    if drops_last_block(subject, decoder):
+    if drops:
         end -= step
     return end if end - local >= max(1, subject.min_load) else local
 

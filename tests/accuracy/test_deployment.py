@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pytest_kvconform.case_outcome import CaseEnd, run_case
 from pytest_kvconform.plan import make_plan
-from pytest_kvconform.result import Cell, Outcome
+from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench, facts_of_deployment
 from pytest_kvconform.rigs.serving import chain
 from pytest_kvconform.rigs.serving.data import exam_of
+from pytest_kvconform.rigs.serving.messages import Answers
+from pytest_kvconform.rigs.serving.metrics import Counters
+from pytest_kvconform.rigs.serving.observation import Look
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
+from pytest_kvconform.suite.accuracy.evidence import _require_loads_by_totals
 from tests.helpers.case_runner import CONFIG, CaseRunner
 
 CELL = Cell("llama", "P1D1")
@@ -63,8 +72,57 @@ def test_a_deployment_is_asked_as_our_own_servers_are(
 
 def test_a_deployment_that_does_not_answer_is_named(case_runner: CaseRunner) -> None:
     found = ends(case_runner, deployed(router_url=NOWHERE, decode_url=NOWHERE))
-    assert {end.outcome for end in found.values()} == {Outcome.BLOCKED}
+    assert {end.outcome for end in found.values()} <= {Outcome.BLOCKED, Outcome.NOT_APPLICABLE}
     assert f"the decode server cannot be asked: {NOWHERE}/health does not answer" in found[ANSWERED].reason
+
+
+def test_a_store_needs_a_server_that_does_not_load(case_runner: CaseRunner) -> None:
+    store = replace(deployed(router_url=NOWHERE, decode_url=NOWHERE), profile="store")
+    found = ends(case_runner, store)
+    assert "give --kv-baseline-url" in found[ANSWERED].reason
+
+
+@pytest.mark.parametrize("name", ["test", "train"])
+def test_both_files_of_questions_are_looked_at(case_runner: CaseRunner, tmp_path: Path, name: str) -> None:
+    for one in ("test", "train"):
+        line = '{"question": "How many?", "answer": "#### 2"}\n'
+        (tmp_path / f"{one}.jsonl").write_text(line * 3 + line[:9] * (one == name))
+    found = ends(case_runner, deployed(router_url=NOWHERE, decode_url=NOWHERE, gsm8k=str(tmp_path)))
+    assert f"--kv-gsm8k: {tmp_path / name}.jsonl, line 4:" in found[ANSWERED].reason
+
+
+@pytest.mark.parametrize("looks", [1, 4])
+@pytest.mark.parametrize(("beyond", "shown"), [(0, True), (63, True), (64, False)])
+def test_sums_show_a_load_of_each_question_in_each_look(looks: int, beyond: int, shown: bool) -> None:
+    """Prompts of 70 tokens: 64 in whole blocks, and 6 that D computes in any case."""
+    alone = Counters(external=0, local=0, computed=0)
+    own = 6 * 16 + beyond
+    asked = Answers(answers=(), prompts=(70,) * 16)
+    look = Look(
+        asked, (asked, asked), Counters(external=70 * 16 - own, local=0, computed=own), (alone, alone)
+    )
+    subject = resolve(deployed())
+    for one in (look,) * looks:
+        if shown:
+            _require_loads_by_totals(subject, one, 16)
+        else:
+            with pytest.raises(Blocked, match="cannot show that each question was loaded"):
+                _require_loads_by_totals(subject, one, 16)
+
+
+def test_questions_of_the_hub_are_asked_for_online() -> None:
+    code = (
+        "import datasets, huggingface_hub.constants as hub\n"
+        "from pytest_kvconform.rigs.serving.evaluation import go_online\n"
+        "assert hub.HF_HUB_OFFLINE and datasets.config.HF_DATASETS_OFFLINE\n"
+        "go_online()\n"
+        "print(hub.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, datasets.config.HF_DATASETS_OFFLINE)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["False"] * 3, done.stderr
 
 
 @pytest.mark.parametrize(
