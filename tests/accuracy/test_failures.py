@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -14,8 +15,14 @@ import msgspec
 import pytest
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.serving import bench, chain, evaluator, server
-from pytest_kvconform.rigs.serving.metrics import Unreachable, get, is_bytes_moved, read_counters
+from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, server
+from pytest_kvconform.rigs.serving.metrics import (
+    Unreachable,
+    get,
+    is_bytes_moved,
+    read_block_size,
+    read_counters,
+)
 from tests.engine.command import Command
 from tests.helpers.case_runner import CellRun
 
@@ -43,7 +50,7 @@ def test_a_router_that_dies_in_the_middle_is_no_violation(
     monkeypatch.setattr(chain, "start", started)
     monkeypatch.setattr(evaluator.Progress, "answered", kill_router)
     run = run_cases("Right")
-    assert set(run.outcomes.values()) == {"HARNESS"}
+    assert set(run.outcomes.values()) == {"HARNESS", "NOT-APPLICABLE"}
     assert run.reasons[ANSWERED] == "the router ended, and no code of the connector runs in it"
 
 
@@ -57,7 +64,7 @@ def test_a_port_that_is_taken_is_named(
         port = taken.getsockname()[1]
         monkeypatch.setattr(chain, "free_port", lambda: port)
         run = run_cases("Right")
-    assert set(run.outcomes.values()) == {"HARNESS"}
+    assert set(run.outcomes.values()) == {"HARNESS", "NOT-APPLICABLE"}
     assert f"port {port} of this machine was taken by another process" in run.reasons[ANSWERED]
 
 
@@ -70,8 +77,37 @@ def test_a_full_disk_is_no_violation(
         chain, "_spec", lambda *args: msgspec.structs.replace(spec(*args), records="/dev/full")
     )
     run = run_cases("Right")
-    assert not run.failed
-    assert set(run.outcomes.values()) <= {"BLOCKED", "HARNESS"}
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert set(run.outcomes.values()) <= {"HARNESS", "NOT-APPLICABLE"}
+    assert "No space left on device" in run.reasons[ANSWERED]
+
+
+def test_a_file_of_records_that_is_torn_is_named(
+    run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions(16)
+    monkeypatch.setattr(server, "Prompt", int)  # no line is one
+    run = run_cases("Right")
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert "which the server D writes, is torn" in run.reasons[ANSWERED]
+
+
+def test_what_the_machine_refuses_is_said_once_and_servers_are_not_started_again(
+    run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions(16)
+    asked = []
+
+    def full(*args: Any) -> Path:
+        asked.append(args)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(data, "write_task", full)
+    run = run_cases("Right")
+    assert run.reasons[ANSWERED] == (
+        "this machine keeps the servers from being asked: No space left on device"
+    )
+    assert len(asked) == 1
 
 
 @pytest.fixture
@@ -86,17 +122,17 @@ def gsm8k(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_truncated_file_of_questions_is_named_with_its_line(run_cases: Run, gsm8k: Path) -> None:
     run = run_cases("Right", declared={"gsm8k": str(gsm8k)})
-    assert set(run.outcomes.values()) == {"BLOCKED"}
+    assert set(run.outcomes.values()) == {"BLOCKED", "NOT-APPLICABLE"}
     assert f"--kv-gsm8k: {gsm8k / 'test.jsonl'}, line 41:" in run.reasons[ANSWERED]
 
 
 def test_a_folder_without_questions_is_named(run_cases: Run, tmp_path: Path) -> None:
     run = run_cases("Right", declared={"gsm8k": str(tmp_path)})
-    assert set(run.outcomes.values()) == {"BLOCKED"}
+    assert set(run.outcomes.values()) == {"BLOCKED", "NOT-APPLICABLE"}
     assert f"--kv-gsm8k: cannot read {tmp_path / 'test.jsonl'}: No such file" in run.reasons[ANSWERED]
 
 
-@pytest.mark.parametrize("module", ["lm_eval", "scipy", "prometheus_client", "vllm_router"])
+@pytest.mark.parametrize("module", [*bench.PACKAGES, "vllm_router"])
 def test_a_package_that_is_not_installed_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Blocked, match=r"needs .*: pip install 'pytest-kvconform\[accuracy\]'$"):
@@ -106,7 +142,7 @@ def test_a_package_that_is_not_installed_is_named(module: str, monkeypatch: pyte
 def test_nothing_is_left_when_the_runner_is_killed(tmp_path: Path) -> None:
     run = Command(tmp_path, "--kv-connector=NixlConnector", "--kv-tier=accuracy", "--kv-family=llama")
     try:
-        run.wait_for("questions answered by the baseline", 120)
+        run.wait_for("questions answered by the subject", 120)
         run.send(signal.SIGKILL)
         run.process.wait(10)
         assert run.left() == []
@@ -128,6 +164,12 @@ vllm:nixl_bytes_transferred_bucket{engine="0",le="+Inf"} 1.0
 vllm:nixl_bytes_transferred_count{engine="0"} 1.0
 vllm:nixl_bytes_transferred_sum{engine="0"} 1.376256e+06
 """
+
+
+def test_the_block_size_is_a_label() -> None:
+    line = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="None"} 1.0\n'
+    assert read_block_size(f"# TYPE vllm:cache_config_info gauge\n{line}") == 16
+    assert read_block_size(METRICS) == 0
 
 
 def test_counters_are_sums_over_engines() -> None:

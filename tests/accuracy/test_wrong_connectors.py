@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pytest_kvconform.apply_declaration import Criteria
+from pytest_kvconform.result import Outcome
+from pytest_kvconform.verdict import decide_verdict
 from tests.helpers.case_runner import CellRun
 
 Run = Callable[..., CellRun]
 ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
 RIGHT = ("as_many_answers_are_right[strict-match]", "as_many_answers_are_right[flexible-extract]")
 EQUAL, BYTES = "answers_equal_those_of_d_alone", "moved_bytes_are_counted"
+BLOCKS = "all_whole_blocks_are_loaded"
 
 
 def test_a_right_connector_passes(run_cases: Run) -> None:
     run = run_cases("Right")
     assert not run.failed, run.findings
-    assert {run.outcomes[name] for name in (ANSWERED, LOADED, EQUAL, BYTES)} == {"PASS"}
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, EQUAL, BYTES, BLOCKS, *RIGHT)} == {"PASS"}
     loaded = run.evidence[LOADED]
     assert loaded.external_tokens > 0
     assert loaded.bytes_moved > 0
@@ -38,10 +42,29 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     assert "the whole prompt of 2 of 16 requests" in run.findings[LOADED].happened
 
 
+def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsOneBlock")
+    assert run.failed == {BLOCKS}  # a SHOULD: a warning
+    assert "D loaded 16 of the " in run.findings[BLOCKS].happened
+    assert "of 16 of 16 requests" in run.findings[BLOCKS].differs
+
+
+def test_a_d_that_loads_one_block_breaks_what_it_declares(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsOneBlock", declared={"load_granularity": 64})
+    assert run.failed == {LOADED}
+    assert "load_granularity = 64 is declared, and of 16 of 16 requests" in run.findings[LOADED].happened
+
+
 def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
-    questions(64, 5)
+    questions(64, 8)
     run = run_cases("CorruptsOneInTwenty")
     assert EQUAL in run.failed
     assert "of the answers equal those of D alone" in run.findings[EQUAL].happened
@@ -95,6 +118,35 @@ def test_a_server_that_does_not_start_is_the_connectors_doing(
     run = run_cases("RefusesToStart")
     assert run.failed == {ANSWERED}
     assert "this connector does not like servers" in run.findings[ANSWERED].happened
+
+
+def test_a_clean_refusal_of_a_family_that_is_declared_unsupported_is_right(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    results = run_cases("RefusesToStart").results
+    assert all(result.refused for result in results if result.outcome in (Outcome.FAIL, Outcome.BLOCKED))
+    verdict = decide_verdict(results, criteria=Criteria(features={"full-attention": "not yet"}))
+    assert not {Outcome.FAIL.value, Outcome.BLOCKED.value} & verdict.counts.keys(), verdict.causes
+
+
+def test_what_a_connector_needs_and_is_not_here_is_no_violation(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("NeedsAPackage")
+    assert set(run.outcomes.values()) <= {"BLOCKED", "NOT-APPLICABLE"}
+    assert "the package a_package_that_is_not_installed is not installed here" in run.reasons[ANSWERED]
+
+
+def test_a_failure_that_does_not_come_again_is_no_violation(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("DiesOnce")
+    assert not run.failed
+    assert run.outcomes[ANSWERED] == "BLOCKED"
+    assert "once is enough; nothing failed when the same was done once more" in run.reasons[ANSWERED]
 
 
 def test_a_server_that_never_comes_up_is_the_connectors_doing(

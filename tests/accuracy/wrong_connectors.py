@@ -40,6 +40,20 @@ class LoadsMost(Right):
         )
 
 
+class LoadsOneBlock(Right):
+    """D announces the first block of each prompt, and computes the rest."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return min(found, self._vllm_config.cache_config.block_size), later
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        if num_external_tokens and (remote := params.get("remote_block_ids")):
+            params["remote_block_ids"] = tuple(ids[:1] for ids in remote)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 class Corrupts(Right):
     """One block of every layer is zero after one load in `EVERY`."""
 
@@ -123,12 +137,34 @@ class RefusesToStart(Right):
         raise ValueError("this connector does not like servers")
 
 
+class NeedsAPackage(Right):
+    """The constructor imports what is not installed."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        import a_package_that_is_not_installed  # noqa: F401
+
+
 class NeverStarts(Right):
     """The constructor waits for ever."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         while True:
             time.sleep(1)
+
+
+class DiesOnce(Right):
+    """The engine core ends with an exception at its tenth load, the first time alone."""
+
+    begun = 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        type(self).begun += len(self._connector_metadata.reqs_to_recv)
+        # the folder of the run
+        died = os.path.join(os.environ["TMPDIR"], "died-once")
+        if self.begun >= 10 and not os.path.exists(died):
+            open(died, "w").close()
+            raise RuntimeError("once is enough")
+        super().start_load_kv(forward_context, **kwargs)
 
 
 class Killed(Right):

@@ -21,12 +21,12 @@ The way of a cell:
    file of lm-eval's task, which includes lm-eval's own gsm8k.
 2. `chain.start` forks P and D from the zygote, and vllm-router when they answer. D's prefix cache is off, so
    that it cannot hide a hand-over that does not happen.
-3. lm-eval asks D alone, then the subject through the router, then D alone again. D's counters are read before
+3. lm-eval asks the subject through the router, then D alone, then D alone again. Counters are read before
    and after each run. Each server also writes down where the tokens of each prompt came from.
-4. If a server fails or a question is not answered, the same is done without the connector. If that fails,
-   too, the cases are BLOCKED.
+4. If a server fails or a question is not answered, as many questions are asked without the connector, and
+   then the same is done once more with it. Unless only the latter fails, the cases are BLOCKED.
 5. Every process is ended by the zygote, which also ends them when pytest is gone.
 
-This room imports `processes`, `vllm_setup`, `engine` (the failure of an engine, and the connector that does
-nothing), `canary`, `context.py` and `missing.py`.
+This room imports `processes`, `vllm_setup`, `engine` (the failure of an engine, what it lacks, and the
+connector that does nothing), `canary`, `context.py` and `missing.py`.
 """

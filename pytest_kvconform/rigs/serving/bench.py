@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import time
+import errno
+import os
+from dataclasses import replace
 from pathlib import Path
 
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, HarnessError, NotApplicable
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.serving import chain as chains
 from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.chain import Chain
 from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment
-from pytest_kvconform.rigs.serving.evaluator import Progress, evaluate
-from pytest_kvconform.rigs.serving.messages import Answers, Job, Prompt
+from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask
+from pytest_kvconform.rigs.serving.messages import Answers, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
-from pytest_kvconform.rigs.serving.observation import Runs, ServingObservation
-from pytest_kvconform.rigs.serving.record import write_answers
-from pytest_kvconform.rigs.serving.server import LOOK_S, ROUTER, Server, require_package
+from pytest_kvconform.rigs.serving.observation import Look, Runs, ServingObservation
+from pytest_kvconform.rigs.serving.preload import why_not_imported
+from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
+from pytest_kvconform.rigs.serving.server import ROUTER, Endpoint, Server, require_package
 
-AT_ONCE = 4  # questions
-CONTROL = 8  # questions that are asked of the servers without the connector, after a failure
-LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
-END_S = 3.0  # for a server to end whose engine core has ended
-BASELINE, SUBJECT = "the baseline", "the subject"
-PACKAGES = {"lm_eval": "lm-eval[api]", "scipy": "scipy", "prometheus_client": "prometheus-client"}
-
-
-class Unanswered(Exception):
-    """Questions were not answered. The message is one sentence."""
+CONTROL = 8  # questions that are asked of the servers without the connector, at least
+SUBJECT, BASELINE = "the subject", "the baseline"
+PACKAGES = {  # module -> distribution
+    "lm_eval": "lm-eval[api]",
+    "aiohttp": "lm-eval[api]",
+    "tenacity": "lm-eval[api]",
+    "orjson": "orjson",
+    "scipy": "scipy",
+    "prometheus_client": "prometheus-client",
+}
+Failed = (EngineFailed, Unanswered, Unreachable)
 
 
 class ServingBench:
@@ -37,20 +40,27 @@ class ServingBench:
 
     def __init__(self, context: RunContext):
         self.context = context
+        # waits of full length, whatever the connector has made shorter, where it is to be told whose failure
+        # it is
+        self._patient = replace(context, in_vain=set())
         self._seen: dict[Cell, ServingObservation | Exception] = {}
         self._chain: Chain | None = None
+        self._progress = Progress(context, 0, 0)
         context.running.register(self.end)
 
     def observe(self, cell: Cell) -> ServingObservation:
         """What was seen in a cell; the first call asks the questions.
 
-        Raises Blocked, HarnessError or ProcessKilled if they could not be asked.
+        Raises Blocked, NotApplicable, HarnessError or ProcessKilled if they could not be asked.
         """
         if cell not in self._seen:
             try:
                 self._seen[cell] = self._observe(cell)
-            except (Blocked, HarnessError) as error:
+            except (Blocked, NotApplicable, HarnessError) as error:
                 self._seen[cell] = error
+            except OSError as error:
+                text = error.strerror or str(error)
+                self._seen[cell] = HarnessError(f"this machine keeps the servers from being asked: {text}")
         found = self._seen[cell]
         if isinstance(found, Exception):
             raise found
@@ -65,24 +75,75 @@ class ServingBench:
     def _observe(self, cell: Cell) -> ServingObservation:
         for module, distribution in PACKAGES.items():
             require_package(module, distribution)
+        if why := why_not_imported(self.context.address):
+            raise Blocked(why)
         self.context.require_nothing_missing()
         deployed = self.context.settings.deployed
+        remove_answers(Path(self.context.settings.report), cell)
         exam = exam_of_deployment(self.context) if deployed else exam_of(self.context, cell)
         data = exam.questions.data
         try:
-            if deployed:
-                self._chain = chains.attach(self.context)
-            else:
-                self._chain = chains.start(self.context, cell, exam.checkpoint, exam.longest)
-            runs = self._ask_enough(self._chain, exam)
+            runs = self._question(self.context, cell, exam)
+        except Failed as failed:
+            first = failed
+        else:
             return ServingObservation(data=data, runs=runs, file=self._file(runs, cell))
-        except (EngineFailed, Unanswered, Unreachable) as error:
-            self.end()
-            self._raise_unless_the_connector_failed(cell, exam, error)
-            log = error.log if isinstance(error, EngineFailed) else ()
-            return ServingObservation(data=data, failed=str(error), log=log)
+        self._raise_unless_the_connector_failed(cell, exam, first)
+        try:
+            self._question(self._patient, cell, exam)
+        except Failed as again:
+            _raise_if_the_machine_failed(again)
+            log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
+            return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
+        raise Blocked(
+            f"{first}; nothing failed when the same was done once more, with the connector and without it, "
+            "so whose failure it was cannot be told: run it again on a machine with less other work"
+        )
+
+    def _question(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
+        """Start what is asked, and ask until the answers tell enough, or all looks were taken."""
+        self._progress = Progress(context, 0, 0)
+        try:
+            if context.settings.deployed:
+                chain = chains.attach(context)
+            else:
+                chain = chains.start(context, cell, exam.checkpoint, exam.longest)
+            self._chain = chain
+            self._progress = Progress(context, exam.questions.count, 4 if chain.fill else 3, exam.looks)
+            block = chain.decode.block_size()
+            runs = Runs((self._look(context, chain, exam),), block)
+            while len(runs.looks) < exam.looks and gate.wants_more(generations(runs)):
+                context.progress("answers differ: asking the questions again")
+                self._progress.end_of_look()
+                again = self._look(context, chain, exam.again(len(runs.looks)))
+                runs = Runs((*runs.looks, again), block)
+            return runs
         finally:
             self.end()
+
+    def _look(self, context: RunContext, chain: Chain, exam: Exam) -> Look:
+        """Ask the subject, and the baseline twice.
+
+        The subject is asked first: D has not computed the prompts before, so that a block that is never
+        written cannot hold the right KV. In later looks it holds the KV of other questions. Only AT_ONCE
+        prompts are in D at a time, and vLLM gives away the block first that became free last
+        (v1/core/block_pool.py: BlockPool.free_blocks, without prefix caching).
+        """
+        progress = self._progress
+        if chain.fill is not None:
+            ask(context, chain, chain.fill.url, exam, progress, "P, which saves")
+        before = len(_prompts(chain))
+
+        def counted(url: str, counts: Endpoint, what: str) -> tuple[Answers, Counters]:
+            earlier = counts.counters()
+            answers = ask(context, chain, url, exam, progress, what)
+            return answers, counts.counters().since(earlier)
+
+        subject, of_subject = counted(chain.subject.url, chain.decode, SUBJECT)
+        prompts = _prompts(chain)[before:]
+        first, of_first = counted(chain.baseline.url, chain.baseline, BASELINE)
+        second, of_second = counted(chain.baseline.url, chain.baseline, f"{BASELINE} again")
+        return Look(subject, (first, second), of_subject, (of_first, of_second), prompts)
 
     def _file(self, runs: Runs, cell: Cell) -> str:
         """Write the answers into the folder of the report. Raises HarnessError."""
@@ -94,93 +155,49 @@ class ServingBench:
 
     def _raise_unless_the_connector_failed(self, cell: Cell, exam: Exam, error: Exception) -> None:
         """Raise HarnessError or Blocked if the connector need not be to blame for a failure."""
-        if isinstance(error, EngineFailed) and error.role == ROUTER:
-            raise HarnessError(f"{error}, and no code of the connector runs in it") from None
+        _raise_if_the_machine_failed(error)
         if self.context.settings.deployed:
             raise Blocked(
                 f"{error}: whose failure it is cannot be told of servers that already run"
             ) from None
-        if excuse := self._without_connector(cell, exam):
+        # what was being answered when it failed had been asked, too
+        asked = max(CONTROL, self._progress.done + AT_ONCE if self._progress.done else 0)
+        if excuse := self._without_connector(cell, exam, asked):
             raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
 
-    def _ask_enough(self, chain: Chain, exam: Exam) -> Runs:
-        """Ask questions until the answers tell enough, or there are no more."""
-        runs = self._ask_all(chain, exam)
-        while runs.looks < exam.looks and gate.wants_more(generations(runs)):
-            self.context.progress("answers differ: asking the questions again")
-            runs += self._ask_all(chain, exam.again(runs.looks))
-        return runs
+    def _without_connector(self, cell: Cell, exam: Exam, asked: int) -> str:
+        """Return why the same fails here without the connector; "" if it does not.
 
-    def _ask_all(self, chain: Chain, exam: Exam) -> Runs:
-        """Ask the baseline, the subject and the baseline again."""
-        progress = Progress(self.context, exam.questions.count, 4 if chain.fill else 3)
-        first, first_counted = self._counted(chain, exam, progress, BASELINE)
-        if chain.fill is not None:
-            self._ask(chain, chain.fill.url, exam, progress, "P, which saves")
-        before = self._prompts(chain)
-        subject, counted = self._counted(chain, exam, progress, SUBJECT)
-        prompts = self._prompts(chain)[len(before) :]
-        second, second_counted = self._counted(chain, exam, progress, f"{BASELINE} again")
-        return Runs(subject, (first, second), counted, (first_counted, second_counted), prompts)
-
-    def _counted(self, chain: Chain, exam: Exam, progress: Progress, what: str) -> tuple[Answers, Counters]:
-        """Ask once. Returns the answers, and what D counted meanwhile."""
-        endpoint = chain.subject if what == SUBJECT else chain.baseline
-        before = chain.decode.counters()
-        answers = self._ask(chain, endpoint.url, exam, progress, what)
-        return answers, chain.decode.counters().since(before)
-
-    def _ask(self, chain: Chain, url: str, exam: Exam, progress: Progress, what: str) -> Answers:
-        """One run of lm-eval. Raises Unanswered if a question was not answered."""
-        job = Job(
-            url=url,
-            model=chain.decode.model(),
-            questions=exam.questions,
-            at_once=AT_ONCE,
-            # lm-eval counts all seconds, also those in which a server waits for a core
-            request_s=LONGER * self.context.deadlines.request * self.context.slow,
-            salt=f"kvconform-{self.context.next_name()}" if self.context.settings.deployed else "",
-        )
-        answers = evaluate(self.context, job, what, chain.processes, progress)
-        _require_alive(chain, END_S if answers.unanswered else 0.0)
-        if answers.unanswered:
-            causes = [cause for one in chain.processes for cause in one.causes()]
-            raise Unanswered(
-                f"{len(answers.unanswered)} questions to {what} were not answered, the first with "
-                f"{answers.unanswered[0]}" + (f"; logged: {causes[0]}" if causes else "")
-            )
-        return answers
-
-    def _prompts(self, chain: Chain) -> tuple[Prompt, ...]:
-        return chain.decode.prompts() if isinstance(chain.decode, Server) else ()
-
-    def _without_connector(self, cell: Cell, exam: Exam) -> str:
-        """Return why the same fails here without the connector; "" if it does not."""
-        few = exam.first(CONTROL)
+        As many questions are `asked` as had been when it failed.
+        """
+        context = self._patient
         try:
-            with chains.started(
-                self.context, cell, exam.checkpoint, exam.longest, with_connector=False
-            ) as chain:
-                progress = Progress(self.context, few.questions.count, 2)
-                self._ask(chain, chain.baseline.url, few, progress, "D without the connector")
-                self._ask(chain, chain.subject.url, few, progress, "P and D without the connector")
-        except (EngineFailed, Unanswered, Unreachable) as error:
+            with chains.started(context, cell, exam.checkpoint, exam.longest, with_connector=False) as chain:
+                urls = (chain.subject.url, *((chain.fill.url,) if chain.fill else ()))
+                progress = Progress(context, min(asked, exam.questions.count), len(urls))
+                while asked > 0:
+                    part = exam.first(min(asked, exam.questions.count))
+                    for url in urls:
+                        ask(context, chain, url, part, progress, "P and D without the connector")
+                    asked -= part.questions.count
+        except Failed as error:
             return str(error)
         return ""
 
 
-def _require_alive(chain: Chain, seconds: float) -> None:
-    """Raise EngineFailed if a process of the chain has ended, or ends within `seconds`."""
-    deadline = Deadline(seconds)
-    while True:
-        for one in chain.processes:
-            one.require_alive()
-        if deadline.over():
-            return
-        time.sleep(LOOK_S)
+def _raise_if_the_machine_failed(error: Exception) -> None:
+    """Raise HarnessError if the router failed, in which no code of the connector runs, or a disk is full."""
+    if isinstance(error, EngineFailed) and error.role == ROUTER:
+        raise HarnessError(f"{error}, and no code of the connector runs in it") from None
+    if os.strerror(errno.ENOSPC) in str(error):
+        raise HarnessError(f"a disk of this machine is full: {error}") from None
+
+
+def _prompts(chain: Chain) -> tuple[Prompt, ...]:
+    return chain.decode.prompts() if isinstance(chain.decode, Server) else ()
 
 
 def generations(runs: Runs) -> gate.Result:
     """The subject's texts compared with those of the baseline's two runs."""
-    subject, first, second = (gate.texts(run.answers) for run in (runs.subject, *runs.baselines))
+    subject, first, second = map(gate.texts, (runs.subject, *runs.baselines))
     return gate.compare_generations(subject, first, second)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model_matrix import load_families, parse_topology, speculative_config
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import RunContext, port_environment
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.serving.messages import ServerSpec
@@ -52,13 +52,13 @@ class Chain:
 
 
 def router_word(context: RunContext) -> str:
-    """The word of vllm-router's --kv-connector for the subject. Raises Blocked if there is none."""
+    """The word of vllm-router's --kv-connector for the subject. Raises NotApplicable if there is none."""
     subject = context.subject
     word = (not subject.module and BY_NAME.get(subject.connector)) or BY_HANDOVER.get(subject.handover, "")
     if not word:
-        raise Blocked(
-            f"vllm-router does not know the hand-over {subject.handover!r} of {subject.connector}: start a "
-            "router that does, with P and D, and give --kv-router-url and --kv-decode-url"
+        raise NotApplicable(
+            f"vllm-router does not know the hand-over {subject.handover!r} of {subject.connector}; servers "
+            "behind a router that does are asked with --kv-router-url and --kv-decode-url"
         )
     return word
 
@@ -71,11 +71,12 @@ def start(
     `checkpoint`: folder with the tokenizer, too; `longest`: tokens of the longest prompt with its answer;
     `with_connector`: without it the servers have a connector that does nothing.
 
-    Raises EngineFailed if one of them does not start, Blocked and HarnessError.
+    Raises EngineFailed if one of them does not start, NotApplicable, Blocked and HarnessError.
     """
     store = context.subject.profile == "store"
     word = "" if store else router_word(context)
     remark = "" if with_connector else " without the connector"
+    context.running.end_all()  # engines of the other rigs, of this cell, too: servers need the memory
     context.running.make_room(cell)
     p_size, d_size = parse_topology(cell.topology)
     context.progress(f"starting the servers P (TP {p_size}) and D (TP {d_size}){remark}")
@@ -106,6 +107,11 @@ def start(
 def attach(context: RunContext) -> Chain:
     """The chain of servers that already run. Raises Blocked if one does not answer."""
     settings = context.settings
+    if context.subject.profile == "store" and not settings.baseline_url:
+        raise Blocked(
+            "D loads from the store when it is asked alone, too: give --kv-baseline-url, a server that "
+            "answers without the connector"
+        )
     decode = Endpoint("decode server", settings.decode_url)
     baseline = Endpoint("baseline server", settings.baseline_url or settings.decode_url)
     given = [decode, baseline]

@@ -5,45 +5,99 @@ from __future__ import annotations
 import errno
 import os
 import time
+import uuid
 from collections.abc import Sequence
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.serving.chain import Chain
+from pytest_kvconform.rigs.serving.data import HUB, Exam
 from pytest_kvconform.rigs.serving.messages import Answers, Job
 from pytest_kvconform.rigs.serving.server import Endpoint, require_package
 
+AT_ONCE = 4  # questions
+LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
+END_S = 3.0  # for a server to end whose engine core has ended
 SHOW_S = 5.0  # between two lines about the progress
 LOOK_S = 1.0  # between two looks at the servers
 WIDTH = 20  # characters of the progress bar
 TARGET = "pytest_kvconform.rigs.serving.evaluation:serve"
 
 
+class Unanswered(Exception):
+    """Questions were not answered. The message is one sentence."""
+
+
 class Progress:
     """What the user sees while questions are asked: how many were answered, and when it will be over."""
 
-    def __init__(self, context: RunContext, total: int, runs: int):
-        """`total`: questions of one run; `runs`: of lm-eval, one after the other."""
-        self._context, self._total, self._of_all = context, total, total * runs
-        self._done = self._before = 0
+    def __init__(self, context: RunContext, total: int, runs: int, looks: int = 1):
+        """`total`: questions of one run; `runs`: of lm-eval in one look; `looks`: at most."""
+        self._context, self._total, self._of_look = context, total, total * runs
+        self._looks, self._look = looks, 1
+        self.done = self._before = 0  # questions answered, in all runs
         self._began = self._shown = time.monotonic()
 
     def answered(self, count: int, what: str) -> None:
         """Note how many questions of the current run were answered. `what`: what the run asks."""
-        self._done, now = self._before + count, time.monotonic()
-        if now - self._shown < SHOW_S or not self._of_all:
+        self.done, now = self._before + count, time.monotonic()
+        if now - self._shown < SHOW_S or not self._of_look:
             return
-        self._shown, part = now, self._done / self._of_all
+        # Most runs end after the first look. A run that goes on may need all of them.
+        of_all = self._of_look * (1 if self._look == 1 else self._looks)
+        self._shown, part = now, self.done / of_all
         left = (now - self._began) * (1 / part - 1) if part else 0.0
         bar = "#" * int(WIDTH * part) + "-" * (WIDTH - int(WIDTH * part))
+        about = "about" if self._look == 1 else f"look {self._look} of at most {self._looks}, at most"
         self._context.progress(
-            f"[{bar}] {count} of {self._total} questions answered by {what}, about {left:.0f} s left"
+            f"[{bar}] {count} of {self._total} questions answered by {what}, {about} {left:.0f} s left"
         )
+
+    @property
+    def done_in_run(self) -> int:
+        """Questions answered in the current run."""
+        return self.done - self._before
 
     def end_of_run(self) -> None:
         """Note that the next run begins."""
-        self._before = self._done
+        self._before = self.done
+
+    def end_of_look(self) -> None:
+        """Note that the same questions are asked again."""
+        self._look += 1
+
+
+def ask(context: RunContext, chain: Chain, url: str, exam: Exam, progress: Progress, what: str) -> Answers:
+    """One run of lm-eval. `what` is asked, in words.
+
+    Raises EngineFailed if a server ends, and Unanswered if a question was not answered.
+    """
+    settings = context.settings
+    job = Job(
+        url=url,
+        model=chain.decode.model(),
+        questions=exam.questions,
+        at_once=AT_ONCE,
+        # lm-eval counts all seconds, also those in which a server waits for a core
+        request_s=LONGER * context.deadlines.request * context.slow,
+        # no other run has it, on whatever machine
+        salt=f"kvconform-{uuid.uuid4()}" if settings.deployed else "",
+        online=settings.deployed and settings.gsm8k in ("", HUB),
+    )
+    answers = evaluate(context, job, what, chain.processes, progress)
+    _require_alive(chain, END_S if answers.unanswered else 0.0)
+    if answers.unanswered:
+        causes = [cause for one in chain.processes for cause in one.causes()]
+        lost, left_out = len(answers.unanswered), exam.questions.count - progress.done_in_run
+        raise Unanswered(
+            f"{lost} questions to {what} were not answered, the first with {answers.unanswered[0]}"
+            + (f"; logged: {causes[0]}" if causes else "")
+            + (f"; the other {left_out - lost} were not asked" if left_out > lost else "")
+        )
+    progress.end_of_run()
+    return answers
 
 
 def evaluate(
@@ -77,7 +131,6 @@ def evaluate(
             if kind == "answered":
                 progress.answered(values[0], what)
             elif kind == "done":
-                progress.end_of_run()
                 answers: Answers = values[0]
                 return answers
             else:
@@ -86,6 +139,17 @@ def evaluate(
         raise HarnessError(f"lm-eval ended: {_last(process)}") from None
     finally:
         process.end()
+
+
+def _require_alive(chain: Chain, seconds: float) -> None:
+    """Raise EngineFailed if a process of the chain has ended, or ends within `seconds`."""
+    deadline = Deadline(seconds)
+    while True:
+        for one in chain.processes:
+            one.require_alive()
+        if deadline.over():
+            return
+        time.sleep(LOOK_S / 10)
 
 
 def _sentence(process: ChildProcess, kind: str, message: str) -> str:

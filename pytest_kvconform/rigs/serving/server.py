@@ -16,11 +16,12 @@ import msgspec
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.pairs import note_missing
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.serving.messages import Prompt, ServerSpec
-from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, read_counters
+from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, read_block_size, read_counters
 
 LOOK_S = 0.1  # between two looks at a process that starts
 ROUTER = "router"
@@ -48,6 +49,10 @@ class Endpoint:
         """What the server has counted. Raises Unreachable."""
         return read_counters(get(f"{self.url}/metrics", ANSWER_S))
 
+    def block_size(self) -> int:
+        """The tokens of a block of its KV cache; 0: it does not tell. Raises Unreachable."""
+        return read_block_size(get(f"{self.url}/metrics", ANSWER_S))
+
     def model(self) -> str:
         """The name under which the server serves its model. Raises Unreachable."""
         try:
@@ -70,7 +75,8 @@ class LocalProcess(Endpoint):
 
     def __init__(self, context: RunContext, role: str, name: str, target: str, argument: Any, port: int):
         super().__init__(role, f"http://127.0.0.1:{port}")
-        self.name, self.port = name, port
+        self.context, self.name, self.port = context, name, port
+        self.started = False  # it has answered
         try:
             self.process = ChildProcess(context.address, name, target, argument, context.deadlines.start)
         except ForkRefused as refused:
@@ -79,20 +85,21 @@ class LocalProcess(Endpoint):
     def require_alive(self) -> None:
         """Raise EngineFailed if the process has ended: its connection carries nothing but its end."""
         if self.process.connection.poll(0):
-            raise self.failure("died")
+            raise self.failure("died" if self.started else "refused")
 
     def failure(self, how: str, seconds: float = 0.0) -> EngineFailed:
-        """Tell how the process failed, and end it. Raises ProcessKilled and HarnessError instead, if the
-        machine is to blame.
+        """Tell how the process failed, and end it. Raises ProcessKilled, HarnessError or Blocked instead, if
+        the machine is to blame, or lacks something.
 
-        `how`: "died", or "hung" after `seconds`.
+        `how`: "died", "refused" (to start), or "hung" after `seconds`.
         """
         causes = self.causes()
-        log, status = self.process.last_lines(), self.process.end(gone=how == "died")
-        if how == "died" and status is not None and status >= 0 and os.WIFSIGNALED(status):
+        log, status = self.process.last_lines(), self.process.end(gone=how != "hung")
+        if how != "hung" and status is not None and status >= 0 and os.WIFSIGNALED(status):
             if os.WTERMSIG(status) == 9:
                 raise ProcessKilled(f"the {self.role}", self.process.pid)
             causes.append(f"signal {os.WTERMSIG(status)}")
+            how = "died"  # which is no refusal
         cause = f": {causes[0]}" if causes else ""
         if TAKEN in f"{cause} {log}" and (port := self._taken_port()):
             raise HarnessError(
@@ -101,8 +108,15 @@ class LocalProcess(Endpoint):
             )
         if os.strerror(errno.ENOSPC) in cause:
             raise HarnessError(f"the {self.role} failed{cause}; free space in {self.process.log.parent}")
-        words = f"did not answer within {seconds:.0f} s" if how == "hung" else "ended"
+        if not self.started:
+            self.note_missing(causes)
+        words = {"hung": f"did not answer within {seconds:.0f} s", "refused": "did not start"}.get(
+            how, "ended"
+        )
         return EngineFailed(self.role, how, f"the {self.role} {words}{cause}", log)
+
+    def note_missing(self, causes: Sequence[str]) -> None:
+        """Raise Blocked if a cause of a failed start is that this environment lacks something."""
 
     def causes(self) -> list[str]:
         """The exceptions that the process has logged, without those that only follow from others."""
@@ -138,9 +152,17 @@ class Server(LocalProcess):
         """Where the prompts of all requests so far came from, in the order of their first tokens."""
         try:
             lines = Path(self.spec.records).read_bytes().splitlines()
+            return tuple(msgspec.json.decode(line, type=Prompt) for line in lines)
         except FileNotFoundError:  # no request yet
             return ()
-        return tuple(msgspec.json.decode(line, type=Prompt) for line in lines)
+        except (OSError, msgspec.DecodeError) as error:
+            raise HarnessError(
+                f"{self.spec.records}, which the {self.role} writes, is torn: {error}"
+            ) from None
+
+    def note_missing(self, causes: Sequence[str]) -> None:
+        if self.spec.kv_transfer_config is not None:
+            note_missing(self.context, causes)
 
     def _ports(self) -> Sequence[int]:
         channels = [int(port) for name, port in self.spec.environment.items() if name.endswith("_PORT")]
@@ -173,6 +195,7 @@ def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> Non
         for one in list(waiting):
             one.require_alive()
             if one.healthy(1.0):
+                one.started = True
                 waiting.remove(one)
         if waiting and deadline.over():
             raise waiting[0].failure("hung", seconds)
