@@ -7,22 +7,29 @@ import os
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, server
+from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.rigs import launch
+from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, preload, record, server
+from pytest_kvconform.rigs.serving.messages import Answer, Answers
 from pytest_kvconform.rigs.serving.metrics import (
+    Counters,
     Unreachable,
     get,
     is_bytes_moved,
     read_block_size,
     read_counters,
 )
+from pytest_kvconform.rigs.serving.observation import Look, Runs
 from tests.engine.command import Command
 from tests.helpers.case_runner import CellRun
 
@@ -152,6 +159,58 @@ def test_nothing_is_left_when_the_runner_is_killed(tmp_path: Path) -> None:
         shutil.rmtree(run.temporary, ignore_errors=True)
 
 
+def test_what_does_not_load_blocks_the_accuracy_tier_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> None:
+        raise RuntimeError("this build has no server")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(preload, "_import_server", load)
+    monkeypatch.setattr(preload, "_import_lm_eval", lambda: None)
+    monkeypatch.setattr(preload, "OFFLINE", {})
+    address = str(tmp_path / "zygote")
+    assert preload.why_not_imported(address) == ""
+    preload.preload()
+    assert preload.why_not_imported(address) == (
+        "vLLM's OpenAI-compatible server does not load here: RuntimeError: this build has no server"
+    )
+
+
+def test_answers_of_an_earlier_run_are_removed_and_new_ones_appear_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, one = Cell("llama", "P1D1"), Answers(answers=(Answer(0, "#### 2", True, True),))
+    nothing = Counters(external=0, local=0, computed=0)
+    runs = Runs((Look(one, (one, one), nothing, (nothing, nothing)),))
+    file = record.write_answers(runs, tmp_path, cell)
+    assert [path.name for path in tmp_path.iterdir()] == ["answers-llama-P1D1.jsonl"]
+    before = file.read_bytes()
+    monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        record.write_answers(runs, tmp_path, cell)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+    record.remove_answers(tmp_path, cell)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_estimate_of_the_end_is_of_all_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    context = SimpleNamespace(progress=said.append)
+    progress = evaluator.Progress(context, 10, 3, 8)  # type: ignore[arg-type]
+    for look in range(2):
+        for _ in range(3):
+            for count in range(1, 11):
+                clock[0] += 1.0
+                progress.answered(count, "the subject")
+            progress.end_of_run()
+        progress.end_of_look()
+        assert progress.done == 30 * (look + 1)
+    assert "5 of 10 questions answered by the subject, about 25 s left" in said[0]
+    assert "look 2 of at most 8, at most 205 s left" in said[6]
+
+
 # ---- metrics -------------------------------------------------------------------------------------
 
 METRICS = """\
@@ -192,6 +251,24 @@ def test_counters_are_sums_over_engines() -> None:
 )
 def test_metrics_of_bytes_are_known_by_their_names(name: str, moved: bool) -> None:
     assert is_bytes_moved(name) is moved
+
+
+def test_loopback_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert launch.environment(tmp_path)["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    with HTTPServer(("127.0.0.1", 0), Healthy) as answering:
+        threading.Thread(target=answering.handle_request, daemon=True).start()
+        assert get(f"http://127.0.0.1:{answering.server_port}/health", 5.0) == ""
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:

@@ -109,6 +109,7 @@ def test_a_request_that_is_never_answered_is_the_connectors_doing(
     run = run_cases("NeverReports", scale=0.3)
     assert run.failed == {ANSWERED}
     assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
+    assert "were not asked" in run.findings[ANSWERED].happened
 
 
 def test_a_server_that_does_not_start_is_the_connectors_doing(

@@ -10,19 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# lm-eval and what it imports ask the hub for nothing
-os.environ |= {"HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# of the zygote: lm-eval and what it imports ask the hub for nothing
+OFFLINE = {"HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 REASON = "serving-not-imported.txt"  # in the folder of the run
 
 
 def preload() -> None:
     """Import vLLM's server and lm-eval."""
+    os.environ |= OFFLINE
     _noting("vLLM's OpenAI-compatible server", _import_server)
     _noting("lm-eval", _import_lm_eval)
 
 
 def preload_without_vllm(arguments: dict[str, Any]) -> dict[str, str]:
     """Import lm-eval alone, for servers that already run. Returns facts like `vllm_setup.preload`."""
+    os.environ |= OFFLINE
     _noting("lm-eval", _import_lm_eval)
     return {"vllm": "", "device": "", "mended": "", "kernels": "", "connectors": ""}
 
