@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs import launch
+from pytest_kvconform.rigs.context import RunningEngines
 from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, preload, record, server
 from pytest_kvconform.rigs.serving.messages import Answer, Answers
 from pytest_kvconform.rigs.serving.metrics import (
@@ -30,6 +31,8 @@ from pytest_kvconform.rigs.serving.metrics import (
     read_counters,
 )
 from pytest_kvconform.rigs.serving.observation import Look, Runs
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
 from tests.engine.command import Command
 from tests.helpers.case_runner import CellRun
 
@@ -157,6 +160,28 @@ def test_nothing_is_left_when_the_runner_is_killed(tmp_path: Path) -> None:
         for pid in run.processes():
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(run.temporary, ignore_errors=True)
+
+
+def test_engines_of_the_same_cell_end_before_servers_start() -> None:
+    """Both would not fit into the memory of a small machine."""
+    cell, running, ended = Cell("llama", "P1D1"), RunningEngines(), list[str]()
+    running.make_room(cell)
+    running.register(lambda: ended.append("engines"))
+
+    def progress(sentence: str) -> None:
+        raise InterruptedError(sentence)
+
+    subject = resolve(Settings(connector="NixlConnector"))
+    context = SimpleNamespace(subject=subject, running=running, progress=progress)
+    with pytest.raises(InterruptedError, match="starting the servers"):
+        chain.start(context, cell, Path(), 100)  # type: ignore[arg-type]
+    assert ended == ["engines"]
+
+
+def test_a_handover_that_no_router_knows_is_not_applicable() -> None:
+    subject = resolve(Settings(connector="NixlConnector", handover="rendezvous"))
+    with pytest.raises(NotApplicable, match="vllm-router does not know the hand-over 'rendezvous'"):
+        chain.router_word(SimpleNamespace(subject=subject))  # type: ignore[arg-type]
 
 
 def test_what_does_not_load_blocks_the_accuracy_tier_alone(
