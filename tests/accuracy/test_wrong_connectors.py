@@ -48,7 +48,7 @@ def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(
     questions(16)
     run = run_cases("LoadsOneBlock")
     assert run.failed == {BLOCKS}  # a SHOULD: a warning
-    assert "D loaded 16 of the " in run.findings[BLOCKS].happened
+    assert "D loaded 32 of the " in run.findings[BLOCKS].happened
     assert "of 16 of 16 requests" in run.findings[BLOCKS].differs
 
 
@@ -105,7 +105,7 @@ def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: C
 def test_a_request_that_is_never_answered_is_the_connectors_doing(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
-    questions(16)
+    questions(20)
     run = run_cases("NeverReports", scale=0.3)
     assert run.failed == {ANSWERED}
     assert "questions to the subject were not answered" in run.findings[ANSWERED].happened

@@ -33,8 +33,7 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
         )
     if runs.prompts:
         _require_agreement(runs)
-        without = [one for one in runs.prompts if not one.external and _due(subject, one, runs.block)]
-        if without:
+        if without := _not_loaded_at_all(subject, runs):
             raise _not_loaded(
                 f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
             )
@@ -58,6 +57,9 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
     runs = loads(bench)
     if not runs.prompts or not runs.block:
         raise NotApplicable("a server that already runs counts sums alone: see KV-ACC-002")
+    if _not_loaded_at_all(bench.subject, runs):
+        on = "kv::accuracy/evidence::each_question_is_loaded"
+        raise Blocked(f"depends on {on}[{bench.cell}]: D loaded nothing of some prompts")
     if less := _loaded_less(bench.subject, runs):
         one = less[0]
         due = _due(bench.subject, one, runs.block) - one.local
@@ -122,6 +124,11 @@ def _not_loaded(happened: str) -> Violation:
 def _due(subject: Subject, one: Prompt, block: int) -> int:
     """The token of a prompt at which D's own computation begins at the latest; 0: no load is due."""
     return due_end_of(subject, one.prompt, one.local, block or 1)
+
+
+def _not_loaded_at_all(subject: Subject, runs: Runs) -> list[Prompt]:
+    """The prompts of which D loaded nothing, though a load is due."""
+    return [one for one in runs.prompts if not one.external and _due(subject, one, runs.block) > one.local]
 
 
 def _loaded_less(subject: Subject, runs: Runs) -> list[Prompt]:
