@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import time
@@ -49,7 +50,13 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
     answered, unanswered = [0], list[str]()
     ask = model.amodel_call
 
+    turn = asyncio.Semaphore(job.at_once)  # lm-eval begins all calls at once, and lets them wait later
+
     async def amodel_call(*args: Any, **kwargs: Any) -> Any:
+        async with turn:
+            return await ask_unless_in_vain(*args, **kwargs)
+
+    async def ask_unless_in_vain(*args: Any, **kwargs: Any) -> Any:
         if len(unanswered) >= MOST_UNANSWERED:
             return [""]
         try:

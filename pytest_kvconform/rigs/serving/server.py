@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import KILLED, EngineFailed
 from pytest_kvconform.rigs.engine.pairs import note_missing
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -100,6 +100,8 @@ class LocalProcess(Endpoint):
                 raise ProcessKilled(f"the {self.role}", self.process.pid)
             causes.append(f"signal {os.WTERMSIG(status)}")
             how = "died"  # which is no refusal
+        if any(KILLED in one for one in causes):
+            raise ProcessKilled(f"a rank of the {self.role}", self.process.pid)
         cause = f": {causes[0]}" if causes else ""
         if TAKEN in f"{cause} {log}" and (port := self._taken_port()):
             raise HarnessError(
