@@ -157,3 +157,11 @@ def test_a_server_that_never_comes_up_is_the_connectors_doing(
     run = run_cases("NeverStarts", scale=0.15)
     assert run.failed == {ANSWERED}
     assert "did not answer within" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_is_killed_is_no_violation(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("Killed")
+    assert not run.failed
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert "was killed by SIGKILL" in run.reasons[ANSWERED]

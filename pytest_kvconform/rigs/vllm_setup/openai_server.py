@@ -7,9 +7,15 @@ imports everything again (15 s). `fork_engine_core` lets it fork.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
+
+REAP_S = 5.0  # for vLLM to reap an engine core that has ended
 
 
 def run(arguments: dict[str, Any], port: int, records: str) -> None:
@@ -38,7 +44,40 @@ def fork_engine_core() -> None:
     """Let vLLM fork the process of its engine core, whatever start method the platform asks for."""
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    utils.get_mp_context = _Context
+
+
+class _EngineCore(ForkProcess):
+    """The process of an engine core. If it is killed, so is the server.
+
+    vLLM tells of an engine core that was killed as of one that has failed. A server that is killed is no
+    failure of the connector: most likely the machine ran out of memory.
+    """
+
+    _told_to_end = False
+
+    def start(self) -> None:
+        super().start()
+        threading.Thread(target=self._pass_on, daemon=True).start()
+
+    def terminate(self) -> None:  # vLLM's shutdown begins with it, and may kill then
+        # vLLM also does it to one that is just ending
+        self._told_to_end = self._told_to_end or not wait([self.sentinel], 0)
+        super().terminate()
+
+    def _pass_on(self) -> None:
+        wait([self.sentinel])
+        deadline = time.monotonic() + REAP_S
+        while self.exitcode is None and time.monotonic() < deadline:  # another thread is reaping it
+            time.sleep(0.01)
+        if self.exitcode == -signal.SIGKILL and not self._told_to_end:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Context(ForkContext):
+    """What vLLM makes the process of its engine core with."""
+
+    Process = _EngineCore
 
 
 def record_prompts(path: str) -> None:
