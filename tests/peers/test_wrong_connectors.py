@@ -245,7 +245,7 @@ def test_a_right_connector_passes_every_case(
 
 
 # Connectors that read over connections of their own to the port that P's params name; and one that takes
-# every error of NIXL for progress. On a busy machine NIXL reports such errors in other cases, too.
+# every error of NIXL for progress, of which more cases fail on a busy machine.
 RESET = "load_ends_when_p_dies broken_connection_fails_only_its_request[answering]"
 BREAKS = [
     Wrong(

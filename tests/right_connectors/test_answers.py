@@ -30,7 +30,8 @@ CASES = {
     "LoadsAgain": "announces_no_freed_blocks_after_the_load",
     "OneLoadAtATime": (
         "load_without_room_starts_later params_are_read_by_key shares_the_params_dict "
-        "abort_leaves_other_requests_alone"
+        "abort_leaves_other_requests_alone unreachable_peer_delays_no_other_request "
+        "unreachable_peer_delays_no_other_load"
     ),
     "OrdersLater": (
         "load_fills_the_allocated_blocks loads_the_same_as_alone corrupted_lists_fail_only_their_request"
@@ -39,7 +40,7 @@ CASES = {
     "ServesOnce": f"params_are_read_by_key {ALONE}",
 }
 # Cases that end with a warning: the connector breaks a SHOULD.
-WARNS = {"AnswersMoreLater": MAY_CHANGE}
+WARNS = {"AnswersMoreLater": MAY_CHANGE, "OneLoadAtATime": "unreachable_peer_delays_no_other_load"}
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.answers", "protocol", ("llama3_1_8b",), "full"),
     lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
