@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from model_matrix.geometries import Geometry, expand_layers
 from pytest_kvconform.rigs.scheduler.worker_half import few_layers, single_rank_config
@@ -68,6 +71,17 @@ def for_rank(config: Any, spec: LiveSpec) -> None:
         parallel.data_parallel_size, parallel.data_parallel_rank_local = spec.data_parallel_size, 0
         parallel.data_parallel_rank = parallel.data_parallel_index = spec.data_parallel_rank
         transfer.engine_id = f"{transfer.engine_id}_dp{spec.data_parallel_rank}"
+
+
+def forward_context(metadata: Any, config: Any, output: Any) -> AbstractContextManager[None]:
+    """vLLM's forward context of a step (`set_forward_context`), as if every data-parallel rank computed as
+    many tokens. vLLM asks the other ranks for their numbers if it is not told them, for models with experts.
+    """
+    from vllm.forward_context import set_forward_context
+
+    tokens = output.total_num_scheduled_tokens
+    of_ranks = torch.full((config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
+    return set_forward_context(metadata, config, tokens, of_ranks)
 
 
 def _draft(geometry: Geometry) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -20,7 +19,7 @@ from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
@@ -249,7 +248,7 @@ class LiveEngine:
         context = self._metadata(parts)
         if self.spec.finalize_late:
             return self._step_with_drafter(output, parts, context)
-        with set_forward_context(context, self.half.config):
+        with forward_context(context, self.half.config, output):
             call("the hooks before the forward", active.pre_forward, output, input_batch_of(output))
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
@@ -261,7 +260,7 @@ class LiveEngine:
         """
         call, runner = self.half.recorder.call, KVConnectorModelRunnerMixin
         self.half.call_hook("handle_preemptions", output.kv_connector_metadata)
-        with set_forward_context(context, self.half.config), contextlib.ExitStack() as stack:
+        with forward_context(context, self.half.config, output), contextlib.ExitStack() as stack:
             hooks = runner.maybe_get_kv_connector_output(output, defer_finalize=True)
             reported = call("the hooks before the forward", stack.enter_context, hooks)
             self._forward(parts, context)
