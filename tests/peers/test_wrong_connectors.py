@@ -244,6 +244,17 @@ def test_a_right_connector_passes_every_case(
     assert other.items() <= {(LOADS_ONE, "NOT-APPLICABLE")}, reported
 
 
+def test_a_full_p_is_waited_for_once(run_cases: Callable[..., Reported]) -> None:
+    found = run_cases("KeepsBlocks", "P1D2")
+    assert {name for name, (outcome, _) in found.items() if outcome == "FAIL"} == {"each_rank_reports_once"}
+    blocked = [reason for outcome, reason in found.values() if outcome == "BLOCKED"]
+    waited = [
+        re.search(r"P had no room for a prompt of \d+ tokens within (\S+) s: \d of", why) for why in blocked
+    ]
+    assert all(waited), blocked
+    assert sorted({float(match[1]) for match in waited if match})[:-1] == [0.1]
+
+
 # Connectors that read over connections of their own to the port that P's params name; and one that takes
 # every error of NIXL for progress, of which more cases fail on a busy machine.
 RESET = "load_ends_when_p_dies broken_connection_fails_only_its_request[answering]"

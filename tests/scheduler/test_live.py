@@ -159,6 +159,6 @@ def test_a_right_connector_passes(run: Run, connector: str) -> None:
 
 
 def test_data_parallel_ranks_of_a_model_with_experts_are_told_apart(run: Run) -> None:
-    """vLLM's forward context asks the other ranks for their numbers of tokens if the rig does not say them."""
+    """vLLM's forward context asks the other ranks for their numbers of tokens unless it is told them."""
     found = run("Right", case="data_parallel_ranks_are_told_apart", family="deepseek_v3")
     assert set(found.outcomes.values()) == {"PASS"}, [result.reason for result in found.results]

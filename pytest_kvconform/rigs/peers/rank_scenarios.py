@@ -12,13 +12,12 @@ from msgspec.structs import replace
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.peers.messages import KNOWN, MOMENTS, REPORTED
 from pytest_kvconform.rigs.peers.scenario_engines import (
-    BLOCK,
     HELD,
     KEPT,
     ScenarioEngines,
     ScenarioObservation,
 )
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.peers.stepping import BLOCK, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines

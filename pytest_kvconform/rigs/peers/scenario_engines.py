@@ -21,11 +21,13 @@ from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
+    BLOCK,
     DeadlinePassed,
     RunningScenario,
     SteppedEngine,
     Steps,
     until,
+    until_computed,
 )
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, tokens
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
 AT_ONCE = 12  # requests that an engine holds at once
-BLOCK = 16  # tokens
 # The first of the 8 hexadecimal digits that a server adds to the id of a request.
 SERVERS = {"p": ON_P[-1], "d": ON_D[-1]}
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
@@ -212,11 +213,9 @@ class ScenarioEngines:
         request = self.make_request(self.new_prompt(), "p", self.prefill_params(), length)
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
-        if not (yield from until(lambda: request.id in p.outputs, p.deadline(self.limits.request))):
-            sentence = (
-                f"P did not compute a prompt of {self.length} tokens within {self.limits.request:.0f} s"
-            )
-            raise DeadlinePassed(sentence)
+        release_s = self.lease_s + self.limits.release
+        if why := (yield from until_computed(p, request, self.limits.request, release_s)):
+            raise DeadlinePassed(why)
         trace = yield from p.call("trace", request.id)
         spec, returned = p.handle.spec, p.outputs[request.id][0].kv_transfer_params
         transfer_id = (request.kv_transfer_params or {}).get("transfer_id", "")

@@ -17,11 +17,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
+from pytest_kvconform.rigs.engine.release import SOON_S
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.processes.cores import Deadline
 
+BLOCK = 16  # tokens
 IDLE_S = 0.002  # pause after a round in which no engine computed anything
 # Pauses of an engine after empty steps, the first and the longest: a dozen engines share the cores.
 EMPTY_STEP_S = (0.01, 0.12)
@@ -61,6 +64,7 @@ class SteppedEngine:
     paused: bool = False
     failed: EngineFailed | None = None
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
+    full: bool = False  # other requests have kept its blocks for as long as they may, see `until_computed`
 
     def __post_init__(self) -> None:
         self.queued: deque[Call] = deque()
@@ -176,6 +180,33 @@ def until(test: Callable[[], Any], deadline: Deadline) -> Steps:
             return False
         yield
     return True
+
+
+def until_computed(engine: SteppedEngine, request: ByteRequest, seconds: float, release_s: float) -> Steps:
+    """Wait until an engine has computed the prompt of a request. Returns why it has not, or "".
+
+    `seconds`: at most. `release_s`: at most, while the blocks that other requests keep leave no room for the
+    prompt. An engine that has kept them for so long is given SOON_S the next time.
+    """
+
+    def computed() -> bool:
+        return request.id in engine.outputs
+
+    deadline = engine.deadline(seconds)
+    room_s = SOON_S if engine.full else min(seconds, release_s)
+    if (yield from until(computed, engine.deadline(room_s))):
+        return ""
+    length, usage = len(request.tokens), (yield from engine.call("usage"))
+    if usage.free_blocks * BLOCK < length:
+        engine.full = True
+        return (
+            f"{engine.name[0]} had no room for a prompt of {length} tokens within {room_s:.3g} s: "
+            f"{usage.free_blocks} of {usage.total_blocks} blocks are free, and it has {len(usage.requests)} "
+            f"requests: {', '.join(usage.requests[:4])}"
+        )
+    if (yield from until(computed, deadline)):
+        return ""
+    return f"{engine.name[0]} did not compute a prompt of {length} tokens within {seconds:.0f} s"
 
 
 def pause(seconds: float) -> Steps:

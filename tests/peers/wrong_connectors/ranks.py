@@ -33,6 +33,13 @@ class RepeatsItself(Ranks):
         results.finished_recving |= before
 
 
+class KeepsBlocks(Ranks):
+    """No rank of P says that blocks were read: P keeps them for ever."""
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        results.finished_sending.clear()
+
+
 class ForgetsToSay(Ranks):
     """Rank 1 does not say that it has received the second request."""
 
