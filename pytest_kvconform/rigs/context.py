@@ -280,3 +280,9 @@ def declared_addition(subject: Subject, block: int) -> int:
             f"adds at most {MOST_ADDED} tokens; configure and declare smaller values"
         )
     return by
+
+
+def times_longer(subject: Subject, block: int, tokens: int) -> int:
+    """Return how many times as long as `tokens` a prompt is at most, after `declared_addition`."""
+    need = min(subject.load_granularity + subject.min_load, MOST_ADDED)
+    return 1 + math.ceil(2 * need / tokens) if need > block else 1

@@ -52,6 +52,10 @@ class Loads:
                 raise Violation(self._nothing(r))
             check_computed_once(r)
 
+    def are_due_or_made(self, r: HandedOver) -> bool:
+        """Whether D loaded something of a prompt, or should have."""
+        return r.decode.external_tokens > 0 or load_is_due(self.subject, r, self.block)
+
     def _lacks_a_block(self, r: HandedOver) -> bool:
         return whole_blocks(r.length, self.block) > r.decode.local_tokens
 
@@ -59,10 +63,8 @@ class Loads:
         """Return in words why it is no mistake that D loaded nothing for a request."""
         declared = declared_amount(self.subject)
         if not self._lacks_a_block(r):
-            return (
-                f"D loaded nothing of the {r.length} tokens of {r.name}: D has every whole block before the "
-                "last token already"
-            )
+            has = "D has every whole block" if r.decode.local_tokens else "there is no whole block"
+            return f"D loaded nothing of the {r.length} tokens of {r.name}: {has} before the last token"
         if declared and not load_is_due(self.subject, r, self.block):
             return f"{r.name} of {r.length} tokens is too short for a load: {declared} is declared"
         return (

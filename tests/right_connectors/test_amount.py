@@ -130,7 +130,7 @@ def of_faults(planned: PlannedCase) -> bool:
 def scheduler_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.right_connectors.amount", "protocol", ("llama3_1_8b",), "quick")
+        runner = CaseRunner("tests.right_connectors.amount", "protocol", ("llama3_1_8b", "gemma3_1b"), "full")
         yield runner
         assert runner.close() == []
 
@@ -158,3 +158,44 @@ def test_the_scheduler_half_of_a_right_connector_conforms(
     assert run.outcomes["step_loop_hooks_return_at_once[worker]"] == "PASS"
     assert run.outcomes["load_fills_the_allocated_blocks[no_hit]"] == "PASS"
     assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
+
+
+@pytest.mark.parametrize(("connector", "declared"), [("Threshold", LEAST), ("Chunked", CHUNKS)])
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [
+        ("llama3_1_8b", "many_loads_in_flight_arrive"),
+        ("gemma3_1b", "load_without_room_starts_later abort_leaves_other_requests_alone"),
+    ],
+)
+def test_p_has_room_for_longer_prompts(
+    scheduler_runner: CaseRunner, connector: str, declared: dict[str, int], family: str, cases: str
+) -> None:
+    run = scheduler_runner.run(
+        connector,
+        family,
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name in cases.split(),
+        declared=declared,
+    )
+    assert set(run.outcomes.values()) == {"PASS"}, [result.reason for result in run.results]
+    assert len({name.partition("[")[0] for name in run.outcomes}) == len(cases.split())
+
+
+def test_an_answer_to_a_prompt_that_is_not_loaded_is_not_compared() -> None:
+    """D computes both tokens at once, and in bfloat16 this rounds otherwise than the oracle's one token."""
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.right_connectors.amount")
+        run = runner.run(
+            "Threshold",
+            "qwen3_5",
+            variants="n2 n4",
+            matrix="full",
+            only=lambda planned: planned.module == "engine/outputs",
+            declared=LEAST,
+        )
+        assert runner.close() == []
+    assert set(run.outcomes.values()) == {"NOT-APPLICABLE"}
+    assert all("there is no whole block before the last token" in result.reason for result in run.results)

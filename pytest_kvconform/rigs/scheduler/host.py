@@ -42,7 +42,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.stacks import most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
-from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block
+from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
 from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -130,7 +130,8 @@ class Host:
         for role in "PD":
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits
-                self.kv_config(role, self.vllm_config(role, max_seqs=1), first_block(index) + BLOCKS + 1)
+                blocks = first_block(spec.subject, index) + BLOCKS * longer(spec.subject) + 1
+                self.kv_config(role, self.vllm_config(role, max_seqs=1), blocks)
         self.structured_output = StructuredOutputManager(self._configs["D", True])  # no request uses it
 
     # ---- what sides are made of ----------------------------------------------------------------------------

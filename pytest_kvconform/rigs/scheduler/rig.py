@@ -41,18 +41,24 @@ from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
-from pytest_kvconform.rigs.scheduler.side_state import APART, RANKS, SideState, first_block
+from pytest_kvconform.rigs.scheduler.side_state import (
+    APART,
+    BLOCK,
+    BLOCKS,
+    RANKS,
+    SideState,
+    first_block,
+    longer,
+)
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerReport
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-__all__ = ["BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block"]
+__all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
 
-BLOCK = 16  # tokens of the smallest block of the cells
-BLOCKS = 100  # of a side, the null block not included
-TOKENS_FROM = 10_000  # far above the block ids of every side
+TOKENS_FROM = 1_000_000  # far above the block ids of every side
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -87,7 +93,7 @@ class Rig:
         self,
         role: str,
         *,
-        blocks: int = BLOCKS,
+        blocks: int = 0,
         policy: str = "fail",
         max_seqs: int = 16,
         prefix_caching: bool = True,
@@ -99,14 +105,17 @@ class Rig:
 
         Several engines of one role are independent, as after a restart.
 
-        `blocks`: of the pool, all KV cache groups together, the null block not included, at most 255.
+        `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than APART,
+        times `longer`. 0: BLOCKS, times `longer`.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
         makes another KVTransferConfig of the subject's, see fake_connector.py. `change_groups` changes the
         KVCacheConfig in place.
         """
-        if not 1 <= blocks < APART:
-            raise HarnessError(f"a side has 1 to {APART - 1} blocks, not {blocks}")
-        first = first_block(len(self._sides))
+        times = longer(self.subject)
+        blocks = blocks or BLOCKS * times
+        if not 1 <= blocks < APART * times:
+            raise HarnessError(f"a side has 1 to {APART * times - 1} blocks, not {blocks}")
+        first = first_block(self.subject, len(self._sides))
         vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
+from pytest_kvconform.rigs.context import times_longer
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
@@ -16,21 +17,30 @@ from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
+    from pytest_kvconform.subject import Subject
 
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
-APART = 256  # block ids between two sides, and below those of the first one
+APART = 256  # block ids between two sides, and below those of the first one; more if prompts are long
+BLOCK = 16  # tokens of the smallest block of the cells
+BLOCKS = 100  # of a side, the null block not included; more if prompts are long
+LENGTH = 3 * BLOCK  # tokens of a prompt: most have fewer
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
 ANSWER_S, ANSWER_STEPS = 2.0, 50
 ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
 
 
-def first_block(index: int) -> int:
+def first_block(subject: Subject, index: int) -> int:
     """The block id below those of side number `index`, from 0.
 
     Small numbers are block ids of no side: connectors also keep lists of ranks, layers and groups.
     """
-    return APART * (index + 1)
+    return APART * longer(subject) * (index + 1)
+
+
+def longer(subject: Subject) -> int:
+    """How many times as many blocks a side has for a connector that loads long prompts only."""
+    return times_longer(subject, BLOCK, LENGTH)
 
 
 class SideState:
@@ -148,7 +158,7 @@ class SideState:
 
     def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""
-        return self.first_block < block < self.first_block + APART
+        return self.first_block < block < self.first_block + APART * longer(self.rig.subject)
 
     def free_blocks(self) -> int:
         """Number of free blocks."""

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
-from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block
+from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
 
@@ -68,8 +68,8 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
     elif other == "dtype":  # of the same size, so that every byte would fit
         half = torch.float16
         config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
-    first = first_block(1)
-    return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + BLOCKS + 1), first)
+    first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
+    return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 
 
 def allow_images(side: Side) -> None:

@@ -48,7 +48,7 @@ class LiveEngine:
             port=spec.port,
             longest=LONGEST + more,
             config=config,
-            blocks=spec.first_block + spec.blocks * (1 + more // 2),
+            blocks=spec.first_block + spec.blocks * (2 + more) // 2,
             few=True,
             scratch=spec.speculates,
         )
