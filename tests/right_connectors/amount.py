@@ -1,7 +1,8 @@
 """Connectors that load less than a whole prompt: right ones, and wrong ones beside them.
 
 All are ReferenceConnector but for what the docstring says. How much is loaded is the connector's choice: D
-computes the rest. Models with recurrent states leave no choice: P has the state after its last token alone.
+computes the rest. Recurrent states and sliding windows leave no choice: P has the state after its last token
+alone, and the KV of the last window alone.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from reference_connector import ReferenceConnector
 
 CHUNK = 256
 
 
-def has_states(kv_cache_config: Any) -> bool:
-    """Whether a model has recurrent states."""
-    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups)
+def keeps_every_token(kv_cache_config: Any) -> bool:
+    """Whether P has the KV of every token when a prompt is computed."""
+    ends = MambaSpec, SlidingWindowSpec
+    return not any(isinstance(group.kv_cache_spec, ends) for group in kv_cache_config.kv_cache_groups)
 
 
 class Right(ReferenceConnector):
@@ -27,11 +29,11 @@ class Right(ReferenceConnector):
 
 
 class StopsElsewhere(ReferenceConnector):
-    """D's load ends at another token, in models without recurrent states."""
+    """D's load ends at another token, if P has the KV of every token."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER and not has_states(kv_cache_config):
+        if role == KVConnectorRole.SCHEDULER and keeps_every_token(kv_cache_config):
             scheduler, size = self._scheduler, vllm_config.cache_config.block_size
             stop: Callable[[Any, int], int] = scheduler._stop
             scheduler._stop = lambda handoff, prompt: self.stop(stop(handoff, prompt), size)
@@ -62,11 +64,13 @@ class Threshold(ReferenceConnector):
 
 
 class Chunked(StopsElsewhere):
-    """D loads whole chunks of 256 tokens only, as LMCacheConnectorV1, and no model with recurrent states."""
+    """D loads whole chunks of 256 tokens only, as LMCacheConnectorV1, and takes no model in which P does not
+    keep the KV of every token.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
-        if has_states(kv_cache_config):
-            raise ValueError("recurrent states are not supported: they do not end at a chunk of 256 tokens")
+        if not keeps_every_token(kv_cache_config):
+            raise ValueError("states and sliding windows are not supported: they end at no chunk")
         super().__init__(vllm_config, role, kv_cache_config)
 
     def stop(self, stop: int, block: int) -> int:

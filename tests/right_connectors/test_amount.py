@@ -160,12 +160,12 @@ def test_the_scheduler_half_of_a_right_connector_conforms(
     assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
 
 
-@pytest.mark.parametrize(("connector", "declared"), [("Threshold", LEAST), ("Chunked", CHUNKS)])
 @pytest.mark.parametrize(
-    ("family", "cases"),
+    ("connector", "declared", "family", "cases"),
     [
-        ("llama3_1_8b", "many_loads_in_flight_arrive"),
-        ("gemma3_1b", "load_without_room_starts_later abort_leaves_other_requests_alone"),
+        ("Threshold", LEAST, "llama3_1_8b", "many_loads_in_flight_arrive"),
+        ("Chunked", CHUNKS, "llama3_1_8b", "many_loads_in_flight_arrive load_without_room_starts_later"),
+        ("Threshold", LEAST, "gemma3_1b", "load_without_room_starts_later abort_leaves_other_requests_alone"),
     ],
 )
 def test_p_has_room_for_longer_prompts(
