@@ -46,7 +46,12 @@ RUN_SECONDS = 300  # 20 on two idle cores
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
 JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
-KINDS = {"full_attention": "full attention", "sliding_attention": "window", "linear_attention": "state"}
+KINDS = {
+    "full_attention": "full attention",
+    "sliding_attention": "window",
+    "linear_attention": "state",
+    "latent_attention": "MLA",
+}
 
 
 def tiers_table() -> str:
@@ -63,27 +68,34 @@ def tiers_table() -> str:
 
 def families_table() -> str:
     """One row for each tiny model and each geometry of the full matrix."""
-    tiers: dict[str, dict[str, None]] = {}
-    cells: dict[str, dict[tuple[str, str], None]] = {}
+    # name, whether it is a tiny model: a geometry may have the same name
+    tiers: dict[tuple[str, bool], dict[str, None]] = {}
+    cells: dict[tuple[str, bool], dict[tuple[str, str], None]] = {}
     for planned in plan.make_plan(Settings(matrix="full"), ()).selected:
-        tiers.setdefault(planned.cell.family, {})[planned.case.tier] = None
-        cells.setdefault(planned.cell.family, {})[planned.cell.topology, planned.cell.setup] = None
+        key = planned.cell.family, not planned.cell.setup
+        tiers.setdefault(key, {})[planned.case.tier] = None
+        cells.setdefault(key, {})[planned.cell.topology, planned.cell.setup] = None
     rows = []
-    for name, found in cells.items():
-        model = load_families().get(name) or load_geometries()[name]
+    for (name, tiny), found in cells.items():
+        model = load_families()[name] if tiny else load_geometries()[name]
         topologies = dict.fromkeys(topology for topology, _ in found)
         setups = dict.fromkeys(setup for _, setup in found if setup)
-        row = (f"`{name}`", model.title, _layers(name), ", ".join(tiers[name]))
+        layers = _layers_of_family(name) if tiny else _layers_of_geometry(name)
+        row = (f"`{name}`", model.title, layers, ", ".join(tiers[name, tiny]))
         rows.append((*row, " ".join(topologies), " ".join(setups)))
     return _table(("name", "model", "layers with KV", "tiers", "topologies", "setups"), rows)
 
 
-def _layers(name: str) -> str:
-    """How many layers of each kind a family or a geometry has: "20 state, 7 MLA"."""
-    if name in load_families():
-        config = load_families()[name].config
-        words = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
-        return _counted(KINDS[word] for word in words)
+def _layers_of_family(name: str) -> str:
+    """How many layers of each kind a tiny model has: "3 state, 1 full attention"."""
+    family = load_families()[name]
+    words = [KINDS[word] for word in family.kinds]
+    words += [f"draft {KINDS[word]}" for word in family.draft.kinds] if family.draft else []
+    return _counted(words)
+
+
+def _layers_of_geometry(name: str) -> str:
+    """How many layers of each kind a geometry has: "20 KDA state, 7 MLA"."""
     return _counted(_kind(layer) for layer in expand_layers(load_geometries()[name]))
 
 

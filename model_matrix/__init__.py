@@ -4,7 +4,7 @@ The matrix is data in TOML files, and code that expands it into cells. It import
 """
 
 from model_matrix.cells import Place, Setup, Side, UnknownName, expand, load_byte_matrices, parse_topology
-from model_matrix.checkpoints import CheckpointError, ensure_checkpoint
+from model_matrix.checkpoints import CheckpointError, ensure_checkpoint, speculative_config
 from model_matrix.families import Family, load_families
 from model_matrix.geometries import Geometry, load_geometries
 from model_matrix.prompts import prompt_lengths
@@ -24,4 +24,5 @@ __all__ = [
     "load_geometries",
     "parse_topology",
     "prompt_lengths",
+    "speculative_config",
 ]

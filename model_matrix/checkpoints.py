@@ -15,17 +15,19 @@ import shutil
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import filelock
 import msgspec
 import numpy as np
 import platformdirs
 
-from model_matrix.families import Family, Tensor, checkpoint_tensors
+from model_matrix.families import Draft, Family, Tensor, checkpoint_tensors
 
 VERSION = 1  # of this generator: raise it if the same family gives other bytes
 SEED = 20  # any number; another one gives other models
 FILES = ("config.json", "model.safetensors")
+DRAFT = "draft"  # folder of the draft model within the checkpoint
 ENVIRONMENT = "KVCONFORM_CACHE_DIR"
 WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes a fraction of a second
 
@@ -46,14 +48,14 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     """
     folder = _cache_dir(cache_dir) / "checkpoints"
     final = folder / f"{family.id}-{content_hash(family)}"
-    if _complete(final):
+    if _complete(family, final):
         return final
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / ".lock", timeout=WAIT_SECONDS):
             for left_over in folder.glob("*.tmp"):  # we hold the lock, so its writer has ended
                 shutil.rmtree(left_over)
-            if not _complete(final):
+            if not _complete(family, final):
                 shutil.rmtree(final, ignore_errors=True)  # a folder from which files were deleted
                 _write(family, final)
     except OSError as error:
@@ -65,9 +67,18 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     return final
 
 
+def speculative_config(family: Family, folder: Path) -> dict[str, Any] | None:
+    """Return vLLM's speculative_config for a checkpoint; None for a family without a draft."""
+    if not family.draft:
+        return None
+    draft = family.draft
+    return {"method": draft.method, "model": str(folder / DRAFT), "num_speculative_tokens": draft.tokens}
+
+
 def content_hash(family: Family) -> str:
     """Return twelve hex digits: a hash of all that decides the bytes (configuration, tensors, generator)."""
-    data = msgspec.json.encode([VERSION, SEED, family.config, checkpoint_tensors(family)])
+    models = [part for model in family.models for part in (model.config, checkpoint_tensors(model))]
+    data = msgspec.json.encode([VERSION, SEED, *models])
     return hashlib.sha256(data).hexdigest()[:12]
 
 
@@ -101,21 +112,27 @@ def _cache_dir(given: str | os.PathLike[str] | None) -> Path:
     return Path(chosen).expanduser().absolute()
 
 
-def _complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in FILES)
+def _models(family: Family, folder: Path) -> dict[Path, Family | Draft]:
+    """Return each model of a checkpoint by the folder that it is in."""
+    return dict(zip((folder, folder / DRAFT), family.models, strict=False))
+
+
+def _complete(family: Family, folder: Path) -> bool:
+    return all((part / name).is_file() for part in _models(family, folder) for name in FILES)
 
 
 def _write(family: Family, final: Path) -> None:
     """Write a folder beside the final one, then rename it: a folder with the final name is complete."""
     unfinished = final.with_name(final.name + ".tmp")
-    config = msgspec.json.format(msgspec.json.encode(family.config), indent=2)
     try:
-        unfinished.mkdir()
-        for name, data in zip(FILES, (config, _safetensors(checkpoint_tensors(family))), strict=True):
-            with open(unfinished / name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())  # without it a power cut can leave an empty file under the final name
+        for folder, model in _models(family, unfinished).items():
+            folder.mkdir()
+            config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
+            for name, data in zip(FILES, (config, _safetensors(checkpoint_tensors(model))), strict=True):
+                with open(folder / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())  # else a power cut can leave an empty file under the final name
         unfinished.rename(final)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -26,6 +26,20 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     std: float = 0.0
 
 
+class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The draft model with which P and D of a family speculate."""
+
+    method: Literal["eagle3"]  # vLLM's word
+    tokens: int  # that it drafts in a step
+    config: dict[str, Any]  # config.json, verbatim
+    tensors: dict[str, dict[str, Tensor]]  # see Family
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, see `_kinds`."""
+        return _kinds(self.config)
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of KV cache, as a model that is small enough to run anywhere."""
 
@@ -39,13 +53,36 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: int
     sliding_window: int  # tokens; 0: no layer has one
     config: dict[str, Any]  # config.json, verbatim
-    # "once", "each_layer" or a word of config.layer_types -> name with {i} -> tensor
+    # "once", "each_layer" or a word of `kinds` -> name with {i} -> tensor
     tensors: dict[str, dict[str, Tensor]]
+    draft: Draft | None = None
+
+    @property
+    def models(self) -> tuple[Family | Draft, ...]:
+        """The family's own model, and the draft if there is one."""
+        return (self, self.draft) if self.draft else (self,)
+
+    @property
+    def architectures(self) -> set[str]:
+        """vLLM's names of the classes of these models."""
+        return {name for model in self.models for name in model.config["architectures"]}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer of the model, without its draft, see `_kinds`."""
+        return _kinds(self.config)
 
     @property
     def has_state(self) -> bool:
         """Whether a layer keeps a recurrent state. Such a model is slow to prefill on a CPU."""
-        return "linear_attention" in self.config.get("layer_types", [])
+        return "linear_attention" in self.kinds
+
+    @property
+    def convolution(self) -> int:
+        """Tokens that the convolution before a recurrent state spans; 0: there is none."""
+        linear = self.config.get("linear_attn_config", {})
+        width: int = linear.get("short_conv_kernel_size") or self.config.get("linear_conv_kernel_dim", 0)
+        return width
 
 
 @functools.cache
@@ -65,30 +102,36 @@ def read_family(path: Path) -> Family:
     return family
 
 
-def checkpoint_tensors(family: Family) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint by its full name, sorted.
+def checkpoint_tensors(model: Family | Draft) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint of one model by its full name, sorted.
 
     `{i}` becomes each layer of the table.
     """
     tensors = {}
-    for table, entries in family.tensors.items():
-        for i in [None] if table == "once" else _layers(family, table):
+    for table, entries in model.tensors.items():
+        for i in [None] if table == "once" else _layers(model, table):
             tensors.update({name.replace("{i}", str(i)): tensor for name, tensor in entries.items()})
     return dict(sorted(tensors.items()))
 
 
-def _layers(family: Family, table: str) -> list[int]:
+def _layers(model: Family | Draft, table: str) -> list[int]:
     """Return the numbers of the layers of a table of tensors."""
-    kinds = family.config.get("layer_types", [])
-    return [
-        i for i in range(family.config["num_hidden_layers"]) if table == "each_layer" or kinds[i] == table
-    ]
+    kinds = model.kinds
+    return [i for i in range(len(kinds)) if table == "each_layer" or kinds[i] == table]
+
+
+def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the kind of each layer: a word of transformers' `layer_types`, or "latent_attention"."""
+    layers = range(config["num_hidden_layers"])
+    attention = "latent_attention" if config.get("kv_lora_rank") else "full_attention"
+    if linear := config.get("linear_attn_config"):  # which counts layers from 1
+        return tuple("linear_attention" if i + 1 in linear["kda_layers"] else attention for i in layers)
+    return tuple(config.get("layer_types") or [attention] * len(layers))
 
 
 def _mistake(family: Family, stem: str) -> str:
     """Return a mistake in a family file that its types do not exclude; "" if there is none."""
     config = family.config
-    kinds = config.get("layer_types", [])
     if family.id != stem:
         return f"id is {family.id!r}, but the file is {stem}.toml"
     if (config.get("sliding_window") or 0) != family.sliding_window:
@@ -98,11 +141,20 @@ def _mistake(family: Family, stem: str) -> str:
         )
     if family.block_size < 1:
         return "block_size must be above 0"
+    if family.draft and family.draft.tokens < 1:
+        return "draft.tokens must be above 0"
+    return next(filter(None, map(_mistake_of_model, family.models)), "")
+
+
+def _mistake_of_model(model: Family | Draft) -> str:
+    """Return a mistake in the configuration or the tensors of one model; "" if there is none."""
+    config = model.config
     if not isinstance(config.get("num_hidden_layers"), int):
         return "config.num_hidden_layers must be a number"
-    if kinds and len(kinds) != config["num_hidden_layers"]:
+    kinds = model.kinds
+    if len(kinds) != config["num_hidden_layers"]:
         return f"config.layer_types has {len(kinds)} words for {config['num_hidden_layers']} layers"
-    for table, entries in family.tensors.items():
+    for table, entries in model.tensors.items():
         if table not in ("once", "each_layer", *kinds):
             return f"tensors.{table} is neither once, each_layer nor a word of config.layer_types"
         for name, tensor in entries.items():

@@ -31,9 +31,9 @@ def prompt_lengths(family: Family, block_size: int, matrix: str) -> tuple[int, .
         # The first such N is W - 1 + block_size.
         for blocks in range(1, LAYOUTS[matrix] + 1):
             lengths |= _around(family.sliding_window - 1 + blocks * block_size)
-    if kernel := family.config.get("linear_conv_kernel_dim", 0):
-        # the state of the convolution, which holds kernel - 1 tokens: nearly empty, and just full
-        lengths |= {2, kernel}
+    if family.convolution:
+        # the convolution's state, which holds one token less: nearly empty, and just full
+        lengths |= {2, family.convolution}
     return tuple(sorted(length for length in lengths if length > 0))
 
 

@@ -49,10 +49,11 @@ _FACT_OF_KIND = {
     Mla: "mla",
     State: "state",
 }
-_FACT_OF_LAYER_TYPE = {  # words of layer_types in config.json
+_FACT_OF_LAYER_TYPE = {  # words of `Family.kinds`
     "full_attention": "full-attention",
     "sliding_attention": "sliding-window",
     "linear_attention": "state",
+    "latent_attention": "mla",
 }
 
 
@@ -133,8 +134,10 @@ def cell_facts(cell: Cell) -> frozenset[str]:
 
 def _layer_facts(cell: Cell) -> Iterator[str]:
     if not cell.setup:  # a tiny checkpoint
-        config = load_families()[cell.family].config
-        yield from (_FACT_OF_LAYER_TYPE[word] for word in config.get("layer_types", ["full_attention"]))
+        family = load_families()[cell.family]
+        yield from (_FACT_OF_LAYER_TYPE[word] for model in family.models for word in model.kinds)
+        if family.draft:
+            yield "draft-model"
         return
     geometry = load_geometries()[cell.family]
     yield from (_FACT_OF_KIND[type(kind)] for kind in geometry.kinds.values())
@@ -144,7 +147,7 @@ def _layer_facts(cell: Cell) -> Iterator[str]:
 
 def variant_facts(variant: Any) -> Iterator[str]:
     """Yield the facts of a variant: a Scenario, a Transfer, or an object without these attributes."""
-    if any(prompt.warm for prompt in getattr(variant, "prompts", ())):
+    if any(prompt.warm or prompt.turn for prompt in getattr(variant, "prompts", ())):
         yield "prefix-hit"
     if getattr(variant, "preempt", ""):
         yield "preemption"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_matrix import Family, Geometry, UnknownName, expand, load_families, load_geometries
+from model_matrix import UnknownName, expand, load_families, load_geometries
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
@@ -91,16 +91,14 @@ def start_zygote(settings: Settings) -> Zygote:
     """
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
-    models: dict[str, dict[str, Family] | dict[str, Geometry]] = {
-        "engine": load_families(),
-        "bytes": load_geometries(),
-    }
     wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
     with contextlib.suppress(UnknownName):  # reported where cases are collected
         for place in expand(settings.matrix, settings.family, settings.topology):
             if place.rig in rigs:
-                kind = "engine" if place.rig == "engine" else "bytes"
-                wanted[kind] |= set(models[kind][place.family].config["architectures"])
+                if place.rig == "engine":
+                    wanted["engine"] |= load_families()[place.family].architectures
+                else:
+                    wanted["bytes"] |= set(load_geometries()[place.family].config["architectures"])
     return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu)
 
 

@@ -13,10 +13,15 @@ VOCABULARY = range(5, 500)  # token ids that every tiny model has and none treat
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. D's own prefix cache has the first `warm` tokens before the hand-over."""
+    """One prompt. D's own prefix cache has the first `warm` tokens before the hand-over.
+
+    `turn`: the first `turn` tokens are an earlier turn, which was handed over before and is in the prefix
+    caches of both engines.
+    """
 
     tokens: tuple[int, ...]
     warm: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True)

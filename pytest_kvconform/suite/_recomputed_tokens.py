@@ -115,7 +115,8 @@ class Loads:
         if first >= r.length - 1:
             return
         if first < min(local + r.decode.external_tokens, whole_blocks(r.length, self.block)):
-            raise Violation(self._finding(r, "the load failed and D recomputed the prompt", declined=False))
+            then = "recomputed the prompt" if first >= 0 else "computed nothing"
+            raise Violation(self._finding(r, f"the load failed and D {then}", declined=False))
         declared = declared_amount(self.subject)
         if declared and first < (due := due_end(self.subject, r, self.block)):
             raise Violation(

@@ -48,6 +48,9 @@ def test_every_fact_is_asked_for():
         (("gemma3", "P1D2"), "full-attention sliding-window tp-differs"),
         (("gpt_oss", "P2D2"), "full-attention sliding-window"),
         (("qwen3_5", "P1D1"), "full-attention state"),
+        (("kimi_linear", "P1D2"), "mla state tp-differs"),
+        (("kimi_k2_5_eagle3", "P2D2"), "mla full-attention draft-model"),
+        (("llama_mla_eagle3", "P1D2"), "mla full-attention draft-model tp-differs"),
         (("llama3_1_8b", "P1D1", "b16"), "full-attention"),
         (("llama3_1_8b", "P2D1", "b16x64"), "full-attention tp-differs block-size-differs"),
         (("llama3_1_8b", "P1D1", "hnd_nhd"), "full-attention layout-differs"),
@@ -119,6 +122,10 @@ def test_a_feature_selects_the_cases_that_need_it():
         "abort_waiting",
         "abort_loading",
         "partial_hit",
+        "second_turn",
         "full_hit",
     }
-    assert {planned.cell.family for planned in chosen if "hit" in str(planned.variant)} == {"qwen3_5"}
+    hits = {planned.cell.family for planned in chosen if "hit" in str(planned.variant)}
+    turns = {planned.cell.family for planned in chosen if str(planned.variant) == "second_turn"}
+    assert hits == {"qwen3_5"}
+    assert turns == {"qwen3_5", "kimi_linear"}

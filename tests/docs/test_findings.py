@@ -47,6 +47,30 @@ def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
     )
 
 
+def test_latent_attention_is_as_the_findings_say() -> None:
+    """Five programs in one process, which imports vLLM once."""
+    must_be_installed()
+    page = PAGES["docs/findings.md"]
+    words = (
+        "_zero_block_ids",
+        "maybe_transfer_kv_layer",
+        "rotary_embedding",
+        "get_head_size",
+        "CPUMLABackend",
+    )
+    begins = ("zeroed for", "vllm.model_executor.layers", "query: ", "head_dim=", "No common block size")
+    code = [code for word in words for code in blocks(page, "python") if word in code]
+    printed = [text for begin in begins for text in blocks(page, "text") if text.startswith(begin)]
+    assert len(code) == len(printed) == len(words)
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_OPTIONAL_PACKAGES + "\n".join(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.stdout.endswith("".join(printed)), run.stderr
+
+
 def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
     must_be_installed()
     [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "get_offset" in code]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from model_matrix import load_families
 from model_matrix.limits import CPU_FEATURES, cpu_features
 from pytest_kvconform import settings
 from pytest_kvconform.rigs.launch import limits_of_kernels
@@ -34,18 +35,14 @@ def test_every_family_conforms_without(hidden: str, command: Run) -> None:
         "reference_connector:ReferenceConnector",
         f"--kv-declare={ROOT / 'reference_connector' / 'declaration.toml'}",
         f"--kv-hide-cpu={hidden}",
-        "--kv-family=llama,gemma3,gpt_oss,qwen3_5",
+        f"--kv-family={','.join(load_families())}",
+        "--kv-matrix=full",
         "--kv-topology=P1D1",
         "-k",
         LENGTHS,
     )
     assert run.code == 0, run.text
-    assert {result["cell"]["family"] for result in run.report["results"]} == {
-        "llama",
-        "gemma3",
-        "gpt_oss",
-        "qwen3_5",
-    }
+    assert {result["cell"]["family"] for result in run.report["results"]} == set(load_families())
     assert run.report["facts"]["kernels"] == library(cpu_features(hidden.split(",")))
 
 

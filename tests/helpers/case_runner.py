@@ -58,6 +58,10 @@ class CellRun:
         return {_short(result): result.finding for result in self.results if result.finding}
 
     @property
+    def reasons(self) -> dict[str, str]:
+        return {_short(result): result.reason for result in self.results if result.reason}
+
+    @property
     def evidence(self) -> dict[str, Evidence]:
         return {_short(result): result.evidence for result in self.results if result.evidence}
 

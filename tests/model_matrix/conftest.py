@@ -9,12 +9,12 @@ from model_matrix import families
 
 @pytest.fixture
 def edited(tmp_path: Path):
-    """edited(old, new): path of a copy of llama.toml with one of its texts replaced."""
+    """edited(old, new, family): path of a copy of a family file with one of its texts replaced."""
 
-    def edit(old: str, new: str) -> Path:
-        text = (families.FOLDER / "llama.toml").read_text()
+    def edit(old: str, new: str, family: str = "llama") -> Path:
+        text = (families.FOLDER / f"{family}.toml").read_text()
         assert old in text
-        (tmp_path / "llama.toml").write_text(text.replace(old, new))
-        return tmp_path / "llama.toml"
+        (tmp_path / f"{family}.toml").write_text(text.replace(old, new))
+        return tmp_path / f"{family}.toml"
 
     return edit

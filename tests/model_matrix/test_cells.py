@@ -1,5 +1,7 @@
 """The matrix expands to the cells of its files. An unknown word is answered with the right ones."""
 
+import itertools
+
 import pytest
 
 from model_matrix.cells import (
@@ -19,6 +21,7 @@ from model_matrix.geometries import load_geometries
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import possible
 
 QUICK = ["P1D1", "P1D2", "P2D1"]
+FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_5", "kimi_linear", "kimi_k2_5_eagle3"]  # of the quick matrix
 
 
 def engine(*arguments, **selections):
@@ -32,23 +35,25 @@ def pairs(*arguments, **selections):
 
 
 def test_quick_is_every_family_in_both_directions():
-    assert engine("quick") == [
-        (family, topology) for family in ("llama", "gemma3", "gpt_oss", "qwen3_5") for topology in QUICK
-    ]
+    assert engine("quick") == [(family, topology) for family in FAMILIES for topology in QUICK]
 
 
 def test_each_matrix_holds_the_one_before():
     quick, full = (engine(matrix) for matrix in ("quick", "full"))
-    assert set(full) - set(quick) == {(family, "P2D2") for family in load_families()}
+    assert {family for family, _ in full} == set(load_families())
+    assert {topology for family, topology in set(full) - set(quick) if family in FAMILIES} == {
+        "P2D2",
+        "P1D4",
+        "P4D2",
+    }
     assert set(quick) < set(full)
     assert len(set(full)) == len(full)
 
 
 def test_selections_narrow():
     assert engine("full", ["gemma3"], ["P2D2", "P1D1"]) == [("gemma3", "P1D1"), ("gemma3", "P2D2")]
-    assert engine("full", topologies=["P2D2"]) == [
-        (family, "P2D2") for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")
-    ]
+    families = [*FAMILIES, "llama_mla_eagle3"]
+    assert engine("full", topologies=["P2D2"]) == [(family, "P2D2") for family in families]
     assert engine("full", ["qwen3_5"], ["P1D4"]) == []
 
 
@@ -97,14 +102,15 @@ def test_a_mistake_in_the_file_of_the_byte_rig_is_named(tmp_path, old, new, mess
 def test_every_size_divides_the_model():
     """vLLM replicates KV heads where ranks outnumber them, but for gpt_oss; everything else must divide."""
     for family, topology in engine("full"):
-        config = load_families()[family].config
-        for size in parse_topology(topology):
+        configs = [model.config for model in load_families()[family].models]
+        for size, config in itertools.product(parse_topology(topology), configs):
             sizes = [
                 config[key]
                 for key in config
                 if key in ("num_attention_heads", "intermediate_size", "vocab_size")
             ]
             sizes += [config[key] for key in config if key.startswith("linear_num_")]
+            sizes += [linear["num_heads"]] if (linear := config.get("linear_attn_config")) else []
             assert [n % size for n in sizes] == [0] * len(sizes), (family, topology)
             kv_heads = config["num_key_value_heads"]
             assert kv_heads % size == 0 or (size % kv_heads == 0 and family != "gpt_oss"), (family, topology)

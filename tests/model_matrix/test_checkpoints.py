@@ -22,6 +22,7 @@ from model_matrix.checkpoints import (
     CheckpointError,
     content_hash,
     ensure_checkpoint,
+    speculative_config,
     tensor_values,
     to_bfloat16,
 )
@@ -36,6 +37,11 @@ LLAMA = load_families()["llama"]
 SHA256 = {
     "gemma3": "6cfdc4909a3f4c93aff582c6384fac649ee24c2914f91ff7270f5748581cc309",
     "gpt_oss": "2b944ac5fcae2e818551b023d95e54f7960c973811553c69493235f35fd237de",
+    "kimi_linear": "a5d60c9ad4331d819e1fb33ba7a6e9a0aad04b44c97744193c9c6283bbf6acb6",
+    "kimi_k2_5_eagle3": "489f8a9787724a7cdcee2b943da1534d05578ee0c9e8d4f69ed095960b06d646",
+    "kimi_k2_5_eagle3/draft": "f7d50cce2516545d52b3d0f34dff9dba81d2d8065f6d18e22fe01787fec93302",
+    "llama_mla_eagle3": "a84e2aa57e5a4c2645797386b3b5fed045664eff2dfd837d9e12beb8364b2860",
+    "llama_mla_eagle3/draft": "778d11d984ae687b1b07300a5d0612f557eb9e0650186647187ba409cefd56b9",
     "llama": "a84e2aa57e5a4c2645797386b3b5fed045664eff2dfd837d9e12beb8364b2860",
     "qwen3_5": "3ab17942f88da42ff132fe4b32819e5901643f8ebe1e64411dc61a0d5d6fa395",
 }
@@ -46,17 +52,25 @@ def test_same_bytes_in_two_places(tmp_path, family):
     one, two = ensure_checkpoint(family, tmp_path / "one"), ensure_checkpoint(family, tmp_path / "two")
     assert one != two
     assert one.name == two.name == f"{family.id}-{content_hash(family)}"
-    assert sorted(os.listdir(one)) == ["config.json", "model.safetensors"]
-    for name in os.listdir(one):
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    assert hashlib.sha256((one / "model.safetensors").read_bytes()).hexdigest() == SHA256[family.id]
-    assert json.loads((one / "config.json").read_bytes()) == family.config
+    folders = ["", "draft"] if family.draft else [""]
+    assert sorted(os.listdir(one)) == ["config.json", *filter(None, folders), "model.safetensors"]
+    for folder, model in zip(folders, family.models, strict=True):
+        files = {name: (one / folder / name).read_bytes() for name in checkpoints.FILES}
+        assert files == {name: (two / folder / name).read_bytes() for name in files}
+        word = f"{family.id}/{folder}".removesuffix("/")
+        assert hashlib.sha256(files["model.safetensors"]).hexdigest() == SHA256[word]
+        assert json.loads(files["config.json"]) == model.config
 
 
-@FAMILIES
-def test_the_file_is_what_the_data_says(tmp_path, family):
-    wanted = checkpoint_tensors(family)
-    with safe_open(ensure_checkpoint(family, tmp_path) / "model.safetensors", "pt") as file:
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [(family, draft) for family in load_families().values() for draft in range(len(family.models))],
+    ids=lambda value: getattr(value, "id", "draft" if value else "model"),
+)
+def test_the_file_is_what_the_data_says(tmp_path, family, draft):
+    wanted = checkpoint_tensors(family.models[draft])
+    folder = ensure_checkpoint(family, tmp_path) / ("draft" if draft else "")
+    with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert sorted(file.keys()) == sorted(wanted)
         for name, tensor in wanted.items():
@@ -110,6 +124,25 @@ def test_a_change_has_a_folder_of_its_own(tmp_path, change):
     assert ensure_checkpoint(renamed, tmp_path) == ensure_checkpoint(LLAMA, tmp_path)
 
 
+def test_a_change_of_the_draft_has_a_folder_of_its_own(tmp_path):
+    family = load_families()["kimi_k2_5_eagle3"]
+    draft = msgspec.structs.replace(family.draft, config={**family.draft.config, "head_dim": 64})
+    changed = msgspec.structs.replace(family, draft=draft)
+    assert ensure_checkpoint(changed, tmp_path) != ensure_checkpoint(family, tmp_path)
+    without = msgspec.structs.replace(family, draft=None)
+    assert not (ensure_checkpoint(without, tmp_path) / "draft").exists()
+
+
+def test_what_vllm_is_told_of_a_draft(tmp_path):
+    family = load_families()["kimi_k2_5_eagle3"]
+    assert speculative_config(family, tmp_path) == {
+        "method": "eagle3",
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 3,
+    }
+    assert speculative_config(LLAMA, tmp_path) is None
+
+
 def test_written_once(tmp_path, monkeypatch):
     first = ensure_checkpoint(LLAMA, tmp_path)
     monkeypatch.setattr(checkpoints, "_write", None)  # calling it would raise
@@ -131,6 +164,11 @@ def test_deleted_files_are_written_again(tmp_path):
     (folder / "model.safetensors").unlink()
     assert ensure_checkpoint(LLAMA, tmp_path) == folder
     assert (folder / "model.safetensors").read_bytes() == whole
+    family = load_families()["kimi_k2_5_eagle3"]
+    draft = ensure_checkpoint(family, tmp_path) / "draft" / "config.json"
+    draft.unlink()
+    ensure_checkpoint(family, tmp_path)
+    assert draft.is_file()
 
 
 WRITER = """

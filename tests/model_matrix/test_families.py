@@ -11,8 +11,16 @@ from model_matrix.families import FOLDER, FamilyError, checkpoint_tensors, load_
 ROOT = FOLDER.parents[1]
 
 
-def test_all_four_are_there():
-    assert list(load_families()) == ["gemma3", "gpt_oss", "llama", "qwen3_5"]
+def test_all_are_there():
+    assert list(load_families()) == [
+        "gemma3",
+        "gpt_oss",
+        "kimi_k2_5_eagle3",
+        "kimi_linear",
+        "llama",
+        "llama_mla_eagle3",
+        "qwen3_5",
+    ]
     assert load_families() is load_families()
 
 
@@ -43,6 +51,20 @@ def test_a_mistake_is_named(edited, old, new, message):
         read_family(edited(old, new))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tokens = 3", "tokens = 0", "draft.tokens must be above 0"),
+        ('method = "eagle3"', 'method = "eagle"', r"eagle.*\$.draft.method"),
+        ("num_hidden_layers = 1", "hidden_layers = 1", "config.num_hidden_layers must be a number"),
+        ('"fc.weight"', '"fc.{i}.weight"', r"tensors\.once: 'fc\.\{i\}\.weight' must not contain"),
+    ],
+)
+def test_a_mistake_in_a_draft_is_named(edited, old, new, message):
+    with pytest.raises(FamilyError, match=f"^kimi_k2_5_eagle3.toml: .*{message}"):
+        read_family(edited(old, new, "kimi_k2_5_eagle3"))
+
+
 def test_tables_go_to_their_layers_only():
     names = checkpoint_tensors(load_families()["qwen3_5"])
     kinds = (".mlp.", ".linear_attn.", ".self_attn.")
@@ -55,6 +77,15 @@ def test_tables_go_to_their_layers_only():
     ]
     assert not [name for name in names if "{" in name]
     assert "lm_head.weight" in names
+
+
+def test_kimi_linear_counts_its_layers_from_1():
+    family = load_families()["kimi_linear"]
+    assert family.kinds == ("linear_attention",) * 3 + ("latent_attention",)
+    assert family.has_state
+    assert family.convolution == 4
+    assert "model.layers.3.self_attn.kv_b_proj.weight" in checkpoint_tensors(family)
+    assert load_families()["llama"].kinds == ("full_attention",) * 4
 
 
 USE = """

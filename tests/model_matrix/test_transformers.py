@@ -39,11 +39,15 @@ for family, config in json.load(sys.stdin).items():
 print("shapes:", json.dumps(shapes))
 """
 
+# A model that transformers does not have comes with code of its own. vLLM does not start on a checkpoint that
+# lacks a tensor.
+FAMILIES = [family for family in load_families().values() if family.source.startswith("transformers ")]
+
 
 @pytest.fixture(scope="module")
 def shapes():
     """Family id -> tensor name -> shape, as transformers builds the models."""
-    configs = json.dumps({family.id: family.config for family in load_families().values()})
+    configs = json.dumps({family.id: family.config for family in FAMILIES})
     child = subprocess.run(
         [sys.executable, "-c", MODELS], input=configs, cwd=FOLDER, capture_output=True, text=True, check=False
     )
@@ -51,7 +55,7 @@ def shapes():
     return json.loads(line.removeprefix("shapes:"))
 
 
-@pytest.mark.parametrize("family", load_families().values(), ids=lambda family: family.id)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.id)
 def test_names_and_shapes(shapes, family):
     assert {name: list(tensor.shape) for name, tensor in checkpoint_tensors(family).items()} == shapes[
         family.id

@@ -1,7 +1,8 @@
 """Comparison of rows, for the engine rig: D's cache against P's, at (layer, token, head, plane).
 
 A row is what one token leaves in one layer for one KV head and one plane (K or V). A real model makes all
-rows different, so a row that is in the wrong place can be found where it is.
+rows different, so a row that is in the wrong place can be found where it is. Each rank of D that holds a head
+has a copy of its rows.
 
 The way of one comparison:
 

@@ -52,7 +52,7 @@ class RowComparison:
     """The result for one request. Everything can be pickled."""
 
     due: tuple[Due, ...]
-    kinds: dict[str, np.ndarray]  # layer -> kind of each row: uint8 [token, head, plane]
+    kinds: dict[str, np.ndarray]  # layer -> kind of each row: uint8 [token, head, copy, plane]
     moves: tuple[tuple[Address, Address], ...]  # (where the row is, whose row it is) of each moved row
     compared_bytes: int  # bytes of rows that were due and present
 
@@ -79,39 +79,45 @@ def compare_rows(
 ) -> RowComparison:
     """Compare the rows of `got` that are due with `want`, both layer -> [token, head, plane, word], unsigned.
 
-    `present` is layer -> [token]: False where the block table has the null block. `poison` is the byte with
-    which the harness fills unowned blocks. Raises ValueError if rows of P and D differ in shape or type.
+    A head that several ranks hold has a row for each copy in `got`, side by side: copy c of head h is that of
+    rank h * copies + c. `present` is layer -> [token]: False where the block table has the null block.
+    `poison` is the byte with which the harness fills unowned blocks. Raises ValueError if rows of P and D
+    differ in shape or type.
     """
     kinds: dict[str, np.ndarray] = {}
+    held: dict[str, np.ndarray] = {}  # of `got`: [token, head, copy, plane, word]
     compared = 0
     for layer in due:
         a, b = want[layer.layer], got[layer.layer]
-        if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
+        heads = a.shape[1]
+        if b.shape[1] % heads or a.shape[2:] != b.shape[2:] or a.dtype != b.dtype:
             raise ValueError(
                 f"{layer.layer}: rows of {a.shape[1:]} {a.dtype} cannot be compared with rows of "
                 f"{b.shape[1:]} {b.dtype}"
             )
-        kind = np.full(b.shape[:3], NOT_DUE, dtype=np.uint8)
+        held[layer.layer] = b = b.reshape(len(b), heads, b.shape[1] // heads, *b.shape[2:])
+        kind = np.full(b.shape[:-1], NOT_DUE, dtype=np.uint8)
         span = slice(layer.first, layer.end)
-        kind[span] = np.where((a[span] == b[span]).all(axis=-1), SAME, GARBLED)
+        kind[span] = np.where((a[span, :, None] == b[span]).all(axis=-1), SAME, GARBLED)
         wrong = kind == GARBLED
-        raw = np.ascontiguousarray(b).view(np.uint8).reshape(*b.shape[:3], b.shape[3] * b.itemsize)
+        raw = np.ascontiguousarray(b).view(np.uint8).reshape(*b.shape[:-1], b.shape[-1] * b.itemsize)
         kind[wrong & (raw == poison).all(axis=-1)] = UNWRITTEN
         kind[wrong & (raw == 0).all(axis=-1)] = ZEROED
         absent = np.zeros(len(kind), dtype=bool)
         absent[span] = ~present[layer.layer][span]
         kind[absent] = MISSING
         kinds[layer.layer] = kind
-        compared += int(((kind != NOT_DUE) & (kind != MISSING)).sum()) * b.shape[3] * b.itemsize
-    return RowComparison(due, kinds, _find_moved(kinds, want, got), compared)
+        compared += int(((kind != NOT_DUE) & (kind != MISSING)).sum()) * b.shape[-1] * b.itemsize
+    return RowComparison(due, kinds, _find_moved(kinds, want, held), compared)
 
 
 def _find_moved(
-    kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
+    kinds: dict[str, np.ndarray], want: Mapping[str, np.ndarray], held: Mapping[str, np.ndarray]
 ) -> tuple[tuple[Address, Address], ...]:
     """Change GARBLED to MOVED, in `kinds`, where the row is another row of `want`, bit for bit.
 
-    Returns (where the row is, whose row it is) of each. Of equal rows in `want` the first one counts.
+    Returns (where the row is, whose row it is) of each, and so of each copy. Of equal rows in `want` the
+    first one counts.
     """
     unexplained = [
         (name, *at)
@@ -125,10 +131,10 @@ def _find_moved(
         for token, head, plane in np.ndindex(rows.shape[:3]):
             addresses.setdefault(rows[token, head, plane].tobytes(), Address(name, token, head, plane))
     moves = []
-    for name, token, head, plane in unexplained:
-        origin = addresses.get(got[name][token, head, plane].tobytes())
+    for name, token, head, copy, plane in unexplained:
+        origin = addresses.get(held[name][token, head, copy, plane].tobytes())
         if origin is not None:
-            kinds[name][token, head, plane] = MOVED
+            kinds[name][token, head, copy, plane] = MOVED
             moves.append((Address(name, token, head, plane), origin))
     return tuple(moves)
 

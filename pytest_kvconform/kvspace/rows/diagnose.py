@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import MISSING, NAMES, PLANES, UNWRITTEN, ZEROED, intervals, permutation
-from pytest_kvconform.kvspace.rows.compare import Address, RowComparison
+from pytest_kvconform.kvspace.rows.compare import RowComparison
 
 
 def diagnose_rows(comparison: RowComparison) -> str:
@@ -16,7 +15,7 @@ def diagnose_rows(comparison: RowComparison) -> str:
     if not comparison.wrong:
         return ""
     if comparison.moves:
-        return _moved(comparison.moves, comparison.wrong)
+        return _moved(comparison)
     where = _where(comparison)
     for kind, sentence in ((UNWRITTEN, "was never written"), (ZEROED, "holds zeros")):
         if comparison.count(kind) == comparison.wrong:
@@ -24,9 +23,11 @@ def diagnose_rows(comparison: RowComparison) -> str:
     return f"{where} holds bytes that are nowhere in the prefiller's cache"
 
 
-def _moved(moves: Collection[tuple[Address, Address]], wrong: int) -> str:
-    """A part of a sentence for each coordinate that moved rows did not keep. `moves`: see `RowComparison`."""
+def _moved(comparison: RowComparison) -> str:
+    """A part of a sentence for each coordinate that moved rows did not keep."""
+    moves, wrong = comparison.moves, comparison.wrong
     share = f"all {len(moves)} rows" if len(moves) == wrong else f"{len(moves)} of {wrong} wrong rows"
+    share += _ranks(comparison)
     changes = []
     shifts = Counter(origin.token - here.token for here, origin in moves)
     if set(shifts) != {0}:
@@ -60,7 +61,7 @@ def _shift(field: str, shifts: Counter[int]) -> str:
 def _where(comparison: RowComparison) -> str:
     """ "tokens 32-63 of all 4 layers" or "tokens 3, 7-9 of model.layers.1"."""
     tokens, layers, planes, heads = set(), [], set(), set()
-    total_heads = 0
+    total_heads = total_planes = 0
     for name, kinds in comparison.kinds.items():
         wrong = kinds > MISSING
         if wrong.any():
@@ -68,17 +69,31 @@ def _where(comparison: RowComparison) -> str:
             at = np.argwhere(wrong)
             tokens |= set(at[:, 0].tolist())
             heads |= set(at[:, 1].tolist())
-            planes |= set(at[:, 2].tolist())
-            total_heads = kinds.shape[1]
+            planes |= set(at[:, 3].tolist())
+            total_heads = max(total_heads, kinds.shape[1])
+            total_planes = max(total_planes, kinds.shape[3])
     which = (
         f"all {len(layers)} layers"
         if len(layers) == len(comparison.kinds) > 1
         else ", ".join(layers[:3]) + (", …" if layers[3:] else "")
     )
-    detail = (f", {' and '.join(PLANES[p] for p in sorted(planes))} only" if len(planes) == 1 else "") + (
-        f", head {intervals(heads)} only" if len(heads) < total_heads else ""
-    )
+    detail = f", {PLANES[min(planes)]} only" if len(planes) < total_planes else ""
+    detail += f", head {intervals(heads)} only" if len(heads) < total_heads else ""
+    detail += _ranks(comparison)
     return f"token{'s' if len(tokens) > 1 else ''} {intervals(tokens)} of {which}{detail}"
+
+
+def _ranks(comparison: RowComparison) -> str:
+    """ ", rank 1 only": the ranks with wrong rows; "" if other ranks have no right copies of these rows."""
+    ranks, holders = set(), set()
+    for kinds in comparison.kinds.values():
+        copies = kinds.shape[2]
+        for head, copy in np.argwhere((kinds > MISSING).any(axis=(0, 3))).tolist():
+            if copies == 1:
+                return ""
+            ranks.add(head * copies + copy)
+            holders |= set(range(head * copies, (head + 1) * copies))
+    return f", rank {intervals(ranks)} only" if ranks < holders else ""
 
 
 def count_rows(comparison: RowComparison) -> str:

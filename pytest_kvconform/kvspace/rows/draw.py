@@ -28,9 +28,9 @@ def draw_rows(comparison: RowComparison) -> tuple[str, ...]:
     for due in comparison.due:
         kinds = comparison.kinds[due.layer]
         blocks = -(-len(kinds) // due.block_size)
-        for plane in range(kinds.shape[2]):
+        for plane in range(kinds.shape[-1]):
             worst = [
-                int(kinds[b * due.block_size : (b + 1) * due.block_size, :, plane].max(initial=0))
+                int(kinds[b * due.block_size : (b + 1) * due.block_size, ..., plane].max(initial=0))
                 for b in range(blocks)
             ]
             if max(worst) <= SAME:
@@ -47,7 +47,7 @@ def draw_rows(comparison: RowComparison) -> tuple[str, ...]:
             cells = worst[first : first + MOST_COLUMNS]
             width = max(width, first + len(cells))
             lines.append(
-                f"  {short_name(due.layer):<22} {PLANES[plane]}  "
+                f"  {short_name(due.layer):<22} {PLANES[plane] if kinds.shape[-1] > 1 else ' '}  "
                 + "   " * first
                 + " ".join(f"{LETTERS[k]:>2}" for k in cells)
             )

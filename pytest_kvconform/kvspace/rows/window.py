@@ -15,7 +15,7 @@ def missing_window(comparison: RowComparison) -> Gap | None:
     missing: set[int] = set()
     block_size = window = position = 0
     for due in comparison.due:
-        gone = np.flatnonzero((comparison.kinds[due.layer] == MISSING).any(axis=(1, 2)))
+        gone = np.flatnonzero((comparison.kinds[due.layer] == MISSING).any(axis=(1, 2, 3)))
         if due.window and len(gone):
             layers.append(due.layer)
             missing |= set(gone.tolist())

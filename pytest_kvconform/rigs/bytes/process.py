@@ -61,7 +61,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         byte_worker.spec_of_process = spec
         if spec.layout:
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
-        keep_configured_limits()
+        keep_configured_limits(everywhere=True)
         config = geometry_config(
             load_geometries()[spec.geometry],
             block_size=spec.block_size,

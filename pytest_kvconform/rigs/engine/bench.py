@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_matrix import CheckpointError, ensure_checkpoint, load_families
+from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
 from pytest_kvconform.rigs.engine.control import LIMIT, Control, shows_connector
@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
+from pytest_kvconform.rigs.vllm_setup.overrides import reason_not_to_speculate
 
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes: no address of one engine fits the other by accident
 ROOM = 12  # blocks for each further block of a prompt: prompts at once, times KV cache groups
@@ -159,6 +160,9 @@ class EngineBench:
 
         Raises EngineFailed if the connector keeps one from starting, Blocked if something else does.
         """
+        reason = reason_not_to_speculate(self.context.facts.device)
+        if reason and load_families()[cell.family].draft:
+            raise Blocked(reason)
 
         def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
             return self._spec(cell, role, tensor_parallel, longer)
@@ -186,6 +190,7 @@ class EngineBench:
         family = load_families()[cell.family]
         try:
             checkpoint = ensure_checkpoint(family)
+            draft = speculative_config(family, checkpoint)
         except CheckpointError as error:
             raise HarnessError(str(error)) from None
         return EngineSpec(
@@ -200,6 +205,7 @@ class EngineBench:
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
             handover=self.context.subject.handover,
+            engine_arguments={"speculative_config": draft} if draft else {},
         )
 
 

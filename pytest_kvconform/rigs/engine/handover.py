@@ -131,18 +131,35 @@ def _run(
     """
     p.poison()
     d.poison()
-    prompts = scenario.expanded()
-    run = _Run(names=[f"{salt}-{mode}-{i}" for i in range(len(prompts))], outputs={})
     deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
+    if scenario.prompts[0].turn:
+        earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
+        run = _hand_over(replace(scenario, prompts=earlier), p, d, mode, deadline, salt, "-turn")
+        if run.stuck:
+            return run
+        p.poison(keep_cache=True)
+        d.poison(keep_cache=True)
+    return _hand_over(scenario, p, d, mode, deadline, salt)
+
+
+def _hand_over(
+    scenario: Scenario,
+    p: ModelEngineHandle,
+    d: ModelEngineHandle,
+    mode: str,
+    deadline: Deadline,
+    salt: str,
+    word: str = "",
+) -> _Run:
+    """Let P compute the prompts and D generate. `word`: of the requests' names."""
+    prompts = scenario.expanded()
+    run = _Run(names=[f"{salt}-{mode}{word}-{i}" for i in range(len(prompts))], outputs={})
     for i, prompt in enumerate(prompts):
         if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
             warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)
             _until_finished(d, p, [warm], run, deadline)
     if run.stuck:
-        raise HarnessError(
-            f"D did not compute a prefix of {scenario} by itself within {deadlines.request:.0f} s: "
-            + "; ".join(run.stuck)
-        )
+        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
     if prompts[0].warm:
         d.poison(keep_cache=True)
     _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
@@ -284,11 +301,10 @@ def _params(outputs: list[Output]) -> dict[str, Any] | None:
 
 
 def _generated(outputs: list[Output]) -> Generated:
-    generated = [o for o in outputs if o.token is not None]
     return Generated(
-        tokens=tuple(o.token for o in generated if o.token is not None),
+        tokens=tuple(token for o in outputs for token in o.tokens),
         finish=next((o.finish for o in outputs if o.finish), None),
-        logprobs=tuple(o.logprobs[1] for o in generated if o.logprobs is not None),
+        logprobs=tuple(logprobs for o in outputs for logprobs in o.logprobs),
     )
 
 

@@ -2,9 +2,9 @@
 
 They run inside a worker, through `collective_rpc`.
 
-Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V. A state is a tuple of
-segments [channel, ...]. The attention backend decides where a token's words lie in memory (vLLM:
-v1/attention/backends/*.py).
+Attention rows are arrays [token, head, plane, word] with plane 0 = K and 1 = V. Latent attention has one
+head, which every rank holds, and one plane. A state is a tuple of segments [channel, ...]. The attention
+backend decides where a token's words lie in memory (vLLM: v1/attention/backends/*.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ def layers(worker: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if hasattr(layer, "kv_cache")}
 
 
+def is_latent(layer: Any) -> bool:
+    """Whether the layer keeps one latent row per token, [block, token, word], instead of keys and values."""
+    return not is_state(layer) and layer.kv_cache.dim() == 3
+
+
+def blocks_of(layer: Any) -> Any:
+    """The cache of an attention layer: [kernel block, head, token, word]."""
+    return layer.kv_cache.unsqueeze(1) if is_latent(layer) else layer.kv_cache
+
+
 def row_index(layer: Any) -> Any:
     """Where the words of a token lie in the content of one (block, head).
 
@@ -34,8 +44,15 @@ def row_index(layer: Any) -> Any:
     vLLM has no interface that names the order.
     """
     if not hasattr(layer, "kv_row_index"):
-        layer.kv_row_index = _ask_backend(layer)
+        layer.kv_row_index = _rows_in_order(layer) if is_latent(layer) else _ask_backend(layer)
     return layer.kv_row_index
+
+
+def _rows_in_order(layer: Any) -> Any:
+    import torch
+
+    tokens, width = layer.kv_cache.shape[1:]
+    return torch.arange(tokens * width, device=layer.kv_cache.device).view(tokens, 1, width)
 
 
 DIGIT = 128  # whole numbers below it are exact in every float format that a KV cache can have
@@ -70,14 +87,17 @@ def is_state(layer: Any) -> bool:
 
 
 def describe(worker: Any) -> dict[str, dict[str, Any]]:
-    """Layer name -> what its cache is: kind, backend, KV heads of this rank."""
+    """Layer name -> what its cache is: kind, backend, KV heads of this rank, whether latent, of the draft."""
+    drafts = getattr(getattr(worker.model_runner, "drafter", None), "_draft_attn_layer_names", ())
     return {
         name: {"kind": "state"}
         if is_state(layer)
         else {
             "kind": "attention",
             "backend": layer.get_attn_backend().get_name(),
-            "heads": layer.kv_cache.shape[1],
+            "heads": blocks_of(layer).shape[1],
+            "latent": is_latent(layer),
+            "draft": name in drafts,
         }
         for name, layer in layers(worker).items()
     }
@@ -105,9 +125,8 @@ def read_rows(worker: Any, name: str, blocks: list[int]) -> np.ndarray:
     import torch
 
     layer = layers(worker)[name]
-    content = layer.kv_cache[
-        torch.tensor(_kernel_blocks(worker, name, blocks), device=layer.kv_cache.device)
-    ].flatten(2)
+    ids = torch.tensor(_kernel_blocks(worker, name, blocks), device=layer.kv_cache.device)
+    content = blocks_of(layer)[ids].flatten(2)
     # [block, head, token, ...] -> [token, head, ...]
     return _words(content[:, :, row_index(layer)].transpose(1, 2).flatten(0, 1))
 
@@ -120,7 +139,7 @@ def write_rows(worker: Any, name: str, blocks: list[int], first: int, rows: np.n
     import torch
 
     layer = layers(worker)[name]
-    cache, index = layer.kv_cache, row_index(layer)
+    cache, index = blocks_of(layer), row_index(layer)
     mine = (
         torch.from_numpy(rows[:, my_heads(worker, cache.shape[1], rows.shape[1])].copy())
         .view(cache.dtype)
@@ -210,13 +229,16 @@ def _segments(layer: Any, conv: Any) -> list[Any]:
 
     There is one view per projection, since each projection is sharded by itself.
 
-    Shapes: vllm/model_executor/layers/mamba/gdn_linear_attn.py; the order of the axes is vLLM's setting
+    Shapes: vllm/model_executor/layers/mamba/gdn; the order of the axes is vLLM's setting
     VLLM_SSM_CONV_STATE_LAYOUT.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     channels_first = conv if get_conv_state_layout() == "DS" else conv.transpose(0, 1)
-    key, value = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    if hasattr(layer, "key_dim"):  # Gated DeltaNet
+        key, value = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    else:  # Kimi Delta Attention
+        key = value = layer.local_projection_size
     return list(channels_first.split([key, key, value], dim=0))
 
 
@@ -225,22 +247,19 @@ def join_state(shards: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
     return tuple(np.concatenate(parts, axis=0) for parts in zip(*shards, strict=True))
 
 
-def join_heads(shards: list[np.ndarray], total: int) -> np.ndarray:
+def join_heads(shards: list[np.ndarray], total: int, replicas: bool) -> np.ndarray:
     """Rows of all ranks -> rows with all `total` KV heads of the model.
 
-    Replicated heads are taken from the first rank that has them.
+    Of replicated heads, with `replicas`, all copies, the copies of a head side by side; else the first ones.
     """
-    local, ranks = shards[0].shape[1], len(shards)
-    if ranks <= total:
-        return np.concatenate(shards, axis=1)
-    first = [next(r for r in range(ranks) if r * total // ranks == head) for head in range(total)]
-    return np.concatenate([shards[r][:, :local] for r in first], axis=1)
+    rows = np.concatenate(shards, axis=1)
+    return rows if replicas else rows[:, :: rows.shape[1] // total]
 
 
 def _kernel_blocks(worker: Any, name: str, blocks: list[int]) -> list[int]:
     """Logical block ids -> ids of the kernel blocks that make them up."""
     spec = specs(worker)[name]
-    ratio = spec.block_size // layers(worker)[name].kv_cache.shape[2]
+    ratio = spec.block_size // blocks_of(layers(worker)[name]).shape[2]
     return [block * ratio + part for block in blocks for part in range(ratio)]
 
 

@@ -73,7 +73,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # the KV of tokens [0, tokens) was to be there
     groups: tuple[Group, ...]
     tables: tuple[tuple[int, ...], ...]  # block ids per group; 0 is the null block
-    rows: dict[str, np.ndarray]  # attention layer -> [token, head, plane (K, V), word]
+    # attention layer -> [token, head, plane (K, V), word]. Latent attention has one head and one plane. Of a
+    # head that several ranks hold, D's rows have a copy for each of them, side by side, and P's have one.
+    rows: dict[str, np.ndarray]
     # attention layer -> [token], whether the token lies on a block that is not the null block
     present: dict[str, np.ndarray]
     # state layer -> segments: convolution (Q, K, V), recurrent; [channel, ...]
@@ -99,9 +101,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step returned for one request."""
 
     id: str
-    token: int | None
-    # token ids and log-probabilities, the whole vocabulary, sorted by token id
-    logprobs: tuple[np.ndarray, np.ndarray] | None
+    tokens: tuple[int, ...]  # more than one where draft tokens were accepted
+    logprobs: tuple[np.ndarray, ...]  # of each token: over the whole vocabulary, sorted by token id
     finish: str | None  # vLLM's finish reason
     kv_transfer_params: dict[str, Any] | None
 
@@ -115,6 +116,8 @@ class Trace(msgspec.Struct, kw_only=True):
     external_tokens: int = 0  # announced by the connector and accepted
     asynchronous: bool = False  # the request waited for remote KV (WAITING_FOR_REMOTE_KVS)
     computed_tokens: int = 0  # prompt tokens that went through the model
+    drafted: int = 0  # tokens of a draft model that the model verified
+    accepted: int = 0  # those of them that became output
     first_computed: int = -1  # position of the first of them
     steps: int = 0
     status: str = ""  # vLLM's request status, last seen

@@ -7,6 +7,7 @@ request.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, speculate_on_cpu
 
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
@@ -40,6 +42,8 @@ class ModelEngineProcess(EngineProcess):
         super().__init__(spec)
 
     def _configure(self, spec: EngineSpec) -> Any:
+        keep_configured_limits()
+        more = {"max_logprobs": -1} | spec.engine_arguments
         return engine_config(
             spec.checkpoint,
             dtype=spec.dtype,
@@ -50,16 +54,28 @@ class ModelEngineProcess(EngineProcess):
             tensor_parallel=spec.tensor_parallel,
             kv_transfer=spec.kv_transfer_config,
             num_blocks=spec.num_blocks,
-            more={"max_logprobs": -1} | spec.engine_arguments,
+            more=speculate_on_cpu(more) if "speculative_config" in more else more,
         )
 
+    @functools.cached_property
+    def _layers(self) -> dict[str, dict[str, Any]]:
+        """Layer -> what the cache of its first rank is, see `kv_access.describe`."""
+        described: dict[str, dict[str, Any]] = self._workers(kv_access.describe)[0]
+        return described
+
     def _state_layers(self) -> frozenset[str]:
-        layers = self._workers(kv_access.describe)[0]
-        return frozenset(name for name, layer in layers.items() if layer["kind"] == "state")
+        return frozenset(name for name, layer in self._layers.items() if layer["kind"] == "state")
 
     def _backend(self) -> str:
-        layers = self._workers(kv_access.describe)[0]
-        return next((layer["backend"] for layer in layers.values() if layer["kind"] == "attention"), "")
+        backends = (layer["backend"] for layer in self._layers.values() if layer["kind"] == "attention")
+        return ", ".join(dict.fromkeys(backends))
+
+    def _heads(self, name: str) -> int:
+        """KV heads of a layer of the model or of its draft."""
+        layer, models = self._layers[name], self.config
+        config = models.speculative_config.draft_model_config if layer["draft"] else models.model_config
+        heads: int = config.get_total_num_kv_heads()
+        return 1 if layer["latent"] else heads
 
     def _poison_blocks(self, blocks: list[int]) -> None:
         self._workers(kv_access.poison, blocks)
@@ -101,11 +117,15 @@ class ModelEngineProcess(EngineProcess):
             setattr(connector, name, hidden)
 
     def _watch_steps(self) -> None:
-        execute = self.core.model_executor.execute_model
+        executor = self.core.model_executor
+        execute, sample = executor.execute_model, executor.sample_tokens
+        # Requests of which a snapshot is taken after the step: tokens; states that were read before.
+        later: dict[str, int] = {}
+        states: dict[str, list[States]] = {}
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             positions = positions_of(scheduler_output)
-            later: dict[str, int] = {}
+            later.clear()
             slots: dict[str, dict[str, int]] = {}
             writable = self._writable()
             for request_id in self.watched:
@@ -114,18 +134,25 @@ class ModelEngineProcess(EngineProcess):
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 if request_id in self.traces:
                     position = positions[request_id]
+                    drafted = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+                    # D's first step is padded with placeholders below 0 (vllm/v1/core/sched/scheduler.py)
+                    self.traces[request_id].drafted += sum(token >= 0 for token in drafted)
                     if self._before_step(request_id, position, scheduled, scheduler_output, later):
                         slots[request_id] = self._state_slots(request_id, position + scheduled)
             if any(slots.values()):
                 self._workers(kv_access.read_states_after_loads, slots)
             result = execute(scheduler_output, *args, **kwargs)
             shards = self._workers(kv_access.take_states) if any(slots.values()) else []
-            for request_id, tokens in later.items():
-                states = [shard[request_id] for shard in shards]
-                self.snapshots[request_id] = self._read(request_id, tokens, states)
+            states.update({request_id: [shard[request_id] for shard in shards] for request_id in later})
             return result
 
-        self.core.model_executor.execute_model = execute_model
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            result = sample(*args, **kwargs)
+            for request_id, tokens in later.items():  # the draft model's KV is computed after sampling
+                self.snapshots[request_id] = self._read(request_id, tokens, states.pop(request_id))
+            return result
+
+        executor.execute_model, executor.sample_tokens = execute_model, sample_tokens
 
     def _before_step(
         self, request_id: str, position: int, scheduled: int, scheduler_output: Any, later: dict[str, int]
@@ -200,7 +227,7 @@ class ModelEngineProcess(EngineProcess):
     def _read(self, request_id: str, tokens: int, states: Sequence[States] = ()) -> Snapshot:
         """Read the KV of the first `tokens` tokens. `states`: of each rank, if they were read before."""
         tables = tuple(tuple(ids) for ids in self.manager.get_block_ids(request_id))
-        rows, present, state = {}, {}, {}
+        rows, present, state, on_d = {}, {}, {}, self.spec.role == "D"
         for name, slot in self._state_slots(request_id, tokens).items():
             of_ranks = [rank[name] for rank in states] or self._workers(kv_access.read_state, name, slot)
             state[name] = kv_access.join_state(of_ranks)
@@ -208,10 +235,10 @@ class ModelEngineProcess(EngineProcess):
             for name in group.layers:
                 if group.kind != "state":
                     shards = self._workers(kv_access.read_rows, name, list(table))
-                    rows[name] = kv_access.join_heads(shards, self._total_heads())[:tokens]
+                    rows[name] = kv_access.join_heads(shards, self._heads(name), on_d)[:tokens]
                     present[name] = np.repeat(np.array(table, dtype=int) != 0, group.block_size)[:tokens]
         changed: tuple[int, ...] = ()
-        if self.spec.role == "D":
+        if on_d:
             differs = (self._digest() != self.watched[request_id]).any(axis=0)
             changed = tuple(int(b) for b in np.flatnonzero(differs) if int(b) not in self.held[request_id])
         return Snapshot(
@@ -224,9 +251,6 @@ class ModelEngineProcess(EngineProcess):
             state=state,
             changed=changed,
         )
-
-    def _total_heads(self) -> int:
-        return self.config.model_config.get_total_num_kv_heads()
 
     def _write(self, request_id: str, oracle: Snapshot, position: int) -> None:
         """Put the oracle's KV of the tokens before `position` where vLLM's own block tables place it."""

@@ -254,16 +254,18 @@ class EngineProcess:
         return self.core.model_executor.collective_rpc(function, args=args)
 
     def _output(self, output: Any) -> Output:
-        logprobs, lists = None, output.new_logprobs
-        if lists is not None and len(lists.logprobs):
-            # entry 0 repeats the sampled token
-            ids, values = (lists.logprob_token_ids[0][1:], lists.logprobs[0][1:])
-            order = np.argsort(ids)
-            logprobs = (ids[order], values[order])
+        lists = output.new_logprobs
+        if (trace := self.traces.get(output.request_id)) is not None:
+            trace.accepted += max(0, len(output.new_token_ids) - 1)
         return Output(
             id=output.request_id,
-            token=output.new_token_ids[0] if output.new_token_ids else None,
-            logprobs=logprobs,
+            tokens=tuple(output.new_token_ids),
+            logprobs=tuple(
+                values[1:][np.argsort(ids[1:])]  # entry 0 repeats the sampled token
+                for ids, values in zip(lists.logprob_token_ids, lists.logprobs, strict=True)
+            )
+            if lists is not None
+            else (),
             finish=str(output.finish_reason) if output.finish_reason is not None else None,
             kv_transfer_params=output.kv_transfer_params,
         )

@@ -126,7 +126,7 @@ class Host:
         self._killed: list[int] = []  # children that are still to be reaped
         self._leaving: list[tuple[int, Deadline]] = []  # children that shut their worker half down
         self._leave_s = LEAVE_S
-        keep_configured_limits()
+        keep_configured_limits(everywhere=True)
         for role in "PD":
             self._make(role, True)
             for index in range(3):  # as the first, second or third side, which a fork inherits

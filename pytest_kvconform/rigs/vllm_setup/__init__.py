@@ -5,6 +5,7 @@
 | `compat` | the supported minor, and functions of vLLM whose arguments differ between minors |
 | `preload` | what the zygote imports and does once before it forks |
 | `overrides` | every override of vLLM and of torch, one function each |
+| `cpu_layers` | layers in plain torch for engines on a CPU, where vLLM has kernels for GPUs alone |
 | `nixl_agents` | the overrides of NIXL |
 | `optional_packages` | imports of vLLM beside packages that were built for another torch |
 | `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import platform
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -80,6 +81,27 @@ def accept_prefill_of_one_token() -> None:
     _custom_ops.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
 
 
+def zero_whole_blocks() -> None:
+    """Let vLLM's runner for CPUs zero the blocks that the scheduler names, where kernels have smaller ones.
+
+    vLLM takes ids of blocks for ids of kernel blocks: with 8 kernel blocks to a block it zeroes an eighth of
+    block 3 for block 24, whoever owns block 3 (docs/findings.md).
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        context = self.compilation_config.static_forward_context
+        for group in self.kv_cache_config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+                for cache in (context[name].kv_cache for name in group.layer_names if name in context):
+                    parts = group.kv_cache_spec.block_size // cache.shape[-2]
+                    for block in block_ids:
+                        cache[block * parts : (block + 1) * parts].zero_()
+
+    CPUModelRunner._zero_block_ids = _zero_block_ids
+
+
 def hide_cpu_features(names: Iterable[str]) -> None:
     """Let vLLM take features of the CPU for missing: it chooses its kernels by these functions of torch."""
     import torch
@@ -131,15 +153,19 @@ def override_triton_kernels_once(now: bool) -> None:
     type(current_platform).register_triton_kernel_overrides = lambda self: None
 
 
-def keep_configured_limits() -> None:
-    """Keep the block size, prefix caching and chunked prefill as configured, for engines that run no kernel.
+def keep_configured_limits(everywhere: bool = False) -> None:
+    """Keep the block size, prefix caching and chunked prefill as configured.
 
-    On CPU vLLM changes them for models with latent attention, since its kernels for these can do no better.
+    On CPU vLLM changes them for models with latent attention, whose kernels can do without (docs/findings.md;
+    `cpu_layers` for Kimi Linear). `everywhere`: also on GPUs, for engines without a model, which run no
+    kernel.
     """
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
-    update = platform.check_and_update_config
+    if not (everywhere or current_platform.is_cpu()):
+        return
+    kind = type(current_platform)
+    update = kind.check_and_update_config
 
     def check_and_update_config(vllm_config: Any) -> None:
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
@@ -157,7 +183,38 @@ def keep_configured_limits() -> None:
             scheduler.max_num_batched_tokens,
         ) = before
 
-    platform.check_and_update_config = staticmethod(check_and_update_config)
+    kind.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def reason_not_to_speculate(device: str) -> str:
+    """Why a family with a draft model cannot run on a device of this machine; "": it can."""
+    if device != "cpu" or platform.machine().lower() in ("x86_64", "amd64"):
+        return ""
+    return (
+        f"the CPU is {platform.machine()}: latent attention and KV heads share blocks of 16 tokens in a "
+        "family with a draft model, and of vLLM's attention kernels for CPUs those for x86 take such blocks"
+    )
+
+
+def speculate_on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Let a model and its draft, one of which has latent attention, run on CPU. Returns their EngineArgs.
+
+    CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples of 32 and on x86 runs with 16, too, so that
+    both can share a KV cache group. AMX_MLA takes no float32, and a draft has a backend of its own. vLLM
+    checks the head size of the model where the draft has latent attention (docs/findings.md).
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or reason_not_to_speculate(current_platform.device_type):
+        return arguments
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
+    MLACommonMetadata.__post_init__ = lambda self: None
+    backend = {"attention_backend": "CPU_MLA"}
+    return arguments | backend | {"speculative_config": arguments["speculative_config"] | backend}
 
 
 def release_cores(worker: Any) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from pytest_kvconform.rigs.vllm_setup import nixl_agents, overrides
+from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
@@ -47,12 +47,15 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     if current_platform.is_cpu():
         overrides.communicate_without_shared_memory()
         overrides.accept_prefill_of_one_token()
+        overrides.zero_whole_blocks()
+    overrides.override_triton_kernels_once(now=bool(architectures))  # before a model class imports numba
+    if architectures and current_platform.is_cpu():
+        cpu_layers.use(architectures)
     for architecture in architectures:
         _register(architecture)
     if nixl_agents.preload() and current_platform.is_cpu():
         nixl_agents.without_progress_threads()
-    overrides.override_triton_kernels_once(now=bool(architectures))
-    for architecture in geometries:  # after the Triton kernels: one of these classes imports numba
+    for architecture in geometries:
         if architecture not in architectures:
             _register(architecture)
     nixl_agents.find_users_of_agent_class()  # last: it looks through all modules that are loaded by now

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from model_matrix import load_families
-from pytest_kvconform.result import Blocked
+from collections.abc import Sequence
+
+from model_matrix import Family, load_families
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.engine.observation import Observation
+from pytest_kvconform.rigs.engine.observation import Observation, RequestObservation
 from pytest_kvconform.rigs.scenario import Scenario, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add
@@ -21,6 +23,32 @@ def moved(observed: Observation) -> int:
         for r in observed.requests
         if r.rows and not r.rows.wrong and r.decode.external_tokens
     )
+
+
+def hits(observed: Observation) -> dict[str, float]:
+    """Return how much of the prompts D had in its prefix cache, and what it got beside it; {}: nothing."""
+    hit = sum(r.decode.local_tokens for r in observed.requests)
+    states = sum(r.state_bytes for r in observed.requests if not r.state_wrong)
+    rate = hit / sum(r.length for r in observed.requests)
+    found = {"hit tokens": hit, "hit rate": round(rate, 3), "bytes pulled": moved(observed) + states}
+    return found if hit else {}
+
+
+def drafts(observed: Observation) -> dict[str, float]:
+    """Return how many tokens D drafted, and how many of them became output. Empty if D drafted none."""
+    drafted = sum(r.decode.drafted for r in observed.requests)
+    accepted = sum(r.decode.accepted for r in observed.requests)
+    return {"draft tokens": drafted, "accepted": accepted} if drafted else {}
+
+
+def require_drafts(family: Family, requests: Sequence[RequestObservation]) -> None:
+    """Raise HarnessError if D has a draft model and drafted nothing: each step then gave one token."""
+    steps = max((len(r.got.tokens) for r in requests if r.got), default=0)
+    if family.draft and steps > 1 and not any(r.decode.drafted for r in requests):
+        raise HarnessError(
+            f"D generated {steps} tokens in as many steps and drafted none, although {family.id} has a draft "
+            "model: vLLM has turned speculation off"
+        )
 
 
 def observe(bench: Bench, scenario: Scenario) -> Observation:

@@ -13,15 +13,22 @@ from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
 def lengths(cell: Cell, matrix: str) -> list[Scenario]:
     """One prompt of each length that matters: around block boundaries and around the window."""
     data = load_families()[cell.family]
-    return [
-        Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1)
-        for n in prompt_lengths(data, data.block_size, matrix)
-    ]
+    chosen = prompt_lengths(data, data.block_size, matrix)
+    if _is_brief(cell, matrix):
+        chosen = chosen[-1:]
+    return [Scenario(f"n{n}", (Prompt(tokens(n)),), due=n > 1) for n in chosen]
 
 
 def situations(cell: Cell, matrix: str) -> list[Scenario]:
     """Scenarios that are about anything but the length of a prompt. b is the block size."""
     b, s = _block(cell), _short(cell)
+    first = s * b + b // 2
+    # D has attention KV of the first turn, and a state at its end at most
+    turns = [Scenario("second_turn", (Prompt(tokens(2 * first + 3), turn=first),))]
+    if matrix == "quick" and not (has_state(cell) and cell.topology == "P1D1"):
+        turns = []
+    if _is_brief(cell, matrix):
+        return turns
     return [
         Scenario(
             "two_at_once",
@@ -35,7 +42,14 @@ def situations(cell: Cell, matrix: str) -> list[Scenario]:
         Scenario("full_hit", (Prompt(tokens(2 * s * b + 1), warm=2 * s * b + 1),), due=False),
         Scenario("chunked", (Prompt(tokens(2 * s * b + b + 3)),), budget=2 * b - 5),
         Scenario("two_samples", (Prompt(tokens((s + 1) * b - 4)),), n=2),
+        *turns,
     ]
+
+
+def _is_brief(cell: Cell, matrix: str) -> bool:
+    """Whether a cell of the quick matrix has few scenarios: the byte tier has more of latent attention."""
+    models = load_families()[cell.family].models
+    return matrix == "quick" and any("latent_attention" in model.kinds for model in models)
 
 
 def _block(cell: Cell) -> int:
@@ -49,6 +63,8 @@ def _short(cell: Cell) -> int:
 
 def aborts(cell: Cell, matrix: str) -> list[Scenario]:
     """Scenarios in which a request is aborted, on either side."""
+    if _is_brief(cell, matrix):
+        return []
     b = _block(cell)
     prompt = (Prompt(tokens(2 * _short(cell) * b + b + 3)),)
     return [

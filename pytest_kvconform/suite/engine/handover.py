@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
-from pytest_kvconform.suite.engine._observations import completed, loads_of, moved, observe
+from pytest_kvconform.suite.engine._observations import completed, hits, loads_of, moved, observe
 from pytest_kvconform.suite.engine._scenarios import everything, transfers
 
 
@@ -45,7 +47,7 @@ def d_computes_only_missing_tokens(bench: Bench, scenario: Scenario) -> Evidence
     observed = completed(bench, scenario)
     loads = loads_of(bench, observed)
     loads.check()
-    return loads.evidence(moved(observed))
+    return replace(loads.evidence(moved(observed)), notes=hits(observed))
 
 
 @case("KV-HANDOVER-003", variants=transfers)

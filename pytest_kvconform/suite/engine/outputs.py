@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from model_matrix import load_families
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite.engine._observations import completed, loads_of, moved
+from pytest_kvconform.suite.engine._observations import completed, drafts, loads_of, moved, require_drafts
 from pytest_kvconform.suite.engine._scenarios import handovers
 
 
@@ -34,14 +35,22 @@ def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
                     happened=f"{r.name} of {r.length} tokens: {difference.sentence}",
                     differs=f"tolerance {observed.tolerance:.3g} ({observed.tolerance_source}); "
                     f"tokens {list(r.got.tokens)}, with the oracle {list(r.want.tokens)}",
-                    diagnosis="D's KV or state is not P's when it computes "
+                    diagnosis="D ended the request with an error"
+                    if r.got.finish == "error"
+                    else "D's KV or state is not P's when it computes "
                     f"{'the last prompt token' if difference.position == 0 else 'a later token'}",
                     signature="outputs differ from the oracle's",
                 )
             )
+    require_drafts(load_families()[bench.cell.family], observed.requests)
     return Evidence(
         looked_at=sum(len(r.got.logprobs) for r in compared if r.got),
         unit="tokens",
         bytes_moved=moved(observed),
-        notes={"largest difference": worst, "tolerance": observed.tolerance, "noise": observed.noise},
+        notes={
+            "largest difference": worst,
+            "tolerance": observed.tolerance,
+            "noise": observed.noise,
+            **drafts(observed),
+        },
     )

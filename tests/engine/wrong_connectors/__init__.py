@@ -1,13 +1,15 @@
 """Connectors with one mistake each.
 
 All are vLLM's NixlConnector but for what the first sentence of their docstring says; those of
-`within_a_step.py` are the layer-wise connector of tests/right_connectors.
+`within_a_step.py` are the layer-wise connector of tests/right_connectors, and those of `across_ranks.py` the
+reference connector.
 
 `Right` has no mistake: what the suite reports about NixlConnector it must report about `Right` too. Engines
 import this package under its bare name; the tests themselves do not import it.
 """
 
 # ruff: noqa: F403
+from .across_ranks import *
 from .corruption import *
 from .failures import *
 from .form import *

@@ -70,6 +70,26 @@ class ForgetsLayer(CorruptsCache):
         layers[-1][blocks] = 0
 
 
+class LeavesDraft(CorruptsCache):
+    """The KV of the draft model, the last layer, is not loaded."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.loads():
+            *_, last = self.kv_cache_config.kv_cache_groups[0].layer_names
+            self.before = self.layers[last].kv_cache.clone()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        layers[-1][blocks] = self.before[blocks]
+
+
+class DraftLateByOne(CorruptsCache):
+    """The last block of the draft model's KV is the one before it."""
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        layers[-1][blocks[-1]] = layers[-1][blocks[-2]]
+
+
 class RollsConvolution(CorruptsCache):
     """The convolution state is off by one position."""
 
@@ -84,6 +104,32 @@ class ZeroesState(CorruptsCache):
     def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
         for _, recurrent in (pair for pair in layers if isinstance(pair, (tuple, list))):
             recurrent[blocks] = 0
+
+
+class LeavesState(CorruptsCache):
+    """The recurrent state of a group's first layer stays what was in its slot before the load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.loads():
+            firsts = [self.layers[group.layer_names[0]] for group in self.kv_cache_config.kv_cache_groups]
+            pairs = (layer.kv_cache for layer in firsts if isinstance(layer.kv_cache, (tuple, list)))
+            self.before = {id(pair): pair[1].clone() for pair in pairs}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        if isinstance(layers[0], (tuple, list)):
+            layers[0][1][blocks] = self.before[id(layers[0])][blocks]
+
+
+class ForgetsLatent(CorruptsCache):
+    """The last rank's copy of the latent rows holds zeros."""
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        from vllm.distributed import get_tp_group
+
+        if get_tp_group().is_last_rank and not isinstance(layers[0], (tuple, list)):
+            for cache in layers:  # [kernel block, token, word]
+                cache.unflatten(0, (self.kv_cache_config.num_blocks, -1))[blocks] = 0
 
 
 def _torch() -> Any:

@@ -1,0 +1,36 @@
+"""Right connectors pass every case of the engine tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.helpers.case_runner import CellRun
+
+FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
+FEW_KIMI = "n1 n2 n129 two_at_once partial_hit second_turn abort_loading"
+FEW_DRAFT = "n17 partial_hit chunked two_at_once abort_loading"
+RIGHT = [
+    ("PrintsBinary", "llama", "n1 n64 n200 two_at_once full_hit abort_waiting"),
+    ("BacksOff", "gemma3", ""),
+    ("Right", "qwen3_5", FEW),
+    ("LayerWise", "qwen3_5", FEW),
+    ("Right", "kimi_linear", FEW_KIMI),
+    ("LayerWise", "kimi_linear", FEW_KIMI),
+    ("Right", "kimi_k2_5_eagle3", FEW_DRAFT),
+    ("LayerWise", "kimi_k2_5_eagle3", FEW_DRAFT),
+    ("BacksOff", "kimi_k2_5_eagle3", FEW_DRAFT),
+]
+
+
+@pytest.mark.parametrize(
+    ("connector", "family", "variants"), RIGHT, ids=[f"{row[0]}-{row[1]}" for row in RIGHT]
+)
+def test_a_right_connector_passes_every_case(
+    run_cases: Callable[..., CellRun], connector: str, family: str, variants: str
+) -> None:
+    run = run_cases(connector, family, variants=variants, matrix="full" if variants else "quick")
+    assert all(any(name.endswith(f"[{variant}]") for name in run.outcomes) for variant in variants.split())
+    assert set(run.outcomes.values()) == {"PASS"}
+    assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
