@@ -9,10 +9,11 @@ vLLM is imported inside functions only.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
-SUPPORTED = "0.32."  # the versions of vLLM whose contract the suite tests
+SUPPORTED = ("0.31.", "0.32.", "0.33.")  # the versions of vLLM whose contract the suite tests
 
 
 def reason_not_supported(version: str) -> str:
@@ -28,10 +29,13 @@ def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[
 
     `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
     """
-    from vllm.v1.core import kv_cache_utils
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    except ImportError:  # before 0.33
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
-    configs: list[Any] = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
-    return configs
+        return list(get_kv_cache_configs(config, specs, memory))
+    return list(get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs)))
 
 
 def generate_scheduler_kv_cache_config(configs: list[Any]) -> Any:
@@ -56,7 +60,10 @@ def select_common_block_size(block_size: int, backends: list[Any], specs: list[A
     """
     from vllm.v1.worker import utils
 
-    return int(utils.select_common_block_size(block_size, backends, specs))
+    select = utils.select_common_block_size
+    if len(inspect.signature(select).parameters) == 2:  # 0.31
+        return int(select(block_size, backends))
+    return int(select(block_size, backends, specs))
 
 
 def input_batch_of(scheduler_output: Any) -> Any:
