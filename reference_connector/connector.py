@@ -37,7 +37,6 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
@@ -46,6 +45,11 @@ from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.transport import HOST, Memory, Nixl
 from reference_connector.worker import Worker, no_stats
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31
+    CacheHitSource = None
 
 
 @dataclass
@@ -99,7 +103,8 @@ class ReferenceStats(KVConnectorStats):
 class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises BadOption, or ValueError for a kind of parallelism that this connector does not support."""
@@ -135,6 +140,14 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """True: a load restores the states of all groups, whatever prefix of attention D has already."""
         return True
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: after a sleep vLLM maps the KV cache anew, and the memory would have to be registered again.
+
+        vLLM asks since 0.33.
+        """
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -26,9 +26,7 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
     rows: list[tuple[str, Sequence[str]]] = [
         (
             "rule",
-            [rule.sentence, f"{rule.id} {rule.strength}, since vLLM {rule.since}"]
-            if rule
-            else [finding.rule],
+            [rule.sentence, f"{rule.id} {rule.strength}, {rule.minors}"] if rule else [finding.rule],
         ),
         ("happened", [finding.happened]),
         ("known", [result.reason] if result.reason and not result.declaration_rule else []),

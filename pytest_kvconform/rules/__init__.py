@@ -28,14 +28,26 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     id: str  # "KV-BYTES-001"
     sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
-    since: str  # first vLLM version that requires it
+    since: str  # first minor of vLLM, of those that the suite knows, that requires it: "0.31"
     caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
     breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so
     source: str  # file in vLLM, or issue
     done: str  # what the suite does to test it
     check: tuple[str, ...] = ()  # if this fails, check
-    until: str = ""  # first vLLM version that does not require it any more
+    until: str = ""  # first minor of vLLM that does not require it any more
     untestable: str = ""  # why no case checks it; such a rule has none
+
+    @property
+    def minors(self) -> str:
+        """The minors of vLLM for which the rule holds, in words."""
+        return f"since vLLM {self.since}" + (f", until {self.until}" if self.until else "")
+
+    def why_not(self, version: str) -> str:
+        """Return why the rule does not hold for a version of vLLM; "": it holds."""
+        minor = _minor(version)
+        if _minor(self.since) <= minor and not (self.until and minor >= _minor(self.until)):
+            return ""
+        return f"{self.id} holds {self.minors}, and {version} is installed"
 
 
 class BadRules(ValueError):
@@ -53,6 +65,11 @@ def load(folder: Path | None = None) -> dict[str, Rule]:
 def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
     """Return the ids of the rules of strength SHOULD: a connector that breaks one gets a warning."""
     return tuple(rule.id for rule in rules.values() if rule.strength == "SHOULD")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
+from pytest_kvconform.rigs.vllm_setup.classes import has_hook
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
@@ -147,7 +148,7 @@ class WorkerHalf:
 
         Those in which the thread waits for a core do not count.
         """
-        for name in calls_of(WORKER, BOTH):
+        for name in filter(has_hook, calls_of(WORKER, BOTH)):
             setattr(
                 self.connector, name, _timed(getattr(self.connector, name), durations.setdefault(name, []))
             )

@@ -27,6 +27,11 @@ def class_named(name: str) -> Any:
     return getattr(importlib.import_module(_CLASSES[name]), name)
 
 
+def has_hook(name: str) -> bool:
+    """Whether the interface of the installed vLLM has a hook: minors differ."""
+    return any(hasattr(class_named(base), name) for base in ("KVConnectorBase_V1", "SupportsHMA"))
+
+
 def has_worker_half() -> bool:
     """Whether this process has a worker half, as vLLM sees it."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group

@@ -1,11 +1,11 @@
-"""The hooks of vLLM's KV connector interface as data: which half has each, and how vLLM 0.32 calls it.
+"""The hooks of vLLM's KV connector interface as data: which half has each, and how vLLM calls it.
 
 The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The
 calls were read in v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py,
 v1/worker/kv_connector_model_runner_mixin.py, model_executor/layers/attention/kv_transfer_utils.py,
 config/vllm.py and distributed/kv_transfer/kv_connector/v1/metrics.py.
 
-This module imports neither torch nor vLLM.
+A minor of vLLM has some of them: see `classes.has_hook`. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LOAD = ("scheduler_output", "request_state_indices", "request_ids", "num_tokens"
 HOOKS = (
     Hook("get_required_kvcache_layout", CLASS, 1, in_stacks=False),
     Hook("requires_piecewise_for_cudagraph", CLASS, 1, in_stacks=False),
+    Hook("supports_sleep_mode", CLASS, 1, in_stacks=False),
     Hook("build_kv_connector_stats", CLASS, 1, in_stacks=False),
     Hook("build_prom_metrics", CLASS, 4, in_stacks=False),
     Hook("bind_kv_cache_manager", SCHEDULER, 1, recorded=True),
@@ -55,6 +56,8 @@ HOOKS = (
     Hook("reset_cache", SCHEDULER, recorded=True),
     Hook("get_mem_pool_context", WORKER, in_stacks=False),
     Hook("register_kv_caches", WORKER, 1),
+    Hook("unregister_kv_caches", WORKER),
+    Hook("restore_kv_caches", WORKER),
     Hook("set_host_xfer_buffer_ops", WORKER, 1),
     Hook("get_handshake_metadata", WORKER),
     Hook("handle_preemptions", WORKER, 1),

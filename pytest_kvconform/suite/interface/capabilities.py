@@ -13,7 +13,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.vllm_setup.answers import why_no_truth
-from pytest_kvconform.rigs.vllm_setup.classes import class_named
+from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
 from pytest_kvconform.suite.interface._cells import once
 
 DELIVERY = "requires_kv_delivery"
@@ -197,6 +197,8 @@ def _push_work_ends(rig: Rig, side: Side) -> bool:
 
 
 def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
+    if not has_hook("get_external_cache_hit_sources"):
+        return 0
     counts: Any = dict[class_named("CacheHitSource"), int]  # type: ignore[misc]
     answers = _asked_for_sources(side, request)
     for count, found in answers:

@@ -10,7 +10,7 @@ from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.connector_class import connector_class
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.classes import class_named
+from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, CLASS, SCHEDULER, WORKER, calls_of
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
@@ -68,6 +68,8 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
     of_objects = calls_of(SCHEDULER, WORKER, BOTH, hma=rig.host.spec.supports_hma)
     for calls, of_class in ((calls_of(CLASS), True), (of_objects, False)):
         for hook, (positions, names) in calls.items():
+            if not has_hook(hook):
+                continue
             method = getattr(found, hook, None)
             if not callable(method):
                 raise rig.violation(
