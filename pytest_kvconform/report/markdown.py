@@ -27,7 +27,7 @@ def job_summary(report: Report) -> str:
     if report.selection.left_out:
         lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
     for one in report.selection.limits:
-        lines += [f"Left out, a limit of vLLM here: {len(one.ids)} cases of {one.limit}", ""]
+        lines += [f"Left out here: {len(one.ids)} cases of {one.limit}", ""]
     if any(row.cases for row in verdict.features):
         lines += ["| feature | declared | observed | |", "|---|---|---|---|"]
         lines += [

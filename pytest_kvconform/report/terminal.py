@@ -56,10 +56,7 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     above: list[Line] = [(row, {}) for row in _table(report, width)]
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
-    above += [
-        (f"left out, a limit of vLLM here: {len(one.ids)} cases of {one.limit}", {})
-        for one in report.selection.limits
-    ]
+    above += [(f"left out here: {len(one.ids)} cases of {one.limit}", {}) for one in report.selection.limits]
     if line := _not_applicable(report, width):
         above.append((line, {}))
     above += [(row, {}) for row in _features(verdict.features, width)]

@@ -47,7 +47,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         minor = _minor(version)
         if _minor(self.since) <= minor and not (self.until and minor >= _minor(self.until)):
             return ""
-        return f"{self.id} holds {self.minors}, and {version} is installed"
+        return f"{self.id}, which holds {self.minors}"
 
 
 class BadRules(ValueError):

@@ -88,8 +88,9 @@ class ByteWorker(WorkerBase):
         self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_layout is not None:
             record_kv_cache_layout(self.cache_config, kv_cache_config.kv_cache_layout)
-        self.cache_config.hash_block_size = kv_cache_config.hash_block_size
-        self.cache_config.cache_hit_alignment_tokens = kv_cache_config.cache_hit_alignment_tokens
+        for name in ("hash_block_size", "cache_hit_alignment_tokens"):
+            if hasattr(kv_cache_config, name):  # since 0.32
+                setattr(self.cache_config, name, getattr(kv_cache_config, name))
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
         caches = allocate_kv_cache(kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config))

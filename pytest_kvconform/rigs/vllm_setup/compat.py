@@ -1,6 +1,7 @@
-"""The vLLM minor that is supported, and the functions of vLLM whose names or arguments differ between minors.
+"""The vLLM minors that are supported, and what of vLLM differs between them.
 
-Whoever supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs.
+What is there is looked for, and versions are not compared: vLLM's main has no number that tells. Whoever
+supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs.
 Other changes of a minor show up in the modules of this folder: overrides, engine configuration, hooks, KV
 cache specs.
 
@@ -66,18 +67,23 @@ def select_common_block_size(block_size: int, backends: list[Any], specs: list[A
     return int(select(block_size, backends, specs))
 
 
-def input_batch_of(scheduler_output: Any) -> Any:
-    """What ActiveKVConnector.pre_forward reads of the InputBatch of vLLM's second model runner.
+def pre_forward_arguments(scheduler_output: Any) -> tuple[Any, ...]:
+    """The arguments of ActiveKVConnector.pre_forward by position.
 
-    It passes them on to start_load_kv, as keyword arguments: the ids of the requests, where the worker
-    keeps their state, and the number of tokens of the step. Source: v1/worker/gpu/kv_connector.py:
+    Since 0.32 they have the InputBatch of vLLM's second model runner. What it reads of it, it passes on to
+    start_load_kv, as keyword arguments: the ids of the requests, where the worker keeps their state, and the
+    number of tokens of the step. Source: v1/worker/gpu/kv_connector.py:
     ActiveKVConnector._build_load_kwargs.
     """
     import torch
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
+    if "input_batch" not in inspect.signature(ActiveKVConnector.pre_forward).parameters:
+        return (scheduler_output,)
     ids = list(scheduler_output.num_scheduled_tokens)
-    return SimpleNamespace(
+    batch = SimpleNamespace(
         req_ids=ids,
         idx_mapping=torch.arange(len(ids), dtype=torch.int32),
         num_tokens=scheduler_output.total_num_scheduled_tokens,
     )
+    return scheduler_output, batch

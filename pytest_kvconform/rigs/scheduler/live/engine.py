@@ -24,7 +24,7 @@ from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.compat import input_batch_of
+from pytest_kvconform.rigs.vllm_setup.compat import pre_forward_arguments
 
 OWNERS = 251  # numbers of requests that words can tell apart
 LONGEST = 8  # blocks of a request
@@ -249,7 +249,7 @@ class LiveEngine:
         if self.spec.finalize_late:
             return self._step_with_drafter(output, parts, context)
         with forward_context(context, self.half.config, output):
-            call("the hooks before the forward", active.pre_forward, output, input_batch_of(output))
+            call("the hooks before the forward", active.pre_forward, *pre_forward_arguments(output))
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
         return call("the hooks after the forward", active.post_forward, output.finished_req_ids)
