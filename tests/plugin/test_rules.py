@@ -79,6 +79,17 @@ def test_a_rule_may_end_and_may_have_no_case(tmp_path):
     assert (loaded["KV-A-002"].until, loaded["KV-A-002"].untestable) == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [("0.9.1", False), ("0.31.4", False), ("0.32.0+cpu", True), ("0.33.0", False), ("1.0.0", False)],
+)
+def test_a_rule_holds_for_minors(tmp_path, version, holds):
+    text = GOOD.replace('since = "0.9"', 'since = "0.32"')
+    [rule] = load(tmp_path, a=f'[KV-A-001]\n{text}until = "0.33"\n').values()
+    said = "" if holds else "KV-A-001, which holds since vLLM 0.32, until 0.33"
+    assert rule.why_not(version) == said
+
+
 def test_a_should_needs_no_caller(tmp_path):
     text = GOOD.replace("MUST", "SHOULD").replace(BREAKS, "")
     [rule] = load(tmp_path, a=f"[KV-A-001]\n{text}").values()

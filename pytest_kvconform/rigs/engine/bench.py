@@ -187,6 +187,7 @@ class EngineBench:
             self.pairs.end(cell, word)
 
     def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int) -> EngineSpec:
+        self.context.require_kernels()
         family = load_families()[cell.family]
         try:
             checkpoint = ensure_checkpoint(family)

@@ -25,6 +25,7 @@ class Hook(NamedTuple):
     keywords: tuple[str, ...] = ()  # arguments that vLLM passes by name
     needs_hma: bool = False  # only classes that inherit SupportsHMA have it
     recorded: bool = False  # the scheduler rig records its calls (scheduler/recorder.py)
+    since: str = "0.31"  # the first minor of vLLM that has it, of those that the suite knows
     in_stacks: bool = True  # a stack through it shows where the connector was when its process died or hung
 
 
@@ -32,16 +33,16 @@ LOAD = ("scheduler_output", "request_state_indices", "request_ids", "num_tokens"
 HOOKS = (
     Hook("get_required_kvcache_layout", CLASS, 1, in_stacks=False),
     Hook("requires_piecewise_for_cudagraph", CLASS, 1, in_stacks=False),
-    Hook("supports_sleep_mode", CLASS, 1, in_stacks=False),
+    Hook("supports_sleep_mode", CLASS, 1, since="0.33", in_stacks=False),
     Hook("build_kv_connector_stats", CLASS, 1, in_stacks=False),
     Hook("build_prom_metrics", CLASS, 4, in_stacks=False),
     Hook("bind_kv_cache_manager", SCHEDULER, 1, recorded=True),
     Hook("bind_gpu_block_pool", SCHEDULER, 1, in_stacks=False),
     Hook("on_new_request", SCHEDULER, 1, recorded=True),
     Hook("get_num_new_matched_tokens", SCHEDULER, 2, recorded=True),
-    Hook("get_loaded_kv_cache_group_ids", SCHEDULER, 1, recorded=True, in_stacks=False),
+    Hook("get_loaded_kv_cache_group_ids", SCHEDULER, 1, recorded=True, since="0.32", in_stacks=False),
     Hook("update_state_after_alloc", SCHEDULER, 3, recorded=True),
-    Hook("get_external_cache_hit_sources", SCHEDULER, 2, recorded=True, in_stacks=False),
+    Hook("get_external_cache_hit_sources", SCHEDULER, 2, recorded=True, since="0.32", in_stacks=False),
     Hook("build_connector_meta", SCHEDULER, 1, recorded=True),
     Hook("update_connector_output", SCHEDULER, 1, recorded=True),
     Hook("request_finished", SCHEDULER, 2, recorded=True),
@@ -56,8 +57,8 @@ HOOKS = (
     Hook("reset_cache", SCHEDULER, recorded=True),
     Hook("get_mem_pool_context", WORKER, in_stacks=False),
     Hook("register_kv_caches", WORKER, 1),
-    Hook("unregister_kv_caches", WORKER),
-    Hook("restore_kv_caches", WORKER),
+    Hook("unregister_kv_caches", WORKER, since="0.33"),
+    Hook("restore_kv_caches", WORKER, since="0.33"),
     Hook("set_host_xfer_buffer_ops", WORKER, 1),
     Hook("get_handshake_metadata", WORKER),
     Hook("handle_preemptions", WORKER, 1),
