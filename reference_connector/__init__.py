@@ -1,4 +1,4 @@
-"""A KV connector for vLLM 0.32, written to be read: P keeps the KV that it computed, D reads it with NIXL.
+"""A KV connector for vLLM, written to be read: P keeps the KV that it computed, D reads it with NIXL.
 
 Begin with connector.py.
 """

@@ -21,10 +21,8 @@ def reason_not_supported(version: str) -> str:
     """Why this version of vLLM cannot be tested, as one sentence; "" if it can."""
     if version.startswith(SUPPORTED):
         return ""
-    contracts = ", ".join(f"{minor}x" for minor in SUPPORTED)
-    return (
-        f"vLLM {version} is installed, and this suite holds the contracts of {contracts}: install one of them"
-    )
+    known = ", ".join(f"{minor}x" for minor in SUPPORTED)
+    return f"vLLM {version} is installed, and this suite holds the contract of {known}: install one of them"
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
