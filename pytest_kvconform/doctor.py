@@ -27,11 +27,15 @@ _IMPORTS = {  # code that proves that a module can be used, and prints a fact ab
         "import torch; cuda = torch.version.cuda; print('built for', 'CUDA ' + cuda if cuda else 'CPU')"
     ),
     "vllm": (
-        "import vllm; from vllm.platforms import current_platform; print('runs on', "
-        "current_platform.device_type or 'nothing here')"
+        "import torch, vllm; from vllm.platforms import current_platform as here; here.import_kernels(); "
+        "lacks = here.is_cpu() and not hasattr(torch.ops._C, 'cpu_attn_reshape_and_cache'); "
+        "print('runs on', here.device_type or 'nothing here', *['without kernels'] * lacks)"
     ),
     "nixl": "import nixl._api; print('usable')",
 }
+
+
+WITHOUT_KERNELS = "cpu without kernels"
 
 
 class Import(NamedTuple):
@@ -70,14 +74,20 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
         return [f"can run  nothing: vLLM is not installed; {install}"]
     if not imports["vllm"].works:
         return [f"can run  nothing: vLLM is installed but cannot be imported; {install} in a new environment"]
-    on = imports["vllm"].message.rpartition(" ")[2]
+    on = imports["vllm"].message.removeprefix("runs on ")
     example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
     lines = [
         f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
     ]
+    if on == WITHOUT_KERNELS:
+        tiers = "interface,protocol,bytes"
+        lines = [
+            f"can run  the tiers {tiers}; try: pytest --kv-connector={example} --kv-tier={tiers}",
+            "missing  a vLLM with kernels for CPUs; pip install 'pytest-kvconform[cpu]' elsewhere",
+        ]
     if not imports["nixl"].works:
         lines.append("missing  nixl, for NixlConnector and the reference connector; pip install nixl")
-    if on == "cpu" and gpus:
+    if on.startswith("cpu") and gpus:
         lines.append(
             "missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment"
         )
@@ -102,6 +112,8 @@ def try_imports() -> dict[str, Import]:
     A module that hangs or crashes ends only its process.
     """
     environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
+    if not find_gpus():  # as for engines, see rigs/launch.py
+        environment = {"VLLM_TARGET_DEVICE": "cpu"} | environment
     pipe = subprocess.PIPE
     running = {
         name: subprocess.Popen(

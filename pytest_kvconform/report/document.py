@@ -51,9 +51,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KnownLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known limit of vLLM on the machine of the run, and the cases that are left out for it."""
+    """A reason for which cases are left out, and these cases.
 
-    limit: str  # family, scenarios, and why
+    It is a known limit of vLLM on the machine of the run, or a rule that does not hold for its minor of vLLM.
+    """
+
+    limit: str  # family, scenarios, and why; or the rule, and since when it holds
     ids: tuple[str, ...]
 
 
@@ -98,7 +101,7 @@ def make_report(
 ) -> Report:
     """Return the report of a run, with its verdict.
 
-    `limited`: ids of cases that vLLM cannot run on this machine, with the known limit.
+    `limited`: ids of cases that are left out, with the reason: see KnownLimit.
     """
     limits: dict[str, list[str]] = {}
     for name, limit in limited:

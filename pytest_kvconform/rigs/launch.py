@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -161,6 +162,9 @@ def environment(run_dir: Path) -> dict[str, str]:
     # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
     if not _has_gpu():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if "+" not in importlib.metadata.version("vllm"):  # a build for CUDA, or for no device at all
+                defaults["VLLM_TARGET_DEVICE"] = "cpu"
         defaults |= {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
         if "UCX_TLS" not in os.environ:  # transports of the user's choice may need other modules
             # Memory of other processes alone: looking for hardware takes a third of an agent's start.

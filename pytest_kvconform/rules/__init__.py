@@ -40,7 +40,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def minors(self) -> str:
         """The minors of vLLM for which the rule holds, in words."""
-        return f"since vLLM {self.since}" + (f", until {self.until}" if self.until else "")
+        return f"since vLLM {self.since}" + (f", no longer since {self.until}" if self.until else "")
 
     def why_not(self, version: str) -> str:
         """Return why the rule does not hold for a version of vLLM; "": it holds."""
@@ -70,6 +70,16 @@ def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
 def _minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def not_in_force(rules: Mapping[str, Rule], version: str) -> dict[str, str]:
+    """Return the ids of the rules that do not hold for a version of vLLM, each with the reason.
+
+    None for "", and for a version older than every rule: such a vLLM is not supported, which the probe says.
+    """
+    if not version or all(_minor(version) < _minor(rule.since) for rule in rules.values()):
+        return {}
+    return {name: why for name, rule in rules.items() if (why := rule.why_not(version))}
 
 
 @functools.cache

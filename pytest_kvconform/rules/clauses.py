@@ -1,4 +1,4 @@
-"""The clauses of the contract between vLLM 0.32 and a connector, with the rules that test each.
+"""The clauses of the contract between vLLM and a connector, with the rules that test each.
 
 A clause that no rule tests has the reason.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from model_matrix import load_families
 from model_matrix.limits import CPU_FEATURES, cpu_features
 from pytest_kvconform import settings
+from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.launch import limits_of_kernels
+from pytest_kvconform.subject import resolve
 
 from .command import Run
 
@@ -66,3 +70,21 @@ def test_torch_and_onednn_do_not_use_hidden_features(
     hidden: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     assert limits_of_kernels(hidden) == environment
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "blocked"), [("cpu", "", True), ("cpu", "_C", False), ("cuda", "", False)]
+)
+def test_cases_with_a_model_are_blocked_where_vllm_has_no_kernels(
+    device: str, kernels: str, blocked: bool
+) -> None:
+    facts = SubjectFacts(
+        name="", module="", file="", supports_hma=True, vllm="0.33.0", device=device, kernels=kernels
+    )
+    config = settings.Settings(connector="NixlConnector")
+    context = RunContext("", resolve(config), config, facts, print)
+    said = pytest.raises(
+        Blocked, match=r"vLLM 0\.33\.0 is installed without kernels for CPUs, and there is no"
+    )
+    with said if blocked else contextlib.nullcontext():
+        context.require_kernels()

@@ -63,6 +63,7 @@ WRONG = [
     mistake(
         "ForgetsLayer", bytes_and_outputs(r"tokens 0-198 of model\.layers\.3\.self_attn\.attn holds zeros")
     ),
+    mistake("ZeroesHits", {"outputs_match_the_oracle": "log-probabilities differ"}, variants="full_hit"),
     mistake(
         "OneBit",
         {
@@ -334,10 +335,7 @@ def test_every_case_of_the_engine_tier_has_a_mistake_that_only_it_catches() -> N
     others = [wrong.fails.keys() - {"outputs_match_the_oracle"} for wrong in WRONG]
     alone = {min(fails) for fails in others if len(fails) == 1}
     # the outputs show what all others find; upstream itself breaks the window
-    assert cases - alone == {
-        "outputs_match_the_oracle",
-        "sliding_window_is_complete",
-    }
+    assert cases - alone == {"outputs_match_the_oracle", "sliding_window_is_complete"}
 
 
 def test_the_positive_control_gets_the_verdict_of_nixl_connector(

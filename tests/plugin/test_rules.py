@@ -86,8 +86,15 @@ def test_a_rule_may_end_and_may_have_no_case(tmp_path):
 def test_a_rule_holds_for_minors(tmp_path, version, holds):
     text = GOOD.replace('since = "0.9"', 'since = "0.32"')
     [rule] = load(tmp_path, a=f'[KV-A-001]\n{text}until = "0.33"\n').values()
-    said = "" if holds else "KV-A-001, which holds since vLLM 0.32, until 0.33"
+    said = "" if holds else "KV-A-001, which holds since vLLM 0.32, no longer since 0.33"
     assert rule.why_not(version) == said
+
+
+@pytest.mark.parametrize("version", ["", "0.8.5", "0.1.dev1"])
+def test_a_vllm_older_than_every_rule_leaves_no_rule_out(tmp_path, version):
+    known = load(tmp_path, a=f"[KV-A-001]\n{GOOD}[KV-A-002]\n{GOOD.replace('0.9', '0.32')}")
+    assert rules.not_in_force(known, version) == {}
+    assert list(rules.not_in_force(known, "0.31.0")) == ["KV-A-002"]
 
 
 def test_a_should_needs_no_caller(tmp_path):

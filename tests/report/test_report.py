@@ -230,6 +230,18 @@ def test_doctor_says_what_is_missing():
     )
 
 
+def test_doctor_says_what_a_vllm_without_kernels_can_run():
+    from pytest_kvconform.doctor import Import, advice
+
+    here, nixl = Import(True, "runs on cpu without kernels"), Import(True, "usable")
+    first, second, *_ = advice({"vllm": "0.33.0"}, {"vllm": here, "nixl": nixl}, [])
+    assert first == (
+        "can run  the tiers interface,protocol,bytes; try: "
+        "pytest --kv-connector=NixlConnector --kv-tier=interface,protocol,bytes"
+    )
+    assert second.startswith("missing  a vLLM with kernels for CPUs")
+
+
 def test_doctor_survives_imports_that_fail(monkeypatch, capsys):
     from pytest_kvconform import doctor
 

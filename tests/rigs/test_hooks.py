@@ -15,7 +15,6 @@ CODE = """
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 mend_imports()
 import json
-import re
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 print("hooks:", json.dumps([dir(KVConnectorBase_V1), dir(SupportsHMA)]))
 """

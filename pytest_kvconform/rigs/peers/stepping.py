@@ -185,8 +185,8 @@ def until(test: Callable[[], Any], deadline: Deadline) -> Steps:
 def until_computed(engine: SteppedEngine, request: ByteRequest, seconds: float, release_s: float) -> Steps:
     """Wait until an engine has computed the prompt of a request. Returns why it has not, or "".
 
-    `seconds`: at most. `release_s`: at most, while the blocks that other requests keep leave no room for the
-    prompt. An engine that has kept them for so long is given SOON_S the next time.
+    `seconds`: at most. `release_s`: at most, while fewer blocks are free than the prompt has, since other
+    requests keep them. An engine that has kept them for so long is given SOON_S the next time.
     """
 
     def computed() -> bool:
@@ -195,9 +195,11 @@ def until_computed(engine: SteppedEngine, request: ByteRequest, seconds: float, 
     deadline = engine.deadline(seconds)
     room_s = SOON_S if engine.full else min(seconds, release_s)
     if (yield from until(computed, engine.deadline(room_s))):
+        engine.full = False
         return ""
     length, usage = len(request.tokens), (yield from engine.call("usage"))
-    if usage.free_blocks * BLOCK < length:
+    waits = not any(request.id in group for group in usage.group_requests)
+    if waits and usage.free_blocks * BLOCK < length:
         engine.full = True
         return (
             f"{engine.name[0]} had no room for a prompt of {length} tokens within {room_s:.3g} s: "

@@ -105,8 +105,8 @@ class Rig:
 
         Several engines of one role are independent, as after a restart.
 
-        `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than APART,
-        times `longer`. 0: BLOCKS, times `longer`.
+        `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than APART
+        times `longer`; 0: BLOCKS times `longer`.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
         makes another KVTransferConfig of the subject's, see fake_connector.py. `change_groups` changes the
         KVCacheConfig in place.

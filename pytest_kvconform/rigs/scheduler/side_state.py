@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
-APART = 256  # block ids between two sides, and below those of the first one; more if prompts are long
+APART = 256  # block ids between two sides, and below those of the first one; times `longer`
 BLOCK = 16  # tokens of the smallest block of the cells
-BLOCKS = 100  # of a side, the null block not included; more if prompts are long
+BLOCKS = 100  # of a side, the null block not included; times `longer`
 LENGTH = 3 * BLOCK  # tokens of a prompt: most have fewer
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.

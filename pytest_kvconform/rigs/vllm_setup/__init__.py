@@ -2,7 +2,7 @@
 
 | module | what it has |
 |---|---|
-| `compat` | the supported minor, and functions of vLLM whose arguments differ between minors |
+| `compat` | the supported minors, and functions of vLLM whose arguments differ between them |
 | `preload` | what the zygote imports and does once before it forks |
 | `overrides` | every override of vLLM and of torch, one function each |
 | `cpu_layers` | layers in plain torch for engines on a CPU, where vLLM has kernels for GPUs alone |

@@ -1,4 +1,4 @@
-"""The vLLM minors that are supported, and what of vLLM differs between them.
+"""The vLLM minors that are supported, and functions of vLLM that differ between them.
 
 What is there is looked for, and versions are not compared: vLLM's main has no number that tells. Whoever
 supports another minor begins here: change `SUPPORTED`, adapt the functions below, and run tests/rigs.
@@ -22,7 +22,7 @@ def reason_not_supported(version: str) -> str:
     if version.startswith(SUPPORTED):
         return ""
     known = ", ".join(f"{minor}x" for minor in SUPPORTED)
-    return f"vLLM {version} is installed, and this suite holds the contract of {known}: install one of them"
+    return f"vLLM {version} is installed, and this suite holds the contracts of {known}: install one of them"
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:

@@ -113,7 +113,14 @@ def hide_cpu_features(names: Iterable[str]) -> None:
 
 
 def kernel_library() -> str:
-    """The library of kernels for CPUs that vLLM has loaded: "_C", "_C_AVX512" or "_C_AVX2"; "": none."""
+    """The library of kernels for CPUs that vLLM has loaded: "_C", "_C_AVX512" or "_C_AVX2"; "": none.
+
+    In a build for CUDA the library "_C" has other kernels.
+    """
+    import torch
+
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        return ""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         found = re.search(r"/vllm/(_C(?:_AVX\w+)?)\.", maps.read())
     return found[1] if found else ""

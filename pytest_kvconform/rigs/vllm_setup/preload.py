@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from typing import Any
 
 from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
@@ -27,9 +26,6 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     mended = mend_imports()  # before vLLM is imported
     import torch
 
-    if not torch.cuda.is_available():
-        # A vLLM built for CUDA, or for no device, does not know otherwise what it runs on.
-        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     overrides.hide_cpu_features(arguments.get("hidden", ()))  # vLLM asks as it is imported
     torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment sets
     import vllm

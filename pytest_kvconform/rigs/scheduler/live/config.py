@@ -74,8 +74,9 @@ def for_rank(config: Any, spec: LiveSpec) -> None:
 
 
 def forward_context(metadata: Any, config: Any, output: Any) -> AbstractContextManager[None]:
-    """vLLM's forward context of a step (`set_forward_context`), as if every data-parallel rank computed as
-    many tokens. vLLM asks the other ranks for their numbers if it is not told them, for models with experts.
+    """vLLM's forward context of a step, as if every data-parallel rank computed as many tokens as this one.
+
+    For models with experts vLLM otherwise asks the other ranks, which are not there.
     """
     from vllm.forward_context import set_forward_context
 
