@@ -71,21 +71,24 @@ class ForgetsLayer(CorruptsCache):
 
 
 class ZeroesHits(CorruptsCache):
-    """D zeroes the blocks that its own prefix cache has, if there is nothing to load."""
+    """D zeroes all blocks of a request but the last before it loads. What its prefix cache has stays zero."""
 
-    hits: ClassVar[list[Groups]] = []  # of D, whose halves are in one process
+    tables: ClassVar[list[Groups]] = []  # of D, whose halves are in one process
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if (request.kv_transfer_params or {}).get("do_remote_prefill") and not num_external_tokens:
-            self.hits.append(blocks.get_block_ids())
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self.tables.append(blocks.get_block_ids())
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        while self.hits:
-            for group, blocks in zip(self.kv_cache_config.kv_cache_groups, self.hits.pop(), strict=True):
+        while self.tables:
+            for group, blocks in zip(self.kv_cache_config.kv_cache_groups, self.tables.pop(), strict=True):
                 for name in group.layer_names:
-                    self.layers[name].kv_cache[blocks] = 0
+                    self.layers[name].kv_cache[blocks[:-1]] = 0
         super().start_load_kv(forward_context, **kwargs)
+
+    def corrupt(self, layers: list[Any], blocks: list[int]) -> None:
+        """What is loaded stays as it is."""
 
 
 class LeavesDraft(CorruptsCache):
