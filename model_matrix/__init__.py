@@ -3,7 +3,16 @@
 The matrix is data in TOML files, and code that expands it into cells. It imports neither vLLM nor torch.
 """
 
-from model_matrix.cells import Place, Setup, Side, UnknownName, expand, load_byte_matrices, parse_topology
+from model_matrix.cells import (
+    Place,
+    Setup,
+    Side,
+    UnknownName,
+    expand,
+    load_accuracy_matrices,
+    load_byte_matrices,
+    parse_topology,
+)
 from model_matrix.checkpoints import CheckpointError, ensure_checkpoint, speculative_config
 from model_matrix.families import Family, load_families
 from model_matrix.geometries import Geometry, load_geometries
@@ -19,6 +28,7 @@ __all__ = [
     "UnknownName",
     "ensure_checkpoint",
     "expand",
+    "load_accuracy_matrices",
     "load_byte_matrices",
     "load_families",
     "load_geometries",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.report.failure import compress_ids
-from pytest_kvconform.report.terminal import title
+from pytest_kvconform.report.terminal import not_installed, title
 
 _MOST = 10
 
@@ -28,6 +28,8 @@ def job_summary(report: Report) -> str:
         lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
     for one in report.selection.limits:
         lines += [f"Left out here: {len(one.ids)} cases of {one.limit}", ""]
+    if report.selection.not_installed:
+        lines += [not_installed(report), ""]
     if any(row.cases for row in verdict.features):
         lines += ["| feature | declared | observed | |", "|---|---|---|---|"]
         lines += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_kvconform.apply_declaration import FeatureResult
+from pytest_kvconform.extras import EXTRA
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
@@ -57,6 +58,8 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
     above += [(f"left out here: {len(one.ids)} cases of {one.limit}", {}) for one in report.selection.limits]
+    if report.selection.not_installed:
+        above.append((not_installed(report), {}))
     if line := _not_applicable(report, width):
         above.append((line, {}))
     above += [(row, {}) for row in _features(verdict.features, width)]
@@ -69,6 +72,13 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     room = _MOST_LINES - len(above) - len(below) - 1
     lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
     return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
+
+
+def not_installed(report: Report) -> str:
+    """Return the line about a tier that is left out, because its packages are not installed."""
+    cases = report.selection.not_installed
+    tier = cases[0].removeprefix("kv::").partition("/")[0]
+    return f"{tier}: left out, install {EXTRA} ({_count(len(cases), 'case')})"
 
 
 def to_ascii(text: str) -> str:

@@ -19,6 +19,12 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
     "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
     "device": (["--kv-device=cpu"], lambda run: run.log),
+    # what they do to servers: tests/accuracy
+    "gsm8k": (["--kv-gsm8k=a"], lambda run: run.report["settings"]["gsm8k"]),
+    **{
+        f"{name}_url": ([f"--kv-{name}-url=http://127.0.0.1:1"], lambda run: run.code)
+        for name in ("router", "prefill", "decode", "baseline")
+    },
     # what it does to vLLM: tests/engine/test_cpu_features.py
     "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
@@ -152,6 +158,11 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-rule",
         "--kv-feature",
         "--kv-matrix",
+        "--kv-gsm8k",
+        "--kv-router-url",
+        "--kv-prefill-url",
+        "--kv-decode-url",
+        "--kv-baseline-url",
         "--kv-device",
         "--kv-hide-cpu",
         "--kv-timeout-scale",
