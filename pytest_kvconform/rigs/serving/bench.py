@@ -72,6 +72,8 @@ class ServingBench:
             raise Blocked(why)
         self.context.require_nothing_missing()
         deployed = self.context.settings.deployed
+        if not deployed:
+            self.context.require_kernels()
         remove_answers(Path(self.context.settings.report), cell)
         exam = exam_of_deployment(self.context) if deployed else exam_of(self.context, cell)
         data = exam.questions.data
