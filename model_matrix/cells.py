@@ -1,7 +1,7 @@
 """From the matrix to cells: which models run at which topologies on each rig.
 
 The lists are in one file for each rig: `engine.toml`, `bytes.toml`, `peers.toml`, `scheduler.toml`, and
-`accuracy.toml` of the rig "serving".
+`accuracy.toml` of the rig "serving". The cells of the nightly matrix are those of `nightly.toml`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import msgspec
 
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
+from model_matrix.nightly import NIGHTLY, load_real_checkpoints
 
-MATRICES = ("quick", "full")
+MATRICES = ("quick", "full")  # of the files of the rigs
+EVERY_MATRIX = (*MATRICES, NIGHTLY)
 RIGS = ("engine", "bytes", "scheduler", "peers", "serving")
 MODELS = ("engine", "serving")  # rigs whose cells are families, with checkpoints; of the others geometries
 FILES = {"serving": "accuracy"}  # names of matrix files that are not those of their rigs
@@ -101,7 +103,7 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
     A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can
     have no cell in common: then the list is empty. Raises UnknownName.
     """
-    _know("matrix", matrix, MATRICES)
+    _know("matrix", matrix, EVERY_MATRIX)
     chosen = _places(matrix)
     words = {
         place: {
@@ -118,7 +120,7 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
         )
     for topology in topologies:
         parse_topology(topology)
-        elsewhere = [name for name in MATRICES if topology in _topologies(_places(name))]
+        elsewhere = [name for name in EVERY_MATRIX if topology in _topologies(_places(name))]
         if matrix not in elsewhere and elsewhere:
             raise UnknownName(
                 f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}"
@@ -133,6 +135,9 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
 
 def _places(matrix: str) -> list[Place]:
     """Every cell of one matrix."""
+    if matrix == NIGHTLY:
+        real = load_real_checkpoints()
+        return [Place(family, word, rig="serving") for family in real for word in real[family].topologies]
     places: list[Place] = []
     for rig, matrices in (("engine", load_engine_matrices()), ("serving", load_accuracy_matrices())):
         models: dict[str, list[str]] = getattr(matrices, matrix)

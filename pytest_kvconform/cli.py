@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("what", choices=sorted(_LISTS))
     one.add_argument(
         "--matrix",
-        choices=("quick", "full"),
+        choices=EVERY_MATRIX,
         default="quick",
         help="for cases and families (default: %(default)s)",
     )

@@ -150,6 +150,8 @@ def _require_one_deployment(settings: Settings) -> None:
             "--kv-router-url, --kv-prefill-url, --kv-decode-url, --kv-baseline-url: a deployment is given by "
             "--kv-decode-url, whose /metrics are the evidence, and --kv-router-url or --kv-prefill-url"
         )
+    if settings.nightly:
+        raise BadSetting("--kv-matrix=nightly: it starts servers, and a deployment has its own: give one")
     if settings.tier != (ACCURACY,):
         raise BadSetting("--kv-decode-url: only the accuracy tier tests a deployment: add --kv-tier=accuracy")
     if len(settings.family) != 1:

@@ -37,6 +37,7 @@ from pytest_kvconform.settings.parsers import (
 
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 HUB = "hub"  # of --kv-gsm8k: no folder
+NIGHTLY = "nightly"  # as in model_matrix/nightly.py
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
@@ -97,14 +98,25 @@ class Settings:
         (), parse_words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
     )
     matrix: str = row(
-        "quick", one_of("quick", "full"), "quick|full", "how many families and topologies are run"
+        "quick",
+        one_of("quick", "full", NIGHTLY),
+        "quick|full|nightly",
+        "how many families and topologies are run; nightly: real checkpoints on GPUs, in the accuracy tier",
     )
     gsm8k: str = row(
         "",
         parse_text,
         "hub|PATH",
         "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub: "
-        "openai/gsm8k, for servers that already run, which is their default; else the default is a generator",
+        "openai/gsm8k, for real checkpoints, which is their default; else the default is a generator",
+        is_path=True,
+    )
+    models: str = row(
+        "",
+        parse_text,
+        "PATH",
+        "folder of the checkpoints of the nightly matrix, each in OWNER/NAME below it; default: the cache of "
+        "the Hugging Face hub; nothing is downloaded",
         is_path=True,
     )
     router_url: str = row(
@@ -208,6 +220,16 @@ class Settings:
     def deployed(self) -> bool:
         """Whether servers that already run are tested."""
         return bool(self.router_url or self.prefill_url or self.decode_url or self.baseline_url)
+
+    @property
+    def nightly(self) -> bool:
+        """Whether servers with real checkpoints are started."""
+        return self.matrix == NIGHTLY
+
+    @property
+    def real(self) -> bool:
+        """Whether real checkpoints answer, and no canaries."""
+        return self.deployed or self.nightly
 
     # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
     origins: dict[str, str] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def test_a_deployment_is_asked_as_our_own_servers_are(
         case_runner.zygote.address, resolve(settings), settings, case_runner.probe(settings), lambda _: None
     )
     exam = exam_of(ours.context, CELL)
-    with chain.started(ours.context, CELL, exam.checkpoint, exam.longest + 256) as started:
+    with chain.started(ours.context, CELL, replace(exam, longest=exam.longest + 256)) as started:
         servers = {one.role: one.url for one in started.processes}
         urls = {"decode_url": servers["server D"], "gsm8k": str(exam.checkpoint)}
         urls |= {"router_url": started.subject.url} if with_router else {"prefill_url": servers["server P"]}

@@ -22,7 +22,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs import launch
 from pytest_kvconform.rigs.context import RunningEngines
 from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, preload, record, server
-from pytest_kvconform.rigs.serving.messages import Answer, Answers
+from pytest_kvconform.rigs.serving.messages import Answer, Answers, Questions
 from pytest_kvconform.rigs.serving.metrics import (
     Counters,
     Unreachable,
@@ -39,6 +39,7 @@ from tests.helpers.case_runner import CellRun
 
 Run = Callable[..., CellRun]
 ANSWERED = "every_question_is_answered"
+NOTHING_ASKED = Questions(task="", data="", count=0, longest_answer=0)
 
 
 def test_a_router_that_dies_in_the_middle_is_no_violation(
@@ -203,9 +204,9 @@ def test_engines_of_the_same_cell_end_before_servers_start() -> None:
         raise InterruptedError(sentence)
 
     subject = resolve(Settings(connector="NixlConnector"))
-    context = SimpleNamespace(subject=subject, running=running, progress=progress)
+    context = SimpleNamespace(subject=subject, settings=Settings(), running=running, progress=progress)
     with pytest.raises(InterruptedError, match="starting the servers"):
-        chain.start(context, cell, Path(), 100)  # type: ignore[arg-type]
+        chain.start(context, cell, data.Exam(Path(), 100, NOTHING_ASKED))  # type: ignore[arg-type]
     assert ended == ["engines"]
 
 

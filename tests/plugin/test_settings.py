@@ -18,6 +18,7 @@ SAMPLES = {
     "rule": [("KV-*", ("KV-*",)), ("KV-A-001", ("KV-A-001",))],
     "matrix": [("full", "full"), ("quick", "quick")],
     "gsm8k": [("a", "a"), ("b", "b")],
+    "models": [("a", "a"), ("b", "b")],
     **{
         f"{name}_url": [("http://a:1", "http://a:1"), ("https://b", "https://b")]
         for name in ("router", "prefill", "decode", "baseline")

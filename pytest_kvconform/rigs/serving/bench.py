@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.serving import chain as chains
 from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.again import ask_again
 from pytest_kvconform.rigs.serving.chain import Chain
-from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment
+from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment, exam_of_real_checkpoint
 from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask
 from pytest_kvconform.rigs.serving.messages import Answers, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
@@ -67,22 +67,23 @@ class ServingBench:
             chain.end()
 
     def _observe(self, cell: Cell) -> ServingObservation:
+        if self.context.settings.nightly:
+            chains.require_gpus(self.context, cell)
         require_packages(*extras.LM_EVAL)
         if why := why_not_imported(self.context.address):
             raise Blocked(why)
         self.context.require_nothing_missing()
-        deployed = self.context.settings.deployed
-        if not deployed:
+        if not self.context.settings.deployed:
             self.context.require_kernels()
         remove_answers(Path(self.context.settings.report), cell)
-        exam = exam_of_deployment(self.context) if deployed else exam_of(self.context, cell)
+        exam = self._exam(cell)
         data = exam.questions.data
         try:
             runs = self._question(self.context, cell, exam)
         except Failed as failed:
             first = failed
         else:
-            return ServingObservation(data=data, runs=runs, file=self._file(runs, cell))
+            return ServingObservation(data=data, model=exam.model, runs=runs, file=self._file(runs, cell))
         self._raise_unless_the_connector_failed(cell, exam, first)
         try:
             self._question(self._patient, cell, exam)
@@ -95,14 +96,18 @@ class ServingBench:
             "so whose failure it was cannot be told: run it again on a machine with less other work"
         )
 
+    def _exam(self, cell: Cell) -> Exam:
+        if self.context.settings.deployed:
+            return exam_of_deployment(self.context)
+        of = exam_of_real_checkpoint if self.context.settings.nightly else exam_of
+        return of(self.context, cell)
+
     def _question(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
         """Start what is asked, and ask until the answers tell enough, or all looks were taken."""
         self._progress = Progress(context, 0, 0)
         try:
-            if context.settings.deployed:
-                chain = chains.attach(context)
-            else:
-                chain = chains.start(context, cell, exam.checkpoint, exam.longest)
+            deployed = context.settings.deployed
+            chain = chains.attach(context) if deployed else chains.start(context, cell, exam)
             self._chain = chain
             self._progress = Progress(context, exam.questions.count, 4 if chain.fill else 3, exam.looks)
             block = chain.decode.block_size()
@@ -110,7 +115,7 @@ class ServingBench:
             runs = Runs((look,), block)
             if generations(runs).outcome is not gate.Outcome.FAIL:
                 runs = replace(runs, repeated=ask_again(context, cell, chain, exam, look))
-            while len(runs.looks) < exam.looks and not runs.wrong and gate.wants_more(generations(runs)):
+            while len(runs.looks) < exam.looks and not runs.wrong and wants_more(runs, exam):
                 context.progress("answers differ: asking all questions again")
                 self._progress.end_of_look()
                 look = self._look(context, chain, exam.again(len(runs.looks)))
@@ -170,7 +175,7 @@ class ServingBench:
         """
         context = self._patient
         try:
-            with chains.started(context, cell, exam.checkpoint, exam.longest, with_connector=False) as chain:
+            with chains.started(context, cell, exam, with_connector=False) as chain:
                 urls = (chain.subject.url, *((chain.fill.url,) if chain.fill else ()))
                 progress = Progress(context, min(asked, exam.questions.count), len(urls))
                 while asked > 0:
@@ -193,6 +198,32 @@ def _raise_if_the_machine_failed(error: Exception) -> None:
 
 def _prompts(chain: Chain) -> tuple[Prompt, ...]:
     return chain.decode.prompts() if isinstance(chain.decode, Server) else ()
+
+
+def wants_more(runs: Runs, exam: Exam) -> bool:
+    """Whether all questions are asked again before the answers are judged.
+
+    Of a canary one odd answer is enough. Some answers of a real checkpoint always differ, for rounding: those
+    of the nightly matrix, which are many, are asked again only while a test cannot tell.
+    """
+    if not exam.model:
+        return gate.wants_more(generations(runs))
+    correct = [gate.compare_correctness(*judged(runs, strict)) for strict in (True, False)]
+    if any(one.outcome is gate.Outcome.FAIL for one in correct):
+        return False
+    return any(map(gate.is_in_doubt, (generations(runs), *correct)))
+
+
+def judged(runs: Runs, strict: bool) -> tuple[dict[int, bool], dict[int, bool]]:
+    """Whether each answer of the subject and of the baseline is right, by strict-match or flexible-extract.
+
+    Without the questions that show nothing.
+    """
+    subject, baseline = (
+        gate.without(gate.right(answers, strict), runs.rounded)
+        for answers in (runs.subject, runs.baselines[0])
+    )
+    return subject, baseline
 
 
 def generations(runs: Runs) -> gate.Result:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from model_matrix import CheckpointError, load_accuracy_matrices, load_families
+from model_matrix import CheckpointError, load_accuracy_matrices, load_families, load_real_checkpoints
 from model_matrix.canary import Exam as CanaryExam
 from model_matrix.canary import QuestionsError, ensure_exam
 from model_matrix.canary.questions import TEST, TRAIN, read_questions
@@ -46,6 +46,8 @@ class Exam:
     questions: Questions
     looks: int = 1  # times at which they are asked at most
     canary: CanaryExam | None = None  # what the model was taught; None: a real checkpoint
+    model: str = ""  # what answers, where it is a real checkpoint that is served here
+    draft: Path | None = None  # folder of the draft of a real checkpoint, if it has one
 
     def again(self, look: int) -> Exam:
         """The same questions once more."""
@@ -99,8 +101,53 @@ def school_of(context: RunContext) -> School:
     return School(context.address, f"{context.facts.vllm} {context.facts.kernels}", context.deadlines)
 
 
+def exam_of_real_checkpoint(context: RunContext, cell: Cell) -> Exam:
+    """A real checkpoint of the nightly matrix, and the questions that `exam_of_deployment` finds.
+
+    Raises Blocked if a checkpoint is not on this machine, or a file of questions cannot be used.
+    """
+    real = load_real_checkpoints()[cell.family]
+    folder, commit = find_checkpoint(real.repository, real.revision, context.settings.models)
+    exam = replace(
+        exam_of_deployment(context),
+        checkpoint=folder,
+        longest=real.max_model_len,
+        model=f"{real.repository}, {commit}",
+    )
+    if real.draft is None:
+        return exam
+    draft, commit = find_checkpoint(real.draft.repository, real.draft.revision, context.settings.models)
+    return replace(exam, draft=draft, model=f"{exam.model}; draft {real.draft.repository}, {commit}")
+
+
+def find_checkpoint(repository: str, revision: str, models: str = "") -> tuple[Path, str]:
+    """Return the folder of a checkpoint, a model path for vLLM, and what it holds, in words.
+
+    `models`: the folder of --kv-models; "": the cache of the hub, in which a folder has its commit as its
+    name. Nothing is downloaded. Raises Blocked if the checkpoint is not there.
+    """
+    if models:
+        folder, holds = Path(models).absolute() / repository, f"as it is in {models}"
+        lacks = f"--kv-models: {folder} is no checkpoint: it has no config.json"
+    else:
+        from huggingface_hub import snapshot_download
+
+        lacks = (
+            f"the checkpoint {repository} is not in the cache of the Hugging Face hub: "
+            f"hf download {repository} --revision {revision}"
+        )
+        try:
+            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+        except (OSError, ValueError):
+            raise Blocked(lacks) from None
+        holds = f"commit {folder.name}"
+    if not (folder / "config.json").is_file():
+        raise Blocked(lacks)
+    return folder, holds
+
+
 def exam_of_deployment(context: RunContext) -> Exam:
-    """The questions for servers that already run: gsm8k of the hub, or of the folder that the user named.
+    """The questions for real checkpoints: gsm8k of the hub, or of the folder that the user named.
 
     Raises Blocked if a file of the folder cannot be used.
     """

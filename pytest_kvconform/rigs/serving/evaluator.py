@@ -84,7 +84,7 @@ def ask(context: RunContext, chain: Chain, url: str, exam: Exam, progress: Progr
         request_s=LONGER * context.deadlines.request * context.slow,
         # no other run has it, on whatever machine
         salt=f"kvconform-{uuid.uuid4()}" if settings.deployed else "",
-        online=settings.deployed and settings.gsm8k in ("", HUB),
+        online=settings.real and settings.gsm8k in ("", HUB),
     )
     answers = evaluate(context, job, what, chain.processes, progress)
     _require_alive(chain, END_S if answers.unanswered else 0.0)

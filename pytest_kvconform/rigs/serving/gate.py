@@ -182,6 +182,11 @@ def wants_more(result: Result) -> bool:
     return result.outcome is not Outcome.FAIL and result.worse > 0
 
 
+def is_in_doubt(result: Result) -> bool:
+    """Whether a difference was found that may be chance, and that more answers can tell from it."""
+    return result.outcome is Outcome.UNSURE and result.p <= UNSURE
+
+
 def questions_of(answers: Iterable[int]) -> set[int]:
     """The questions among the keys of all looks."""
     return {key % AGAIN for key in answers}

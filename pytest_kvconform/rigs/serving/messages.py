@@ -15,8 +15,8 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     tensor_parallel: int
     dtype: str
-    block_size: int  # tokens
-    num_blocks: int  # of the pool
+    block_size: int | None  # tokens; None: as vLLM chooses
+    num_blocks: int | None  # of the pool; None: as memory allows
     max_model_len: int  # tokens of a prompt and its answer
     max_seqs: int  # requests at once
     kv_transfer_config: dict[str, Any] | None  # fields of KVTransferConfig; None: no connector

@@ -110,6 +110,7 @@ class ServingObservation:
     """Everything that the cases of a cell judge."""
 
     data: str  # where the questions come from
+    model: str = ""  # what answered, where it is a real checkpoint that is served here
     runs: Runs | None = None  # None: the connector kept a run from its end
     failed: str = ""  # in one sentence: how the connector kept it, if it did
     refusal: str = ""  # why a server refused to start, if it ended cleanly because of the connector

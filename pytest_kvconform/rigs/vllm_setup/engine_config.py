@@ -57,7 +57,7 @@ def engine_arguments(
     model: str,
     *,
     dtype: str,
-    block_size: int,
+    block_size: int | None,
     max_model_len: int,
     max_batched_tokens: int,
     max_seqs: int,
@@ -70,8 +70,9 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The fields of EngineArgs of one engine, with a forked worker for each rank where there are several.
 
-    `model`: folder of a checkpoint, or of a config.json alone; `kv_transfer`: fields of KVTransferConfig,
-    None: no connector; `num_blocks`: of the pool, None: as memory allows; `more`: further fields, which win.
+    `model`: folder of a checkpoint, or of a config.json alone; `block_size`: None: as vLLM chooses;
+    `kv_transfer`: fields of KVTransferConfig, None: no connector; `num_blocks`: of the pool, None: as memory
+    allows; `more`: further fields, which win.
     """
     from vllm.config import KVTransferConfig
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from model_matrix import load_families
+from model_matrix import load_families, load_real_checkpoints
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.serving.bench import generations
+from pytest_kvconform.rigs.serving.bench import generations, judged
 from pytest_kvconform.rigs.serving.gate import (
     Outcome,
     compare_acceptance,
     compare_correctness,
     questions_of,
-    right,
     same_rate,
     texts,
-    without,
 )
 from pytest_kvconform.rigs.serving.messages import AGAIN
 from pytest_kvconform.rigs.serving.observation import Runs, some_of
@@ -43,6 +41,7 @@ def every_question_is_answered(bench: Bench, _: None) -> Evidence:
         runs,
         {
             "questions from": observed.data,
+            **({"answered by": observed.model} if observed.model else {}),
             "answers": observed.file,
             "looks": len(runs.looks),
             "seconds": round(sum(look.subject.seconds for look in runs.looks), 1),
@@ -54,7 +53,7 @@ def every_question_is_answered(bench: Bench, _: None) -> Evidence:
 @case("KV-ACC-004")
 def answers_equal_those_of_d_alone(bench: Bench, _: None) -> Evidence:
     """As many answers of a canary equal those of D alone as do in a second run of D alone."""
-    if bench.settings.deployed:
+    if bench.settings.real:
         raise NotApplicable("the answers of a real checkpoint are compared for KV-ACC-007")
     return _equal(bench, "KV-ACC-004")
 
@@ -62,7 +61,7 @@ def answers_equal_those_of_d_alone(bench: Bench, _: None) -> Evidence:
 @case("KV-ACC-007")
 def answers_of_a_deployment_equal_those_of_d_alone(bench: Bench, _: None) -> Evidence:
     """As many answers of a real checkpoint equal those of D alone as do in a second run of D alone."""
-    if not bench.settings.deployed:
+    if not bench.settings.real:
         raise NotApplicable("the answers of a canary are compared for KV-ACC-004")
     return _equal(bench, "KV-ACC-007")
 
@@ -130,10 +129,7 @@ def _wrong_each_time(rule: str, runs: Runs) -> Violation:
 def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
     """As many answers are right as those of D alone, question by question."""
     runs = loads(bench)
-    strict = rule == "strict-match"
-    subject, baseline = (
-        without(right(answers, strict), runs.rounded) for answers in (runs.subject, runs.baselines[0])
-    )
+    subject, baseline = judged(runs, rule == "strict-match")
     result = compare_correctness(subject, baseline)
     scores = (
         f"{sum(subject.values())} of {len(subject)} answers are right, {sum(baseline.values())} of D alone"
@@ -151,9 +147,18 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
             )
         )
     require_enough(result, "fewer answers are right")
-    return _evidence(
-        runs, {"right": sum(subject.values()), "right of D alone": sum(baseline.values()), "p": result.p}
-    )
+    notes: dict[str, float | int | str] = {
+        "right": sum(subject.values()),
+        "right of D alone": sum(baseline.values()),
+        "p": result.p,
+    }
+    return _evidence(runs, notes | (_published(bench.cell) if bench.settings.nightly else {}))
+
+
+def _published(cell: Cell) -> dict[str, float | int | str]:
+    """The published score of the real checkpoint of a cell, to be compared by people."""
+    real = load_real_checkpoints()[cell.family]
+    return {} if real.score is None else {"published score": real.score, "published by": real.score_source}
 
 
 def has_draft(cell: Cell) -> bool:
