@@ -19,7 +19,8 @@
 The way of a cell:
 
 1. A case calls `bench.serving.observe(cell)`. `data` makes the checkpoint and the questions, and writes the
-   file of lm-eval's task, which includes lm-eval's own gsm8k.
+   file of lm-eval's task, which includes lm-eval's own gsm8k. In the nightly matrix it finds a real
+   checkpoint, and `chain` leases GPUs.
 2. `chain.start` forks P and D from the zygote, and vllm-router when they answer. D's prefix cache is off, so
    that it cannot hide a hand-over that does not happen.
 3. lm-eval asks the subject through the router, then D alone, then D alone again. Counters are read before
