@@ -131,7 +131,6 @@ def test_the_folder_reaches_vllm(models: Path, tmp_path: Path, monkeypatch: pyte
 
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(server_process.openai_server, "run", lambda given, *_: started.append(given))
-    monkeypatch.setattr(server_process, "keep_configured_limits", lambda: None)
     spec = spec_of(context_of(nightly(models=str(models)), tmp_path), CELL, 1)
     server_process.serve(None, msgspec.structs.replace(spec, environment={}))  # type: ignore[arg-type]
     [arguments] = started

@@ -21,6 +21,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "device": (["--kv-device=cpu"], lambda run: run.log),
     # what they do to servers: tests/accuracy
     "gsm8k": (["--kv-gsm8k=a"], lambda run: run.report["settings"]["gsm8k"]),
+    "models": (["--kv-models=a"], lambda run: run.report["settings"]["models"]),
     **{
         f"{name}_url": ([f"--kv-{name}-url=http://127.0.0.1:1"], lambda run: run.code)
         for name in ("router", "prefill", "decode", "baseline")

@@ -15,7 +15,8 @@ from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, s
 def serve(connection: Connection, spec: ServerSpec) -> None:
     """Serve. The connection carries nothing: its end is the end of this process."""
     os.environ.update(spec.environment)
-    keep_configured_limits()  # as the engines of the engine rig
+    if spec.block_size is not None:  # of a real checkpoint vLLM chooses it
+        keep_configured_limits()  # as the engines of the engine rig
     more = {
         "skip_tokenizer_init": False,
         "disable_log_stats": False,
