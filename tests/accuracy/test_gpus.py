@@ -106,7 +106,7 @@ def test_gpus_are_those_that_cuda_shows(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [gpu.word for gpu in gpus_here()] == ["0", "1", "2"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-a,0")
     # named in two ways, a GPU has one lock
     assert gpus_here() == (Gpu("2", "GPU-cc"), Gpu("GPU-a", "GPU-aa"))
     assert shown(gpus_here())["CUDA_VISIBLE_DEVICES"] == "2,GPU-a"

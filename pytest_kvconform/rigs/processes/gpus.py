@@ -56,13 +56,14 @@ def gpus_here() -> tuple[Gpu, ...]:
     words = os.environ.get(VISIBLE)
     if words is None:
         return listed
-    chosen = []
+    chosen: dict[str, Gpu] = {}
     for word in (one.strip() for one in words.split(",")):
         if word in ("", "-1"):  # CUDA looks at no word behind it
             break
         named = [gpu for gpu in listed if gpu.word == word or gpu.uuid.startswith(word)]
-        chosen.append(Gpu(word, named[0].uuid if named else word))
-    return tuple(chosen)
+        gpu = Gpu(word, named[0].uuid if named else word)
+        chosen.setdefault(gpu.uuid, gpu)
+    return tuple(chosen.values())
 
 
 def shown(gpus: Iterable[Gpu]) -> dict[str, str]:
