@@ -72,7 +72,8 @@ def _mistakes(family: str, checkpoint: RealCheckpoint) -> Iterator[str]:
     if family not in families:
         yield f"there is no such family; there are {', '.join(families)}"
         return
-    for one in filter(None, (checkpoint, checkpoint.draft)):
+    models: list[RealCheckpoint | RealDraft] = [checkpoint, *([checkpoint.draft] if checkpoint.draft else [])]
+    for one in models:
         if one.repository.count("/") != 1 or not all(one.repository.split("/")):
             yield f"repository is {one.repository!r}, and one looks like owner/name"
         if not one.revision:
