@@ -25,6 +25,7 @@ from pytest_kvconform.rigs.serving.data import exam_of, exam_of_real_checkpoint,
 from pytest_kvconform.rigs.serving.messages import Answer, Answers, ServerSpec
 from pytest_kvconform.rigs.serving.metrics import Counters
 from pytest_kvconform.rigs.serving.observation import Look, Runs
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import CONFIG, CaseRunner
@@ -127,6 +128,7 @@ def test_the_record_of_a_draft_reaches_the_server(models: Path, tmp_path: Path) 
 
 def test_the_folder_reaches_vllm(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM's EngineArgs is given has the folder, length and dtype of the record, and no blocks."""
+    mend_imports()  # before vLLM is imported, as in the zygote
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(server_process.openai_server, "run", lambda given, *_: started.append(given))
     spec = spec_of(context_of(nightly(models=str(models)), tmp_path), CELL, 1)

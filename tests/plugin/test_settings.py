@@ -108,7 +108,7 @@ def test_last_seed(tmp_path):
             {},
             {"KVCONFORM_MATRIX": "ful"},
             "",
-            "KVCONFORM_MATRIX: expected quick or full, got 'ful' (did you mean full?)",
+            "KVCONFORM_MATRIX: expected quick or full or nightly, got 'ful' (did you mean full?)",
         ),
         (
             {},
