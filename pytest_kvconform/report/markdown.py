@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.report.failure import compress_ids
-from pytest_kvconform.report.terminal import title
+from pytest_kvconform.report.terminal import left_out_here, title
 
 _MOST = 10
 
@@ -26,8 +26,8 @@ def job_summary(report: Report) -> str:
         lines += [", ".join(f"{count} {outcome}" for outcome, count in verdict.counts.items()), ""]
     if report.selection.left_out:
         lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
-    for one in report.selection.limits:
-        lines += [f"Left out here: {len(one.ids)} cases of {one.limit}", ""]
+    for line in left_out_here(report):
+        lines += [line, ""]
     if any(row.cases for row in verdict.features):
         lines += ["| feature | declared | observed | |", "|---|---|---|---|"]
         lines += [

@@ -56,7 +56,7 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     above: list[Line] = [(row, {}) for row in _table(report, width)]
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
-    above += [(f"left out here: {len(one.ids)} cases of {one.limit}", {}) for one in report.selection.limits]
+    above += [(line, {}) for line in left_out_here(report)]
     if line := _not_applicable(report, width):
         above.append((line, {}))
     above += [(row, {}) for row in _features(verdict.features, width)]
@@ -69,6 +69,13 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     room = _MOST_LINES - len(above) - len(below) - 1
     lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
     return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
+
+
+def left_out_here(report: Report) -> list[str]:
+    """Return a line for each reason for which cases of the matrix are not in the manifest."""
+    return [
+        f"left out here: {_count(len(one.ids), 'case')} of {one.limit}" for one in report.selection.limits
+    ]
 
 
 def to_ascii(text: str) -> str:
