@@ -32,11 +32,11 @@ help:
 
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness.
 conform:
-	@$(SETUP) cpu
+	@$(SETUP) cpu accuracy
 	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(JOBS) $(ARGS)
 
 test:
-	@$(SETUP) cpu test
+	@$(SETUP) cpu accuracy test
 	@$(VENV)/bin/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from model_matrix import load_families, load_geometries
+from model_matrix import load_families, load_geometries, load_real_checkpoints
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
 from pytest_kvconform import features, plan, rules
 from pytest_kvconform.rules import clauses
@@ -36,6 +36,7 @@ PAGES = {
     "designs": "design.md",
     "settings": "authors.md",
     "features": "authors.md",
+    "nightly": "operators.md",
     "failure": "authors.md",
 }
 FAILURE = "kv::engine/bytes::sliding_window_is_complete[gemma3-P1D1-n63]"
@@ -44,7 +45,7 @@ RUN_SECONDS = 300  # 20 on two idle cores
 
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
-ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler")
+ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving")
 JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
 KINDS = {
     "full_attention": "full attention",
@@ -241,6 +242,18 @@ def features_table() -> str:
     return _table(("feature", "", "a case needs it that has, or checks"), rows)
 
 
+def nightly_table() -> str:
+    """One row for each real checkpoint: cells with the GPUs they need, and the published score."""
+    rows = []
+    for family, real in load_real_checkpoints().items():
+        names = [f"`{one.repository}`, {one.revision}" for one in (real, real.draft) if one]
+        sizes = zip(real.topologies, map(sum, real.tensor_parallel), strict=True)
+        score = "" if real.score is None else f"{real.score} ({real.score_source})"
+        cells = ", ".join(f"{word} ({gpus})" for word, gpus in sizes)
+        rows.append((f"`{family}`", " with the draft ".join(names), cells, real.dtype, score))
+    return _table(("family", "checkpoint, revision", "cells (GPUs)", "dtype", "published score"), rows)
+
+
 def failure() -> str:
     """The failure that a run of vLLM's NixlConnector prints, with the command before it."""
     with tempfile.TemporaryDirectory() as folder:  # this project's pyproject.toml must not apply
@@ -270,6 +283,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "designs": designs_table,
     "settings": settings_table,
     "features": features_table,
+    "nightly": nightly_table,
     "failure": failure,
 }
 

@@ -1,6 +1,7 @@
 """From the matrix to cells: which models run at which topologies on each rig.
 
-The lists are in one file for each rig: `engine.toml`, `bytes.toml`, `peers.toml` and `scheduler.toml`.
+The lists are in one file for each rig: `engine.toml`, `bytes.toml`, `peers.toml`, `scheduler.toml`, and
+`accuracy.toml` of the rig "serving". The cells of the nightly matrix are those of `nightly.toml`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import msgspec
 
 from model_matrix.families import load_families
 from model_matrix.geometries import load_geometries
+from model_matrix.nightly import NIGHTLY, load_real_checkpoints
 
-MATRICES = ("quick", "full")
-RIGS = ("engine", "bytes", "scheduler", "peers")
+MATRICES = ("quick", "full")  # of the files of the rigs
+EVERY_MATRIX = (*MATRICES, NIGHTLY)
+RIGS = ("engine", "bytes", "scheduler", "peers", "serving")
+MODELS = ("engine", "serving")  # rigs whose cells are families, with checkpoints; of the others geometries
+FILES = {"serving": "accuracy"}  # names of matrix files that are not those of their rigs
 
 
 class MatrixError(ValueError):
@@ -35,9 +40,9 @@ class UnknownName(ValueError):
 class Place(NamedTuple):
     """One cell of a matrix."""
 
-    family: str  # of the engine rig a family id, of the others a geometry id
+    family: str  # of the rigs of MODELS a family id, of the others a geometry id
     topology: str
-    setup: str = ""  # a word of bytes.toml; "" for the engine rig
+    setup: str = ""  # a word of bytes.toml; "" for the rigs of MODELS
     rig: str = "engine"  # one of RIGS
 
 
@@ -68,6 +73,12 @@ class EngineMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full: dict[str, list[str]]
 
 
+class AccuracyMatrices(EngineMatrices, frozen=True, forbid_unknown_fields=True):
+    """`accuracy.toml`: family id -> topologies, and how many questions are asked."""
+
+    questions: dict[str, int]  # by matrix: how many are asked at a time
+
+
 class SetupMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`scheduler.toml` or `peers.toml`. Each matrix: geometry id -> setup of bytes.toml -> topologies."""
 
@@ -81,7 +92,7 @@ class ByteMatrices(SetupMatrices, frozen=True, forbid_unknown_fields=True):
     setups: dict[str, Setup]
 
 
-Matrices = TypeVar("Matrices", EngineMatrices, SetupMatrices, ByteMatrices)
+Matrices = TypeVar("Matrices", EngineMatrices, AccuracyMatrices, SetupMatrices, ByteMatrices)
 
 
 def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] = ()) -> list[Place]:
@@ -92,10 +103,13 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
     A family selects its geometries, too; a geometry can be selected by its own id. Two valid selections can
     have no cell in common: then the list is empty. Raises UnknownName.
     """
-    _know("matrix", matrix, MATRICES)
+    _know("matrix", matrix, EVERY_MATRIX)
     chosen = _places(matrix)
     words = {
-        place: {place.family, *([load_geometries()[place.family].family] if place.rig != "engine" else [])}
+        place: {
+            place.family,
+            *([load_geometries()[place.family].family] if place.rig not in MODELS else []),
+        }
         for place in chosen
     }
     for family in families:
@@ -106,7 +120,7 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
         )
     for topology in topologies:
         parse_topology(topology)
-        elsewhere = [name for name in MATRICES if topology in _topologies(_places(name))]
+        elsewhere = [name for name in EVERY_MATRIX if topology in _topologies(_places(name))]
         if matrix not in elsewhere and elsewhere:
             raise UnknownName(
                 f"topology {topology!r} is not in the {matrix} matrix, but in: {', '.join(elsewhere)}"
@@ -121,9 +135,14 @@ def expand(matrix: str, families: Sequence[str] = (), topologies: Sequence[str] 
 
 def _places(matrix: str) -> list[Place]:
     """Every cell of one matrix."""
-    engine: dict[str, list[str]] = getattr(load_engine_matrices(), matrix)
-    places = [Place(family, topology) for family, row in engine.items() for topology in row]
-    for rig in RIGS[1:]:
+    if matrix == NIGHTLY:
+        real = load_real_checkpoints()
+        return [Place(family, word, rig="serving") for family in real for word in real[family].topologies]
+    places: list[Place] = []
+    for rig, matrices in (("engine", load_engine_matrices()), ("serving", load_accuracy_matrices())):
+        models: dict[str, list[str]] = getattr(matrices, matrix)
+        places += [Place(family, topology, rig=rig) for family, row in models.items() for topology in row]
+    for rig in (rig for rig in RIGS if rig not in MODELS):
         rows: dict[str, dict[str, list[str]]] = getattr(load_setup_matrices(rig), matrix)
         places += [
             Place(geometry, topology, setup, rig)
@@ -154,13 +173,19 @@ def _topologies(places: Iterable[Place]) -> list[str]:
 
 def matrix_file(rig: str) -> Path:
     """The matrix file of a rig."""
-    return Path(__file__).with_name(f"{rig}.toml")
+    return Path(__file__).with_name(f"{FILES.get(rig, rig)}.toml")
 
 
 @functools.cache
 def load_engine_matrices() -> EngineMatrices:
     """The matrices of `engine.toml`. Raises MatrixError."""
     return read_matrices(matrix_file("engine"), EngineMatrices)
+
+
+@functools.cache
+def load_accuracy_matrices() -> AccuracyMatrices:
+    """The matrices of `accuracy.toml`, and how many questions are asked. Raises MatrixError."""
+    return read_matrices(matrix_file("serving"), AccuracyMatrices)
 
 
 @functools.cache
@@ -171,7 +196,7 @@ def load_byte_matrices() -> ByteMatrices:
 
 @functools.cache
 def load_setup_matrices(rig: str) -> SetupMatrices:
-    """The matrices of any other rig than "engine". Raises MatrixError."""
+    """The matrices of a rig whose cells are geometries. Raises MatrixError."""
     return load_byte_matrices() if rig == "bytes" else read_matrices(matrix_file(rig), SetupMatrices)
 
 

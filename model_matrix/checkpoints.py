@@ -14,8 +14,9 @@ import os
 import shutil
 import struct
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 import msgspec
@@ -46,22 +47,58 @@ def ensure_checkpoint(family: Family, cache_dir: str | os.PathLike[str] | None =
     cache folder. Any number of processes may call this at once. A process that is killed leaves no
     checkpoint that is used later. Raises CheckpointError if the folder cannot be written.
     """
-    folder = _cache_dir(cache_dir) / "checkpoints"
-    final = folder / f"{family.id}-{content_hash(family)}"
-    if _complete(family, final):
+
+    def write(unfinished: Path) -> None:
+        for name, model in model_folders(family).items():
+            write_model(unfinished / name, model, encoded_tensors(checkpoint_tensors(model)))
+
+    final = cache_folder(cache_dir) / "checkpoints" / f"{family.id}-{content_hash(family)}"
+    return write_once(final, files_of(family), write, f"{family.id} checkpoint")
+
+
+def model_folders(family: Family) -> dict[str, Family | Draft]:
+    """Return the model in each folder of a checkpoint, relative to its own folder, which is ""."""
+    return dict(zip(("", DRAFT), family.models, strict=False))
+
+
+def files_of(family: Family) -> tuple[str, ...]:
+    """Return the files of a checkpoint, relative to its folder."""
+    return tuple(os.path.join(folder, name) for folder in model_folders(family) for name in FILES)
+
+
+def write_model(folder: Path, model: Family | Draft, tensors: dict[str, EncodedTensor]) -> None:
+    """Write the files of one model into its folder."""
+    folder.mkdir(exist_ok=True)
+    config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
+    for name, data in zip(FILES, (config, safetensors_file(tensors)), strict=True):
+        write_file(folder / name, data)
+
+
+def write_once(final: Path, files: Sequence[str], write: Callable[[Path], None], what: str) -> Path:
+    """Return a folder with these files, after writing it if one is missing.
+
+    `write` fills a folder beside the final one, which is then renamed: a folder with the final name is
+    complete. `what` it is, for messages. Raises CheckpointError if the folder cannot be written.
+    """
+
+    def complete() -> bool:
+        return all((final / name).is_file() for name in files)
+
+    folder = final.parent
+    if complete():
         return final
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / ".lock", timeout=WAIT_SECONDS):
             for left_over in folder.glob("*.tmp"):  # we hold the lock, so its writer has ended
                 shutil.rmtree(left_over)
-            if not _complete(family, final):
+            if not complete():
                 shutil.rmtree(final, ignore_errors=True)  # a folder from which files were deleted
-                _write(family, final)
+                _write(final, write)
     except OSError as error:
         why = error.strerror or str(error)
         raise CheckpointError(
-            f"cannot write the {family.id} checkpoint to {folder}: {why}; free space there, or set "
+            f"cannot write the {what} to {folder}: {why}; free space there, or set "
             f"{ENVIRONMENT} to a writable folder"
         ) from error
     return final
@@ -107,49 +144,59 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     return ((bits + half_or_less) >> 16).astype(np.uint16)
 
 
-def _cache_dir(given: str | os.PathLike[str] | None) -> Path:
+def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder for all cached data: the given one, $KVCONFORM_CACHE_DIR, or in the user's cache."""
     chosen = given or os.environ.get(ENVIRONMENT) or platformdirs.user_cache_dir("pytest-kvconform")
     return Path(chosen).expanduser().absolute()
 
 
-def _models(family: Family, folder: Path) -> dict[Path, Family | Draft]:
-    """Return each model of a checkpoint by the folder that it is in."""
-    return dict(zip((folder, folder / DRAFT), family.models, strict=False))
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file to the disk itself: a power cut must not leave an empty one under the final name."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _complete(family: Family, folder: Path) -> bool:
-    return all((part / name).is_file() for part in _models(family, folder) for name in FILES)
+class EncodedTensor(NamedTuple):
+    """A tensor of a file: dtype as safetensors names it, shape, and its bytes in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
 
 
-def _write(family: Family, final: Path) -> None:
-    """Write a folder beside the final one, then rename it: a folder with the final name is complete."""
-    unfinished = final.with_name(final.name + ".tmp")
-    try:
-        for folder, model in _models(family, unfinished).items():
-            folder.mkdir()
-            config = msgspec.json.format(msgspec.json.encode(model.config), indent=2)
-            for name, data in zip(FILES, (config, _safetensors(checkpoint_tensors(model))), strict=True):
-                with open(folder / name, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())  # else a power cut can leave an empty file under the final name
-        unfinished.rename(final)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+def encoded_tensors(tensors: dict[str, Tensor]) -> dict[str, EncodedTensor]:
+    """Return the values of tensors in bfloat16."""
+    return {
+        name: EncodedTensor(
+            "BF16", tensor.shape, to_bfloat16(tensor_values(name, tensor)).astype("<u2").tobytes()
+        )
+        for name, tensor in tensors.items()
+    }
 
 
-def _safetensors(tensors: dict[str, Tensor]) -> bytes:
+def safetensors_file(tensors: dict[str, EncodedTensor]) -> bytes:
     """Return a file in the safetensors format: length of the header, header, data.
 
     The arguments of `safetensors.serialize` change between versions; the format does not.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-    chunks, end = [], 0
-    for name, tensor in tensors.items():
-        chunks.append(to_bfloat16(tensor_values(name, tensor)).astype("<u2").tobytes())
-        start, end = end, end + len(chunks[-1])
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, end]}
+    end = 0
+    for name, (dtype, shape, data) in tensors.items():
+        start, end = end, end + len(data)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)  # the data begins at a multiple of 8
-    return b"".join([struct.pack("<Q", len(encoded)), encoded, *chunks])
+    return b"".join([struct.pack("<Q", len(encoded)), encoded, *(one.data for one in tensors.values())])
+
+
+def _write(final: Path, write: Callable[[Path], None]) -> None:
+    unfinished = final.with_name(final.name + ".tmp")
+    try:
+        unfinished.mkdir()
+        write(unfinished)
+        unfinished.rename(final)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

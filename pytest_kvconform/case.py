@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
 # Tier -> rigs of its cases. A case that names no rig runs on the only one of its tier. Cells of a rig:
-# model_matrix/<rig>.toml.
+# model_matrix/<rig>.toml; of the rig "serving" accuracy.toml.
 RIGS_OF_TIERS = {
     "interface": ("scheduler",),
     "protocol": ("scheduler", "peers"),
     "bytes": ("bytes",),
     "engine": ("engine",),
+    "accuracy": ("serving",),
 }
 # body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises
 # Violation, Blocked, NotApplicable or HarnessError. The registered body of a case of the
@@ -37,7 +38,7 @@ class Case:
     name: str  # the function's name: "rows_arrive"
     rule: str  # id of the rule it checks: "KV-BYTES-001"
     tier: str  # the folder of `suite` that its module is in: "engine"
-    rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers" or "scheduler"
+    rig: str  # what it runs on, and in whose cells: "engine", "bytes", "peers", "scheduler" or "serving"
     body: Body  # body(bench, variant)
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
     # (cell, matrix) -> variants; str(variant) is the last word of the id

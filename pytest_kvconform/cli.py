@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("what", choices=sorted(_LISTS))
     one.add_argument(
         "--matrix",
-        choices=("quick", "full"),
+        choices=EVERY_MATRIX,
         default="quick",
         help="for cases and families (default: %(default)s)",
     )
@@ -203,9 +204,9 @@ def _compare_with_suite(report: document.Report) -> list[str]:
         return []
     known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
     planned = {one.id: one for one in known.selected}
-    # a known limit of the machine takes cases out of the manifest, there or here
-    of_suite = {*known.manifest, *(name for name, _ in known.limited)}
-    of_report = {*report.selection.manifest, *(name for one in report.selection.limits for name in one.ids)}
+    # a known limit of the machine, or a package that it lacks, takes cases out of the manifest, there or here
+    of_suite = {*known.manifest, *known.left_out}
+    of_report = {*report.selection.manifest, *report.selection.not_in_manifest}
     lacking, strange = sorted(of_suite - of_report), sorted(of_report - of_suite)
     sentences = []
     if report.should != rules.should(rules.load()):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from model_matrix.limits import CPU_FEATURES, Limit, cpu_features
-from pytest_kvconform import __version__
+from pytest_kvconform import __version__, extras
 from pytest_kvconform.declaration import version
 from pytest_kvconform.plan import limits_here
 
@@ -91,6 +91,8 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
         lines.append(
             "missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment"
         )
+    if lacks := extras.not_installed():
+        lines.append(f"missing  {', '.join(lacks)}, for the accuracy tier; pip install '{extras.EXTRA}'")
     if version("pytest-xdist") is None:
         lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
     return lines

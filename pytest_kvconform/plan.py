@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from model_matrix.cells import MODELS
 from model_matrix.limits import Limit, cpu_features, load_limits
 from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
@@ -27,6 +28,8 @@ from pytest_kvconform.settings.parsers import did_you_mean
 PREFIX = "kv::"
 # From cheap to expensive, so that the first results come early.
 TIERS = ("interface", "protocol", "bytes", "engine", "accuracy")
+ACCURACY = TIERS[-1]
+SERVING = "serving"  # the rig whose cells share no engine with those of the rig "engine", though the names
 
 
 class BadSuite(Exception):
@@ -60,10 +63,20 @@ class Plan:
     manifest: tuple[str, ...]  # ids of all cases of the matrix that can run here, sorted
     # ids of the others, with the known limit of vLLM on this machine, or the minors for which the rule holds
     limited: tuple[tuple[str, Limit | str], ...] = ()
+    not_installed: tuple[str, ...] = ()  # or because packages are not installed
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Ids of the cases of the matrix that are not in the manifest."""
+        return (*(name for name, _ in self.limited), *self.not_installed)
 
 
-def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
-    """Return the cases of the run. `arguments`: those that begin with kv::; none selects everything.
+def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[str] = ()) -> Plan:
+    """Return the cases of the run.
+
+    `arguments`: those that begin with kv::; none selects everything. `lacking`: packages of the accuracy tier
+    that are not installed. The tier is left out then, unless it is named, or the only one that is selected:
+    then its cases say what to install.
 
     Raises BadSetting if a tier, family, topology, rule, feature or argument matches nothing, BadSuite for a
     file without cases.
@@ -88,6 +101,7 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
                 f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are "
                 f"{', '.join(known)}"
             )
+    _require_one_deployment(settings)
     every = _cases_of(loading.expand_matrix(settings.matrix), settings.matrix)
     selected = every
     if settings.family or settings.topology:
@@ -110,11 +124,38 @@ def make_plan(settings: Settings, arguments: Sequence[str]) -> Plan:
         )
     ]
     limited = _limited(every, settings.hide_cpu)
+    selected = _selected_by(selected, arguments, every)
+    named = ACCURACY in settings.tier or any(one.startswith(PREFIX + ACCURACY) for one in arguments)
+    alone = {one.case.tier for one in selected} == {ACCURACY}
+    not_installed = {
+        one.id
+        for one in (*every, *selected)
+        if lacking and one.case.tier == ACCURACY and not (named or alone)
+    }
+    out = {*limited, *not_installed}
     return Plan(
-        tuple(one for one in _selected_by(selected, arguments, every) if one.id not in limited),
-        tuple(sorted({planned.id for planned in [*every, *selected]} - limited.keys())),
+        tuple(one for one in selected if one.id not in out),
+        tuple(sorted({planned.id for planned in [*every, *selected]} - out)),
         tuple(sorted(limited.items())),
+        tuple(sorted(not_installed)),
     )
+
+
+def _require_one_deployment(settings: Settings) -> None:
+    """Raise BadSetting if servers that already run are given, and not all that is needed to ask them."""
+    if not settings.deployed:
+        return
+    if not settings.decode_url or not (settings.router_url or settings.prefill_url):
+        raise BadSetting(
+            "--kv-router-url, --kv-prefill-url, --kv-decode-url, --kv-baseline-url: a deployment is given by "
+            "--kv-decode-url, whose /metrics are the evidence, and --kv-router-url or --kv-prefill-url"
+        )
+    if settings.nightly:
+        raise BadSetting("--kv-matrix=nightly: it starts servers, and a deployment has its own: give one")
+    if settings.tier != (ACCURACY,):
+        raise BadSetting("--kv-decode-url: only the accuracy tier tests a deployment: add --kv-tier=accuracy")
+    if len(settings.family) != 1:
+        raise BadSetting("--kv-decode-url: name the family of the deployed model: --kv-family=ID, one alone")
 
 
 def limits_here(hidden: Sequence[str] = ()) -> list[Limit]:
@@ -138,7 +179,7 @@ def _limited(planned: Sequence[PlannedCase], hidden: Sequence[str]) -> dict[str,
         one.id: limit
         for limit in here
         for one in planned
-        if one.case.rig == "engine"
+        if one.case.rig in MODELS
         and limit.covers(one.cell.family, "" if one.variant is None else str(one.variant))
     }
 
@@ -235,9 +276,9 @@ def order_by_cell(planned: Sequence[PlannedCase], seed: int) -> list[PlannedCase
     The order does not depend on a plugin that shuffled the cases before. Seed 0 keeps the order of cells
     and cases. Any other seed shuffles the cells, and the cases of each cell, the same way every time.
     """
-    by_cell: dict[Cell, list[PlannedCase]] = {}
+    by_cell: dict[tuple[Cell, bool], list[PlannedCase]] = {}
     for one in planned if seed == 0 else sorted(planned, key=lambda one: one.id):
-        by_cell.setdefault(one.cell, []).append(one)
+        by_cell.setdefault((one.cell, one.case.rig == SERVING), []).append(one)
     groups = list(by_cell.values())
     if seed:
         shuffle = random.Random(seed).shuffle

@@ -71,7 +71,8 @@ class Controller:
         if (cache := getattr(self.config, "cache", None)) is not None:
             cache.set("kvconform/seed", self.settings.seed)
         try:
-            if reason := reason_not_runnable(self.runner.subject):  # known at once, before vLLM is loaded
+            reason = "" if self.settings.deployed else reason_not_runnable(self.runner.subject)
+            if reason:  # known at once, before vLLM is loaded
                 self.runner.link = ZygoteLink(outcome="BLOCKED", reason=reason)
             else:
                 self._zygote = loading.bench_module().start_zygote(self.settings)
@@ -107,10 +108,12 @@ class Controller:
         """Probe the connector once, if a case is selected. Raises UsageError if it does not exist."""
         if self._zygote is None or not self._selected:
             return
-        write_line(self.config, f"kv: loading vLLM and probing {self.settings.connector}")
+        what = "lm-eval" if self.settings.deployed else f"vLLM and probing {self.settings.connector}"
+        write_line(self.config, f"kv: loading {what}")
         bench, deadline = loading.bench_module(), _PROBE_SECONDS * self.settings.timeout_scale
         try:
-            facts = bench.probe_subject(self._zygote.address, self.runner.subject, deadline)
+            look = bench.facts_of_deployment if self.settings.deployed else bench.probe_subject
+            facts = look(self._zygote.address, self.runner.subject, deadline)
             self.runner.link = ZygoteLink(
                 address=self._zygote.address, facts=msgspec.Raw(msgspec.json.encode(facts))
             )
@@ -213,6 +216,7 @@ class Controller:
             self.runner.plan().manifest,
             sorted(self._troubles),
             self.runner.plan().limited,
+            self.runner.plan().not_installed,
         )
 
     def _close(self) -> list[str]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pytest_kvconform import features, loading, rules
+from pytest_kvconform import extras, features, loading, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import BadSuite, Plan, PlannedCase, cell_of_id, make_plan, order_by_cell
@@ -76,21 +77,19 @@ class CaseRunner:
         """
         if self._plan is None:
             try:
-                plan = make_plan(self.settings, self._arguments or ())
+                plan = make_plan(self.settings, self._arguments or (), extras.not_installed())
                 if unmatched := [
                     entry for entry in self.subject.known if not any(map(entry.matches, plan.manifest))
                 ]:
                     other = make_plan(
                         Settings(matrix="full" if self.settings.matrix == "quick" else "quick"), ()
                     )
-                    limited = [name for name, _ in plan.limited]
-                    check_known(unmatched, [*plan.manifest, *limited, *other.manifest])
+                    check_known(unmatched, [*plan.manifest, *plan.left_out, *other.manifest])
             except BadSetting as error:
                 raise pytest.UsageError(str(error)) from None
             except (BadSuite, rules.BadRules) as error:
                 pytest.exit(f"harness: {error}", returncode=11)
-            nothing = Plan((), plan.manifest, plan.limited)
-            self._plan = plan if self._arguments is not None else nothing
+            self._plan = plan if self._arguments is not None else replace(plan, selected=())
         return self._plan
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:

@@ -7,29 +7,29 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 
 from pytest_kvconform.features import cell_facts
-from pytest_kvconform.plan import PREFIX, cell_of_id, load_module, module_names
+from pytest_kvconform.plan import PREFIX, SERVING, cell_of_id, load_module, module_names
 from pytest_kvconform.result import Cell
 
 
 class CellScheduling(LoadScopeScheduling):
     """Gives all cases of a cell to one worker, so that the engines of the cell start once.
 
-    Cases that run on the scheduler rig need no engine of the cell and may go to another worker.
+    Cases that run on the scheduler rig or on servers need no engine of the cell, and may go elsewhere.
     """
 
     def __init__(self, config: Any, log: Any):
         super().__init__(config, log)
-        self._on_scheduler_rig = {
-            f"{PREFIX}{module}::{case.name}"
+        self._apart = {
+            f"{PREFIX}{module}::{case.name}": case.rig
             for module in module_names()
             for case in load_module(module)[1]
-            if case.rig == "scheduler"
+            if case.rig in ("scheduler", SERVING)
         }
 
     def _split_scope(self, nodeid: str) -> str:
         if not (cell := cell_of_id(nodeid)):
             return str(super()._split_scope(nodeid))
-        rig = "scheduler" if nodeid.partition("[")[0] in self._on_scheduler_rig else ""
+        rig = self._apart.get(nodeid.partition("[")[0], "")
         return f"{PREFIX}{rig}[{cell}]"
 
     def _assign_work_unit(self, node: Any) -> None:

@@ -66,11 +66,18 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     manifest: tuple[str, ...]  # all cases of the matrix, sorted: the run without any selection
     selected: tuple[str, ...]  # cases that were selected, sorted
     limits: tuple[KnownLimit, ...] = ()  # cases of the matrix that are not in the manifest, and why
+    # cases of the matrix that are not in the manifest, because packages of their tier are not installed
+    not_installed: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> int:
         """How many cases of the manifest were not selected."""
         return len(set(self.manifest) - set(self.selected))
+
+    @property
+    def not_in_manifest(self) -> tuple[str, ...]:
+        """Cases of the matrix that are not in the manifest."""
+        return (*(name for one in self.limits for name in one.ids), *self.not_installed)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,10 +105,12 @@ def make_report(
     manifest: Sequence[str],
     troubles: Sequence[str],
     limited: Sequence[tuple[str, object]] = (),
+    not_installed: Sequence[str] = (),
 ) -> Report:
     """Return the report of a run, with its verdict.
 
-    `limited`: ids of cases that are left out, with the reason: see KnownLimit.
+    `limited`: ids of cases that are left out, with the reason: see KnownLimit. `not_installed`: ids of cases
+    that are left out because packages are not installed.
     """
     limits: dict[str, list[str]] = {}
     for name, limit in limited:
@@ -121,6 +130,7 @@ def make_report(
             manifest=tuple(sorted(manifest)),
             selected=tuple(sorted(selected)),
             limits=tuple(KnownLimit(limit=limit, ids=tuple(ids)) for limit, ids in limits.items()),
+            not_installed=tuple(sorted(not_installed)),
         ),
         should=rules.should(rules.load()),
         results=tuple(sorted(results, key=lambda result: result.id)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_kvconform.apply_declaration import FeatureResult
+from pytest_kvconform.extras import EXTRA
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
@@ -73,9 +74,12 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
 
 def left_out_here(report: Report) -> list[str]:
     """Return a line for each reason for which cases of the matrix are not in the manifest."""
-    return [
-        f"left out here: {_count(len(one.ids), 'case')} of {one.limit}" for one in report.selection.limits
-    ]
+    limits = report.selection.limits
+    lines = [f"left out here: {_count(len(one.ids), 'case')} of {one.limit}" for one in limits]
+    if cases := report.selection.not_installed:
+        tier = cases[0].removeprefix("kv::").partition("/")[0]
+        lines.append(f"{tier}: left out, install {EXTRA} ({_count(len(cases), 'case')})")
+    return lines
 
 
 def to_ascii(text: str) -> str:

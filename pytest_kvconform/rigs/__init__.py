@@ -1,6 +1,7 @@
 """The rigs: what cases run on. Each rig is a room (folder); all rigs use two more rooms.
 
     processes  <-  vllm_setup  <-  engine  <-  bytes  <-  peers, scheduler  <-  bench.py
+                             engine  <-  canary  <-  serving  <-  bench.py
 
 A room imports rooms to its left, never to its right; peers and scheduler do not import each other.
 
@@ -12,6 +13,8 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `bytes` | the byte rig: engines without a model, whose KV cache holds words that tell their own address |
 | `peers` | the peer rig: byte engines with faults of the transport, steps on demand, hostile clients |
 | `scheduler` | the scheduler rig: vLLM's scheduler, the scheduler half, and scripted worker reports |
+| `canary` | tiny models that are taught answers, on a real engine |
+| `serving` | the serving rig: OpenAI-compatible servers, a router, and questions that lm-eval asks |
 
 | module | what it has |
 |---|---|

@@ -12,8 +12,9 @@ from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
-from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
+from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
+from pytest_kvconform.rigs.serving.bench import ServingBench
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -24,6 +25,7 @@ __all__ = [
     "Bench",
     "SubjectFacts",
     "Zygote",
+    "facts_of_deployment",
     "launch_zygote",
     "probe_subject",
     "start_zygote",
@@ -34,8 +36,8 @@ __all__ = [
 class Bench:
     """One bench for each pytest process. A case asks a part of it for an observation in the current cell.
 
-    `engine`, `bytes`, `faults`, `peers` and `scheduler` are the benches of the rigs (`faults` and `peers`
-    belong to the rig "peers"). Engines start when a case first asks for them.
+    `engine`, `bytes`, `faults`, `peers`, `scheduler` and `serving` are the benches of the rigs
+    (`faults` and `peers` belong to the rig "peers"). Engines start when a case first asks for them.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Bench:
 
         Raises Blocked if the installed vLLM does not run on the device that was asked for.
         """
-        if settings.device not in ("auto", facts.device):
+        if settings.device not in ("auto", facts.device) and not settings.deployed:
             raise Blocked(
                 f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
             )
@@ -62,6 +64,7 @@ class Bench:
         self.faults = FaultBench(self.context)
         self.peers = PeerBench(self.context)
         self.scheduler = SchedulerBench(self.context)
+        self.serving = ServingBench(self.context)
 
     def use(self, cell: Cell) -> None:
         """Make a cell the current one. Raises Blocked where no rig fits the connector."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix import UnknownName, expand, load_families, load_geometries
+from model_matrix.cells import MODELS
+from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
 
 PRELOAD = "pytest_kvconform.rigs.vllm_setup.preload:preload"
+LIGHT_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload_without_vllm"
 # Modules of the rigs that the zygote imports after vLLM, in this order, so that no fork imports them again.
-ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine",)
+ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine", "pytest_kvconform.rigs.canary.teacher")
 GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.bytes.process",
     "pytest_kvconform.rigs.bytes.worker",
@@ -35,6 +38,7 @@ GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.scheduler.fake_connector",
     "pytest_kvconform.rigs.scheduler.store_engine",
 )
+SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 PREFIX = "kvconform-"
 
@@ -90,26 +94,34 @@ def start_zygote(settings: Settings) -> Zygote:
 
     The zygote imports vLLM while pytest collects cases.
     """
+    if settings.deployed:
+        return launch_zygote((), preload=LIGHT_PRELOAD)
     tiers = settings.tier or RIGS_OF_TIERS
     rigs = {rig for tier in tiers for rig in RIGS_OF_TIERS.get(tier, ("engine",))}
     wanted: dict[str, set[str]] = {"engine": set(), "bytes": set()}
     with contextlib.suppress(UnknownName):  # reported where cases are collected
         for place in expand(settings.matrix, settings.family, settings.topology):
             if place.rig in rigs:
-                if place.rig == "engine":
+                if place.rig in MODELS:
                     wanted["engine"] |= load_families()[place.family].architectures
                 else:
                     wanted["bytes"] |= set(load_geometries()[place.family].config["architectures"])
-    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu)
+    more = (SERVING_PRELOAD,) if "serving" in rigs and not extras.not_installed(extras.LM_EVAL) else ()
+    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more)
 
 
 def launch_zygote(
-    architectures: Iterable[str], geometries: Iterable[str] = (), hidden: Iterable[str] = ()
+    architectures: Iterable[str],
+    geometries: Iterable[str] = (),
+    hidden: Iterable[str] = (),
+    more: Iterable[str] = (),
+    preload: str = PRELOAD,
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
-    `hidden`: features of the CPU that vLLM and torch are not to use.
+    `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further functions
+    to call in the zygote, which import what engines need. `preload`: the function that imports everything.
     """
     remove_stale_run_dirs()
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
@@ -127,8 +139,8 @@ def launch_zygote(
                 "-m",
                 "pytest_kvconform.rigs.processes.zygote",
                 str(run_dir),
-                PRELOAD,
-                json.dumps(arguments | {"modules": modules}),
+                preload,
+                json.dumps(arguments | {"modules": modules, "functions": [*more]}),
             ],
             env=environment(run_dir) | limits_of_kernels(arguments["hidden"]),
             stdin=subprocess.PIPE,
@@ -181,6 +193,8 @@ def environment(run_dir: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": (direct := _with_loopback(os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")))),
+        "no_proxy": direct,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "NIXL_LOG_LEVEL": "WARN",
         "VLLM_CACHE_ROOT": str(run_dir / "vllm"),
@@ -189,6 +203,11 @@ def environment(run_dir: Path) -> dict[str, str]:
         "KVCONFORM_WORKING_FOLDER": os.getcwd(),
     }
     return defaults | os.environ | required
+
+
+def _with_loopback(no_proxy: str) -> str:
+    """The hosts that are not asked through a proxy, with this machine among them."""
+    return ",".join([*filter(None, [no_proxy]), "127.0.0.1", "localhost"])
 
 
 def limits_of_kernels(hidden: Collection[str]) -> dict[str, str]:

@@ -13,11 +13,13 @@ part of the standard library.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pytest_kvconform.settings.option import ENV_PREFIX, Option
+from pytest_kvconform.settings.option import option as row
 from pytest_kvconform.settings.parsers import (
     did_you_mean,
     object_or_path,
@@ -27,13 +29,15 @@ from pytest_kvconform.settings.parsers import (
     parse_switch,
     parse_text,
     parse_tokens,
+    parse_url,
     parse_words,
     tables_as_json,
     words_of,
 )
 
-ENV_PREFIX = "KVCONFORM_"
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
+HUB = "hub"  # of --kv-gsm8k: no folder
+NIGHTLY = "nightly"  # as in model_matrix/nightly.py
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
 PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
@@ -58,84 +62,108 @@ class BadSetting(ValueError):
 # ---- the table --------------------------------------------------------------------------------------------
 
 
-def _option(
-    default: Any,
-    parse: Callable[[Any], Any],
-    metavar: str,
-    help: str,
-    *,
-    toml_only: bool = False,
-    is_path: bool = False,
-) -> Any:
-    return field(default=default, metadata={"option": (parse, metavar, help, toml_only, is_path)})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the user asked for. A setting whose default is a tuple may be repeated and may hold commas."""
 
-    connector: str = _option(
+    connector: str = row(
         "",
         parse_text,
         "NAME|MODULE:CLASS",
         "connector to test: a name registered in vLLM, or a class; the plugin does nothing without it",
     )
-    config: str = _option(
+    config: str = row(
         "",
         object_or_path,
         "JSON|FILE",
         "the object you give vLLM's --kv-transfer-config, as JSON or in a file",
         is_path=True,
     )
-    declare: str = _option(
+    declare: str = row(
         "",
         parse_text,
         "FILE",
         "TOML file that declares what the connector supports, instead of [tool.kvconform]",
         is_path=True,
     )
-    tier: tuple[str, ...] = _option(
-        (), parse_words, "NAME", "only the cases of this tier, a folder of the suite"
-    )
-    family: tuple[str, ...] = _option((), parse_words, "ID", "only this model family, e.g. gemma3")
-    topology: tuple[str, ...] = _option(
+    tier: tuple[str, ...] = row((), parse_words, "NAME", "only the cases of this tier, a folder of the suite")
+    family: tuple[str, ...] = row((), parse_words, "ID", "only this model family, e.g. gemma3")
+    topology: tuple[str, ...] = row(
         (), parse_words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2"
     )
-    rule: tuple[str, ...] = _option(
+    rule: tuple[str, ...] = row(
         (), parse_words, "ID|GLOB", "only the cases that check this rule, e.g. KV-BYTES-*"
     )
-    feature: tuple[str, ...] = _option(
+    feature: tuple[str, ...] = row(
         (), parse_words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
     )
-    matrix: str = _option(
-        "quick", one_of("quick", "full"), "quick|full", "how many families and topologies are run"
+    matrix: str = row(
+        "quick",
+        one_of("quick", "full", NIGHTLY),
+        "quick|full|nightly",
+        "how many families and topologies are run; nightly: real checkpoints on GPUs, in the accuracy tier",
     )
-    device: str = _option("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
-    hide_cpu: tuple[str, ...] = _option(
+    gsm8k: str = row(
+        "",
+        parse_text,
+        "hub|PATH",
+        "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub: "
+        "openai/gsm8k, for real checkpoints, which is their default; else the default is a generator",
+        is_path=True,
+    )
+    models: str = row(
+        "",
+        parse_text,
+        "PATH",
+        "folder of the checkpoints of the nightly matrix, each in OWNER/NAME below it; default: the cache of "
+        "the Hugging Face hub; nothing is downloaded",
+        is_path=True,
+    )
+    router_url: str = row(
+        "",
+        parse_url,
+        "URL",
+        "router of a deployment that already runs, for the accuracy tier; neither vLLM nor the connector is "
+        "needed here then",
+    )
+    prefill_url: str = row(
+        "", parse_url, "URL", "prefill server of a deployment without a router: vllm-router is started here"
+    )
+    decode_url: str = row(
+        "", parse_url, "URL", "decode server of a deployment, whose /metrics are the evidence"
+    )
+    baseline_url: str = row(
+        "",
+        parse_url,
+        "URL",
+        "server that answers without the connector; default: the decode server, which is then asked alone",
+    )
+    device: str = row("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
+    hide_cpu: tuple[str, ...] = row(
         (),
         words_of(*CPU_FEATURES),
         "FEATURE",
         "feature of the CPU that vLLM takes for missing, to test with the kernels of another CPU: "
         + ", ".join(CPU_FEATURES),
     )
-    timeout_scale: float = _option(
+    timeout_scale: float = row(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"
     )
-    seed: int = _option(
+    seed: int = row(
         0,
         parse_seed,
         "N|last",
         "seed of the order of cells and cases; 0: the order of the suite; last: the seed of the previous run",
     )
-    report: str = _option("kv-report", parse_text, "DIR", "folder for report.json", is_path=True)
-    claim: bool = _option(
+    report: str = row("kv-report", parse_text, "DIR", "folder for report.json", is_path=True)
+    claim: bool = row(
         False,
         parse_switch,
         "",
         "require a complete run: no case left out, no known failure, no feature that works and is declared "
         "unsupported; otherwise the verdict is not CONFORMS",
     )
-    profile: str = _option(
+    profile: str = row(
         "",
         one_of(*PROFILES),
         "p2p|store",
@@ -143,7 +171,7 @@ class Settings:
         "a store, which saves KV and loads it later",
         toml_only=True,
     )
-    handover: str = _option(
+    handover: str = row(
         "",
         one_of(*HANDOVERS),
         "handoff|rendezvous|none",
@@ -151,7 +179,7 @@ class Settings:
         "that P and D get (rendezvous), or from no parameter (none, the default for stores)",
         toml_only=True,
     )
-    lease: str = _option(
+    lease: str = row(
         "",
         parse_text,
         "KEY",
@@ -159,84 +187,58 @@ class Settings:
         "small value",
         toml_only=True,
     )
-    load_granularity: int = _option(
+    load_granularity: int = row(
         0,
         parse_tokens,
         "TOKENS",
         "a load is a multiple of so many tokens, or ends at one; 0: not declared",
         toml_only=True,
     )
-    min_load: int = _option(
+    min_load: int = row(
         0,
         parse_tokens,
         "TOKENS",
         "a load of fewer tokens is not made, and D computes them; 0: not declared",
         toml_only=True,
     )
-    features: str = _option(
+    features: str = row(
         "",
         tables_as_json(dict),
         "TABLE",
         'what the connector supports: each feature true or { unsupported = "why" }',
         toml_only=True,
     )
-    known: str = _option(
+    known: str = row(
         "",
         tables_as_json(list),
         "TABLES",
         "known failures: case, issue, expires, reason, and optionally vllm",
         toml_only=True,
     )
+
+    @property
+    def deployed(self) -> bool:
+        """Whether servers that already run are tested."""
+        return bool(self.router_url or self.prefill_url or self.decode_url or self.baseline_url)
+
+    @property
+    def nightly(self) -> bool:
+        """Whether servers with real checkpoints are started."""
+        return self.matrix == NIGHTLY
+
+    @property
+    def real(self) -> bool:
+        """Whether real checkpoints answer, and no canaries."""
+        return self.deployed or self.nightly
+
     # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
     origins: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Option:
-    """One setting of the table, with its flag, environment variable and TOML key."""
-
-    name: str  # field of Settings
-    default: Any
-    parse: Callable[[Any], Any]  # raises ValueError, saying what is valid
-    metavar: str
-    help: str
-    toml_only: bool  # describes the connector, not a run
-    is_path: bool  # relative to pyproject.toml if it was set there
-
-    @property
-    def flag(self) -> str:
-        return "" if self.toml_only else f"--kv-{self.key}"
-
-    @property
-    def dest(self) -> str:
-        return f"kv_{self.name}"
-
-    @property
-    def variable(self) -> str:
-        return "" if self.toml_only else f"{ENV_PREFIX}{self.name.upper()}"
-
-    @property
-    def key(self) -> str:
-        return self.name if self.toml_only else self.name.replace("_", "-")
-
-    @property
-    def repeatable(self) -> bool:
-        return isinstance(self.default, tuple)
-
-    @property
-    def switch(self) -> bool:
-        return self.default is False
-
-    @property
-    def shown_default(self) -> str:
-        """The default as text; "" if the setting is off or empty by default."""
-        return "" if self.default is False or self.default in ("", ()) else str(self.default)
-
-
 def _rows() -> Iterable[Option]:
-    for row in fields(Settings):
-        if "option" in row.metadata:
-            yield Option(row.name, row.default, *row.metadata["option"])
+    for one in fields(Settings):
+        if "option" in one.metadata:
+            yield Option(one.name, one.default, *one.metadata["option"])
 
 
 OPTIONS: tuple[Option, ...] = tuple(_rows())
@@ -278,7 +280,7 @@ def load(
                     value = _previous(last_seed)
             except ValueError as error:
                 raise BadSetting(f"{place}: {error}") from None
-            if option.is_path and origin == "pyproject.toml" and not value.lstrip().startswith("{"):
+            if option.is_path and origin == "pyproject.toml" and not value.lstrip().startswith(("{", HUB)):
                 value = os.path.normpath(root / value)
             values[option.name], origins[option.name] = value, origin
             break

@@ -32,6 +32,21 @@ def parse_text(value: Any) -> str:
     return value
 
 
+def parse_url(value: Any) -> str:
+    """Return the address of a server, `http://host:port`, without a slash at its end."""
+    from urllib.parse import urlsplit
+
+    text = parse_text(value).rstrip("/")
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid or parts.path or parts.query:
+        raise ValueError(f"expected an address such as http://127.0.0.1:8000, got {value!r}")
+    return text
+
+
 def parse_words(value: Any) -> tuple[str, ...]:
     """Return the words of one text with commas, or of a list of texts: each once, in the order given."""
     texts = [value] if isinstance(value, str) else value

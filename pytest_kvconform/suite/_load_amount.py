@@ -48,9 +48,19 @@ def due_end(subject: Subject, r: HandedOver, block: int) -> int:
 
     A load is a multiple of the granularity, or ends at one. D computes the last token in any case.
     """
-    step = subject.load_granularity or block
-    local, last = r.decode.local_tokens, r.length - 1
+    return due_end_of(subject, r.length, r.decode.local_tokens, block)
+
+
+def due_end_of(subject: Subject, length: int, local: int, block: int, drops: bool = False) -> int:
+    """`due_end` of a prompt of `length` tokens, of which `local` are D's own hit.
+
+    `drops`: of a store's last block, or last load_granularity, nothing is due. With a draft model vLLM
+    computes the last block of a prefix hit again (`use_eagle_block_drop`), and so do its own stores.
+    """
+    step, last = subject.load_granularity or block, length - 1
     end = min(last // step * step, local + (last - local) // step * step)
+    if drops:
+        end -= step
     return end if end - local >= max(1, subject.min_load) else local
 
 

@@ -133,6 +133,7 @@ class CaseRunner:
             topology=(topology,),
             matrix=matrix,
             timeout_scale=scale,
+            report=str(self.zygote.run_dir / "report"),
             **(declared or {}),
         )
         bench = Bench(

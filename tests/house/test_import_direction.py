@@ -17,7 +17,7 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = ("result", "case", "case_outcome", "subject", "kvspace", "rigs")
+LOWER = ("result", "case", "case_outcome", "extras", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration apply_declaration features
@@ -36,9 +36,12 @@ ROOMS = {
     "probe_subject": "processes context scenario launch vllm_setup",
     "engine": "processes context scenario missing vllm_setup",
     "bytes": "processes context scenario vllm_setup engine",
+    "canary": "processes context scenario vllm_setup engine",
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
-    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler",
+    "serving": "processes context missing vllm_setup engine canary",
+    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
+    "serving",
 }
 
 # part of the house -> what it must not import, with all that lies below the name

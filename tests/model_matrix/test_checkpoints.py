@@ -174,13 +174,13 @@ def test_deleted_files_are_written_again(tmp_path):
 WRITER = """
 import pathlib, sys, time
 from model_matrix import checkpoints, ensure_checkpoint, load_families
-real = checkpoints._safetensors
+real = checkpoints.safetensors_file
 def slow(tensors):
     with open(sys.argv[1] + "/writers", "a") as file:
         file.write("one\\n")
     time.sleep(float(sys.argv[2]))
     return real(tensors)
-checkpoints._safetensors = slow
+checkpoints.safetensors_file = slow
 print(ensure_checkpoint(load_families()["llama"], sys.argv[1]))
 """
 

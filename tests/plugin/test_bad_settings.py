@@ -71,7 +71,7 @@ def test_a_variable_that_does_not_exist(name, tmp_path):
 
 
 LISTED = {
-    "matrix": ["quick", "full"],
+    "matrix": ["quick", "full", "nightly"],
     "device": ["auto", "cpu", "cuda"],
     "profile": ["p2p", "store"],
     "handover": ["handoff", "none"],

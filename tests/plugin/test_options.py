@@ -19,6 +19,13 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
     "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
     "device": (["--kv-device=cpu"], lambda run: run.log),
+    # what they do to servers: tests/accuracy
+    "gsm8k": (["--kv-gsm8k=a"], lambda run: run.report["settings"]["gsm8k"]),
+    "models": (["--kv-models=a"], lambda run: run.report["settings"]["models"]),
+    **{
+        f"{name}_url": ([f"--kv-{name}-url=http://127.0.0.1:1"], lambda run: run.code)
+        for name in ("router", "prefill", "decode", "baseline")
+    },
     # what it does to vLLM: tests/engine/test_cpu_features.py
     "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
@@ -84,7 +91,7 @@ def test_the_summary_says_what_was_left_out(kv):
         ),
         ("--kv-declare=nowhere.toml", "--kv-declare: nowhere.toml: there is no such file"),
         ("--kv-family=gemma", "there is no family called 'gemma' (did you mean gemma3?)"),
-        ("--kv-matrix=ful", "--kv-matrix: expected quick or full, got 'ful' (did you mean full?)"),
+        ("--kv-matrix=ful", "--kv-matrix: expected quick or full or nightly, got 'ful' (did you mean full?)"),
         ("--kv-device=tpu", "--kv-device: expected auto or cpu or cuda, got 'tpu'"),
         ("--kv-timeout-scale=0", "--kv-timeout-scale: expected a number above 0, got '0'"),
         ("--kv-seed=-1", "--kv-seed: expected a whole number from 0 on, or last, got '-1'"),
@@ -152,6 +159,12 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-rule",
         "--kv-feature",
         "--kv-matrix",
+        "--kv-gsm8k",
+        "--kv-models",
+        "--kv-router-url",
+        "--kv-prefill-url",
+        "--kv-decode-url",
+        "--kv-baseline-url",
         "--kv-device",
         "--kv-hide-cpu",
         "--kv-timeout-scale",

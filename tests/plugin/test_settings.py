@@ -17,6 +17,12 @@ SAMPLES = {
     "topology": [("P1D1", ("P1D1",)), ("P1D2,P2D1", ("P1D2", "P2D1"))],
     "rule": [("KV-*", ("KV-*",)), ("KV-A-001", ("KV-A-001",))],
     "matrix": [("full", "full"), ("quick", "quick")],
+    "gsm8k": [("a", "a"), ("b", "b")],
+    "models": [("a", "a"), ("b", "b")],
+    **{
+        f"{name}_url": [("http://a:1", "http://a:1"), ("https://b", "https://b")]
+        for name in ("router", "prefill", "decode", "baseline")
+    },
     "device": [("cpu", "cpu"), ("cuda", "cuda")],
     "hide_cpu": [("avx512", ("avx512",)), ("amx_tile,avx512", ("amx_tile", "avx512"))],
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
@@ -102,7 +108,7 @@ def test_last_seed(tmp_path):
             {},
             {"KVCONFORM_MATRIX": "ful"},
             "",
-            "KVCONFORM_MATRIX: expected quick or full, got 'ful' (did you mean full?)",
+            "KVCONFORM_MATRIX: expected quick or full or nightly, got 'ful' (did you mean full?)",
         ),
         (
             {},

@@ -94,6 +94,16 @@ def test_zero_bytes_over_all_cases_that_move_bytes():
     assert decide_verdict(mixed).word == "INCOMPLETE"
 
 
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [("accuracy/evidence", "CONFORMS"), ("engine/handover", "INCOMPLETE"), ("bytes/start", "INCOMPLETE")],
+)
+def test_loaded_tokens_stand_for_bytes_in_the_accuracy_tier_alone(module, word):
+    evidence = Evidence(looked_at=1, unit="questions", external_tokens=100)
+    passed = result(Outcome.PASS, module=module, evidence=evidence)
+    assert decide_verdict([passed, result(Outcome.PASS, moved=0)]).word == word
+
+
 def test_causes_group_by_signature():
     def fail(rule, happened, diagnosis="", signature=""):
         return result(

@@ -6,7 +6,7 @@ another cell start, or until the bench ends it. A pair that did not start is not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -73,15 +73,11 @@ class EnginePairs(Generic[Handle]):
 
     def note_what_is_missing(self, failed: EngineFailed) -> None:
         """Note it and raise Blocked, if engines did not start because this environment lacks something."""
-        subject, reason = self.context.subject, failed.sentence.partition("did not start: ")[2]
-        lacks = what_is_missing(
-            reason.partition(" ")[0].rstrip(":"), reason, subject.module or "", subject.packages
-        )
         if failed.how == "hung" and waits_for_server(failed.stack):
-            lacks = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
-        if lacks:
-            self.context.missing.append(f"{subject.connector} cannot start here: {lacks}")
+            waits = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
+            self.context.missing.append(f"{self.context.subject.connector} cannot start here: {waits}")
             self.context.require_nothing_missing()
+        note_missing(self.context, [failed.sentence.partition("did not start: ")[2]])
 
     def running(self, cell: Cell, word: str = "") -> bool:
         """Whether a pair is running."""
@@ -107,3 +103,15 @@ class EnginePairs(Generic[Handle]):
         """End the engines of all pairs."""
         for key in list(self._folders):
             self.end(*key)
+
+
+def note_missing(context: RunContext, causes: Iterable[str]) -> None:
+    """Note it and raise Blocked, if a cause of a failed start, "ValueError: sizes differ", is that this
+    environment lacks something.
+    """
+    subject = context.subject
+    for cause in causes:
+        kind = cause.partition(" ")[0].rstrip(":")
+        if lacks := what_is_missing(kind, cause, subject.module or "", subject.packages):
+            context.missing.append(f"{subject.connector} cannot start here: {lacks}")
+            context.require_nothing_missing()

@@ -9,6 +9,7 @@
 | `linux` | facts from /proc: children, sessions, shared memory, threads, listening sockets |
 | `shared_memory` | files in /dev/shm that the processes of a run made |
 | `ports` | TCP ports that stay free until an engine binds them |
+| `gpus` | GPUs of this machine, leased to one process at a time by file locks |
 | `huge_pages` | huge pages for the zygote's memory, so that a fork takes 11 ms instead of 37 |
 
 The way of one case through this room:
@@ -28,5 +29,6 @@ The way of one case through this room:
 6. The zygote ends when it is closed or when its standard input ends, which is when pytest's process is
    gone. It kills every descendant and removes the run's folder.
 
-This room imports the standard library and `pytest_kvconform.result`, and no other room.
+This room imports the standard library, filelock and platformdirs, `pytest_kvconform.result`, and no other
+room.
 """

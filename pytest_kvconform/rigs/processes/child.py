@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.logs import exceptions_in, printable
+from pytest_kvconform.rigs.processes.logs import exceptions_in, printable, reason_of_start
 from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
 
 LOG_LINES = 12
@@ -92,6 +92,10 @@ class ChildProcess:
     def exceptions(self, since: int) -> tuple[str, ...]:
         """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
         return exceptions_in(self._text(since, 200_000))
+
+    def reason_of_start(self) -> str:
+        """The exception for which a vLLM server did not start, see `logs.reason_of_start`."""
+        return reason_of_start(self._text(0, 200_000))
 
     def last_lines(self) -> tuple[str, ...]:
         """The last lines of the log. Bytes that are no text are shown as escapes."""

@@ -10,6 +10,9 @@ from pathlib import Path
 _PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d:. -]+\[[^\]]*\] )?")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
 _END = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure))(?:: (?P<message>.+))?$")
+# Who logs a line, and where: "(EngineCore pid=12)", "core.py:1510".
+_LOGGED = re.compile(r"^(?P<who>\([^)]*\) )?[A-Z]+ [\d:. -]+\[(?P<where>[^\]]*)\] .*", re.MULTILINE)
+_START = re.compile(_LOGGED.pattern[:-2] + r"(?:EngineCore|WorkerProc) failed to start\.$", re.MULTILINE)
 LONGEST = 240  # characters of one sentence
 
 
@@ -37,6 +40,20 @@ def exceptions_in(text: str) -> tuple[str, ...]:
         elif place and not source:
             source = line.strip()
     return tuple(found)
+
+
+def reason_of_start(text: str) -> str:
+    """The exception for which an engine core or a rank of vLLM did not start; "" if the log has none.
+
+    vLLM logs it under a line of its own, with all exceptions that led to it before. A rank comes before its
+    engine core, which only tells that a rank failed.
+    """
+    start = _START.search(text)
+    if start is None:
+        return ""
+    logged = (_LOGGED.match(line) for line in text[start.start() :].splitlines())
+    lines = [line[0] for line in logged if line and line.groups() == start.groups()]
+    return next(reversed(exceptions_in("\n".join(lines))), "")
 
 
 def printable(line: str) -> str:

@@ -33,13 +33,48 @@ def engine_config(
     prefix_caching: bool = True,
     more: dict[str, Any] | None = None,
 ) -> Any:
-    """The VllmConfig of one engine, with a forked worker for each rank where there are several.
+    """The VllmConfig of one engine, see `engine_arguments`."""
+    from vllm.engine.arg_utils import EngineArgs
 
-    `model`: folder of a checkpoint, or of a config.json alone; `kv_transfer`: fields of KVTransferConfig;
-    `num_blocks`: of the pool, None: as memory allows; `more`: further fields of EngineArgs, which win.
+    arguments = engine_arguments(
+        model,
+        dtype=dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_batched_tokens=max_batched_tokens,
+        max_seqs=max_seqs,
+        tensor_parallel=tensor_parallel,
+        kv_transfer=kv_transfer,
+        num_blocks=num_blocks,
+        cache_dtype=cache_dtype,
+        prefix_caching=prefix_caching,
+        more=more,
+    )
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def engine_arguments(
+    model: str,
+    *,
+    dtype: str,
+    block_size: int | None,
+    max_model_len: int,
+    max_batched_tokens: int,
+    max_seqs: int,
+    tensor_parallel: int,
+    kv_transfer: dict[str, Any] | None,
+    num_blocks: int | None = None,
+    cache_dtype: str = "auto",
+    prefix_caching: bool = True,
+    more: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The fields of EngineArgs of one engine, with a forked worker for each rank where there are several.
+
+    `model`: folder of a checkpoint, or of a config.json alone; `block_size`: None: as vLLM chooses;
+    `kv_transfer`: fields of KVTransferConfig, None: no connector; `num_blocks`: of the pool, None: as memory
+    allows; `more`: further fields, which win.
     """
     from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
 
     from pytest_kvconform.rigs.vllm_setup.forked_executor import ForkedExecutor
 
@@ -60,9 +95,9 @@ def engine_config(
         "disable_log_stats": True,
         "block_size": block_size,
         "seed": 0,
-        "kv_transfer_config": KVTransferConfig(**kv_transfer),
+        "kv_transfer_config": KVTransferConfig(**kv_transfer) if kv_transfer else None,
     }
-    return EngineArgs(**arguments | (more or {})).create_engine_config()
+    return arguments | (more or {})
 
 
 def geometry_config(

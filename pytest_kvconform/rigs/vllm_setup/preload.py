@@ -9,6 +9,7 @@ import contextlib
 import importlib
 from typing import Any
 
+from pytest_kvconform.rigs.processes.zygote import function_named
 from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
@@ -16,11 +17,15 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
     """Import what engines need, and override what `overrides.py` and `nixl_agents.py` list.
 
-    Returns facts about vLLM.
+    Returns facts about vLLM. The order of the steps matters where a comment gives a reason.
 
-    `arguments`: "architectures": model classes of engines with checkpoints; "geometries": model classes of
-    engines without a model; "modules": modules of the rigs to import; "hidden": features of the CPU that vLLM
-    takes for missing. The order of the steps matters where a comment says so.
+    `arguments` has the keys
+
+    - "architectures": model classes of engines with checkpoints
+    - "geometries": model classes of engines without a model
+    - "modules": names of modules of the rigs, which are imported
+    - "functions": names of functions, which are called after these imports; may be left out
+    - "hidden": features of the CPU that vLLM takes for missing; may be left out
     """
     architectures, geometries = arguments["architectures"], arguments["geometries"]
     mended = mend_imports()  # before vLLM is imported
@@ -38,6 +43,8 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
         _import_scheduler()
     for module in arguments["modules"]:
         importlib.import_module(module)
+    for function in arguments.get("functions", ()):
+        function_named(function)()
     load_general_plugins()
     overrides.configure_loggers()
     overrides.keep_heap_frozen()

@@ -1,0 +1,234 @@
+"""The bench of cases on servers: the questions of a cell are asked once, however many cases judge."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_kvconform import extras
+from pytest_kvconform.result import Blocked, Cell, HarnessError, NotApplicable
+from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.serving import chain as chains
+from pytest_kvconform.rigs.serving import gate
+from pytest_kvconform.rigs.serving.again import ask_again
+from pytest_kvconform.rigs.serving.chain import Chain
+from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment, exam_of_real_checkpoint
+from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask
+from pytest_kvconform.rigs.serving.messages import Answers, Prompt
+from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
+from pytest_kvconform.rigs.serving.observation import Look, Runs, ServingObservation
+from pytest_kvconform.rigs.serving.preload import why_not_imported
+from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
+from pytest_kvconform.rigs.serving.server import ROUTER, Endpoint, Server, require_packages
+
+CONTROL = 8  # questions that are asked of the servers without the connector, at least
+SUBJECT, BASELINE = "the subject", "the baseline"
+Failed = (EngineFailed, Unanswered, Unreachable)
+
+
+class ServingBench:
+    """Asks the questions of a cell, of the subject and of the baseline."""
+
+    def __init__(self, context: RunContext):
+        self.context = context
+        # waits of full length, whatever the connector has made shorter, where it is to be told whose failure
+        # it is
+        self._patient = replace(context, in_vain=set())
+        self._seen: dict[Cell, ServingObservation | Exception] = {}
+        self._chain: Chain | None = None
+        self._progress = Progress(context, 0, 0)
+        context.running.register(self.end)
+
+    def observe(self, cell: Cell) -> ServingObservation:
+        """What was seen in a cell; the first call asks the questions.
+
+        Raises Blocked, NotApplicable, HarnessError or ProcessKilled if they could not be asked.
+        """
+        if cell not in self._seen:
+            try:
+                self._seen[cell] = self._observe(cell)
+            except (Blocked, NotApplicable, HarnessError) as error:
+                self._seen[cell] = error
+            except OSError as error:
+                text = error.strerror or str(error)
+                self._seen[cell] = HarnessError(f"this machine keeps the servers from being asked: {text}")
+        found = self._seen[cell]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def end(self) -> None:
+        """End every process of the chain that runs."""
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            chain.end()
+
+    def _observe(self, cell: Cell) -> ServingObservation:
+        if self.context.settings.nightly:
+            chains.require_gpus(self.context, cell)
+        require_packages(*extras.LM_EVAL)
+        if why := why_not_imported(self.context.address):
+            raise Blocked(why)
+        self.context.require_nothing_missing()
+        if not self.context.settings.deployed:
+            self.context.require_kernels()
+        remove_answers(Path(self.context.settings.report), cell)
+        exam = self._exam(cell)
+        data = exam.questions.data
+        try:
+            runs = self._question(self.context, cell, exam)
+        except Failed as failed:
+            first = failed
+        else:
+            return ServingObservation(data=data, model=exam.model, runs=runs, file=self._file(runs, cell))
+        self._raise_unless_the_connector_failed(cell, exam, first)
+        try:
+            self._question(self._patient, cell, exam)
+        except Failed as again:
+            _raise_if_the_machine_failed(again)
+            log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
+            return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
+        raise Blocked(
+            f"{first}; nothing failed when the same was done once more, with the connector and without it, "
+            "so whose failure it was cannot be told: run it again on a machine with less other work"
+        )
+
+    def _exam(self, cell: Cell) -> Exam:
+        if self.context.settings.deployed:
+            return exam_of_deployment(self.context)
+        of = exam_of_real_checkpoint if self.context.settings.nightly else exam_of
+        return of(self.context, cell)
+
+    def _question(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
+        """Start what is asked, and ask until the answers tell enough, or all looks were taken."""
+        self._progress = Progress(context, 0, 0)
+        try:
+            deployed = context.settings.deployed
+            chain = chains.attach(context) if deployed else chains.start(context, cell, exam)
+            self._chain = chain
+            self._progress = Progress(context, exam.questions.count, 4 if chain.fill else 3, exam.looks)
+            block = chain.decode.block_size()
+            look = self._look(context, chain, exam)
+            runs = Runs((look,), block)
+            if generations(runs).outcome is not gate.Outcome.FAIL:
+                runs = replace(runs, repeated=ask_again(context, cell, chain, exam, look))
+            while len(runs.looks) < exam.looks and not runs.wrong and wants_more(runs, exam):
+                context.progress("answers differ: asking all questions again")
+                self._progress.end_of_look()
+                look = self._look(context, chain, exam.again(len(runs.looks)))
+                runs = replace(runs, looks=(*runs.looks, look))
+            return runs
+        finally:
+            self.end()
+
+    def _look(self, context: RunContext, chain: Chain, exam: Exam) -> Look:
+        """Ask the subject, and the baseline twice.
+
+        The subject is asked first: D has not computed the prompts before, so that a block that is never
+        written cannot hold the right KV. In later looks it holds the KV of other questions. Only AT_ONCE
+        prompts are in D at a time, and vLLM gives away the block first that became free last
+        (v1/core/block_pool.py: BlockPool.free_blocks, without prefix caching).
+        """
+        progress = self._progress
+        if chain.fill is not None:
+            ask(context, chain, chain.fill.url, exam, progress, "P, which saves")
+        before = len(_prompts(chain))
+
+        def counted(url: str, counts: Endpoint, what: str) -> tuple[Answers, Counters]:
+            earlier = counts.counters()
+            answers = ask(context, chain, url, exam, progress, what)
+            return answers, counts.counters().since(earlier)
+
+        subject, of_subject = counted(chain.subject.url, chain.decode, SUBJECT)
+        prompts = _prompts(chain)[before:]
+        first, of_first = counted(chain.baseline.url, chain.baseline, BASELINE)
+        second, of_second = counted(chain.baseline.url, chain.baseline, f"{BASELINE} again")
+        return Look(subject, (first, second), of_subject, (of_first, of_second), prompts)
+
+    def _file(self, runs: Runs, cell: Cell) -> str:
+        """Write the answers into the folder of the report. Raises HarnessError."""
+        folder = Path(self.context.settings.report)
+        try:
+            return str(write_answers(runs, folder, cell))
+        except OSError as error:
+            raise HarnessError(f"the answers cannot be written to {folder}: {error.strerror}") from None
+
+    def _raise_unless_the_connector_failed(self, cell: Cell, exam: Exam, error: Exception) -> None:
+        """Raise HarnessError or Blocked if the connector need not be to blame for a failure."""
+        _raise_if_the_machine_failed(error)
+        if self.context.settings.deployed:
+            raise Blocked(
+                f"{error}: whose failure it is cannot be told of servers that already run"
+            ) from None
+        # what was being answered when it failed had been asked, too
+        asked = max(CONTROL, self._progress.done + AT_ONCE if self._progress.done else 0)
+        if excuse := self._without_connector(cell, exam, asked):
+            raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
+
+    def _without_connector(self, cell: Cell, exam: Exam, asked: int) -> str:
+        """Return why the same fails here without the connector; "" if it does not.
+
+        As many questions are `asked` as had been when it failed.
+        """
+        context = self._patient
+        try:
+            with chains.started(context, cell, exam, with_connector=False) as chain:
+                urls = (chain.subject.url, *((chain.fill.url,) if chain.fill else ()))
+                progress = Progress(context, min(asked, exam.questions.count), len(urls))
+                while asked > 0:
+                    part = exam.first(min(asked, exam.questions.count))
+                    for url in urls:
+                        ask(context, chain, url, part, progress, "P and D without the connector")
+                    asked -= part.questions.count
+        except Failed as error:
+            return str(error)
+        return ""
+
+
+def _raise_if_the_machine_failed(error: Exception) -> None:
+    """Raise HarnessError if the router failed, in which no code of the connector runs, or a disk is full."""
+    if isinstance(error, EngineFailed) and error.role == ROUTER:
+        raise HarnessError(f"{error}, and no code of the connector runs in it") from None
+    if os.strerror(errno.ENOSPC) in str(error):
+        raise HarnessError(f"a disk of this machine is full: {error}") from None
+
+
+def _prompts(chain: Chain) -> tuple[Prompt, ...]:
+    return chain.decode.prompts() if isinstance(chain.decode, Server) else ()
+
+
+def wants_more(runs: Runs, exam: Exam) -> bool:
+    """Whether all questions are asked again before the answers are judged.
+
+    Of a canary one odd answer is enough. Some answers of a real checkpoint always differ, for rounding: those
+    of the nightly matrix, which are many, are asked again only while a test cannot tell.
+    """
+    if not exam.model:
+        return gate.wants_more(generations(runs))
+    correct = [gate.compare_correctness(*judged(runs, strict)) for strict in (True, False)]
+    if any(one.outcome is gate.Outcome.FAIL for one in correct):
+        return False
+    return any(map(gate.is_in_doubt, (generations(runs), *correct)))
+
+
+def judged(runs: Runs, strict: bool) -> tuple[dict[int, bool], dict[int, bool]]:
+    """Whether each answer of the subject and of the baseline is right, by strict-match or flexible-extract.
+
+    Without the questions that show nothing.
+    """
+    subject, baseline = (
+        gate.without(gate.right(answers, strict), runs.rounded)
+        for answers in (runs.subject, runs.baselines[0])
+    )
+    return subject, baseline
+
+
+def generations(runs: Runs) -> gate.Result:
+    """The subject's texts compared with those of the baseline's two runs."""
+    subject, first, second = (
+        gate.without(gate.texts(answers), runs.rounded) for answers in (runs.subject, *runs.baselines)
+    )
+    return gate.compare_generations(subject, first, second)

@@ -1,0 +1,125 @@
+"""What the serving rig has seen in one cell."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pytest_kvconform.rigs.canary.oracle import Compared
+from pytest_kvconform.rigs.serving.gate import alpha
+from pytest_kvconform.rigs.serving.messages import Answer, Answers, Prompt
+from pytest_kvconform.rigs.serving.metrics import Counters
+
+
+@dataclass(frozen=True)
+class Look:
+    """The same questions, asked three times."""
+
+    subject: Answers  # through the router: P prefills, the connector hands over, D decodes
+    baselines: tuple[Answers, Answers]  # D alone, or a server without the connector
+    counted: Counters  # what D counted during the subject's run
+    counted_alone: tuple[Counters, Counters]  # and the baseline during its runs
+    prompts: tuple[Prompt, ...] = ()  # of D's requests in the subject's run; empty for a foreign server
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """One question whose answer was odd in the first look, and which was asked again alone."""
+
+    question: int
+    tokens: int  # of its prompt
+    subject: tuple[str, ...]  # answers, that of the first look among them
+    baseline: tuple[str, ...]  # twice as many
+    p: float  # see `gate.compare_one_question`
+    # of an answer that stays odd: those of D alone and after a right hand-over, without the connector
+    control: Compared | None = None
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether chance does not give so many odd answers of the subject."""
+        return self.p <= alpha()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the odd answers are the connector's: after a right hand-over D answers as the baseline."""
+        if self.control is None:
+            return False
+        return len({*self.baseline, *self.control.alone, *self.control.handed_over}) == 1
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All looks at the same questions, one or more."""
+
+    looks: tuple[Look, ...]
+    block: int = 0  # tokens of a block of D; 0: D does not tell
+    repeated: tuple[Repeated, ...] = ()  # questions that were odd in the first look
+
+    @property
+    def wrong(self) -> tuple[Repeated, ...]:
+        """The questions whose answers the connector changes each time."""
+        return tuple(one for one in self.repeated if one.is_wrong)
+
+    @property
+    def rounded(self) -> set[int]:
+        """The questions whose answers change each time, and without the connector, too: they show nothing."""
+        return {one.question for one in self.repeated if one.is_odd and not one.is_wrong}
+
+    @property
+    def questions(self) -> int:
+        """How many questions there are, each asked in every look."""
+        return len(self.looks[0].subject.answers)
+
+    @property
+    def subject(self) -> tuple[Answer, ...]:
+        """The subject's answers in all looks."""
+        return tuple(answer for look in self.looks for answer in look.subject.answers)
+
+    @property
+    def baselines(self) -> tuple[tuple[Answer, ...], tuple[Answer, ...]]:
+        """The baseline's answers in all looks, of the first and the second runs."""
+        first = (answer for look in self.looks for answer in look.baselines[0].answers)
+        second = (answer for look in self.looks for answer in look.baselines[1].answers)
+        return tuple(first), tuple(second)
+
+    @property
+    def counted(self) -> Counters:
+        """What D counted while the subject was asked."""
+        return functools.reduce(operator.add, (look.counted for look in self.looks))
+
+    @property
+    def counted_alone(self) -> Counters:
+        """What the baseline counted while it was asked."""
+        return functools.reduce(operator.add, (one for look in self.looks for one in look.counted_alone))
+
+    @property
+    def speculates(self) -> bool:
+        """Whether D drafts tokens, when it is asked alone, too."""
+        return self.counted_alone.drafted > 0
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """D's requests in the subject's runs; empty for a foreign server."""
+        return tuple(prompt for look in self.looks for prompt in look.prompts)
+
+
+@dataclass(frozen=True)
+class ServingObservation:
+    """Everything that the cases of a cell judge."""
+
+    data: str  # where the questions come from
+    model: str = ""  # what answered, where it is a real checkpoint that is served here
+    runs: Runs | None = None  # None: the connector kept a run from its end
+    failed: str = ""  # in one sentence: how the connector kept it, if it did
+    refusal: str = ""  # why a server refused to start, if it ended cleanly because of the connector
+    log: tuple[str, ...] = ()  # last lines of the process that failed
+    file: str = ""  # of the report, with all answers
+
+
+def some_of(questions: Iterable[int]) -> str:
+    """The first ten questions, in words."""
+    numbers = sorted(questions)
+    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+    return ", ".join(map(str, numbers[:10])) + more

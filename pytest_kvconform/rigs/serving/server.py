@@ -1,0 +1,216 @@
+"""A handle on each process of the chain: the servers P and D, and the router."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_kvconform import extras
+from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
+from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.engine.handle import KILLED, EngineFailed
+from pytest_kvconform.rigs.engine.pairs import note_missing
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.serving.messages import Prompt, ServerSpec
+from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, read_block_size, read_counters
+
+LOOK_S = 0.1  # between two looks at a process that starts
+ROUTER = "router"
+ANSWER_S = 5.0  # for /health and /metrics
+# vLLM's own sentence about an engine core that ended; the cause is logged before it
+_FOLLOWS = ("Engine core initialization failed", "EngineDeadError")
+TAKEN = os.strerror(errno.EADDRINUSE)
+
+
+class Endpoint:
+    """An OpenAI-compatible server that runs somewhere."""
+
+    def __init__(self, role: str, url: str):
+        self.role, self.url = role, url.rstrip("/")
+
+    def healthy(self, seconds: float = ANSWER_S) -> bool:
+        """Whether the server answers."""
+        try:
+            get(f"{self.url}/health", seconds)
+        except Unreachable:
+            return False
+        return True
+
+    def counters(self) -> Counters:
+        """What the server has counted. Raises Unreachable."""
+        return read_counters(get(f"{self.url}/metrics", ANSWER_S))
+
+    def block_size(self) -> int:
+        """The tokens of a block of its KV cache; 0: it does not tell. Raises Unreachable."""
+        return read_block_size(get(f"{self.url}/metrics", ANSWER_S))
+
+    def model(self) -> str:
+        """The name under which the server serves its model. Raises Unreachable."""
+        try:
+            names = [one["id"] for one in msgspec.json.decode(get(f"{self.url}/v1/models", ANSWER_S))["data"]]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            names = []
+        if not names:
+            raise Unreachable(f"{self.url}/v1/models names no model")
+        return str(names[0])
+
+    def require_alive(self) -> None:
+        """Raise EngineFailed if the process of the server has ended. Nothing is known of a foreign one."""
+
+    def end(self) -> None:
+        """End the process of the server, if it is ours."""
+
+
+class LocalProcess(Endpoint):
+    """A server or a router in a child of the zygote."""
+
+    def __init__(self, context: RunContext, role: str, name: str, target: str, argument: Any, port: int):
+        super().__init__(role, f"http://127.0.0.1:{port}")
+        self.context, self.name, self.port = context, name, port
+        self.started = False  # it has answered
+        try:
+            self.process = ChildProcess(context.address, name, target, argument, context.deadlines.start)
+        except ForkRefused as refused:
+            raise HarnessError(str(refused)) from None
+
+    def require_alive(self) -> None:
+        """Raise EngineFailed if the process has ended: its connection carries nothing but its end."""
+        if self.process.connection.poll(0):
+            raise self.failure("died" if self.started else "refused")
+
+    def failure(self, how: str, seconds: float = 0.0) -> EngineFailed:
+        """Tell how the process failed, and end it. Raises ProcessKilled, HarnessError or Blocked instead, if
+        the machine is to blame, or lacks something.
+
+        `how`: "died", "refused" (to start), or "hung" after `seconds`.
+        """
+        causes = self.causes() if self.started else self.reasons_of_start()
+        log, status = self.process.last_lines(), self.process.end(gone=how != "hung")
+        if how != "hung" and status is not None and status >= 0 and os.WIFSIGNALED(status):
+            if os.WTERMSIG(status) == 9:
+                raise ProcessKilled(f"the {self.role}", self.process.pid)
+            causes.append(f"signal {os.WTERMSIG(status)}")
+            how = "died"  # which is no refusal
+        if any(KILLED in one for one in causes):
+            raise ProcessKilled(f"a rank of the {self.role}", self.process.pid)
+        cause = f": {causes[0]}" if causes else ""
+        if TAKEN in f"{cause} {log}" and (port := self._taken_port()):
+            raise HarnessError(
+                f"the {self.role} could not start: port {port} of this machine was taken by another process "
+                "after it had been chosen; run it again"
+            )
+        if os.strerror(errno.ENOSPC) in cause:
+            raise HarnessError(f"the {self.role} failed{cause}; free space in {self.process.log.parent}")
+        if not self.started:
+            self.note_missing(causes)
+        words = {"hung": f"did not answer within {seconds:.0f} s", "refused": "did not start"}.get(
+            how, "ended"
+        )
+        return EngineFailed(self.role, how, f"the {self.role} {words}{cause}", log)
+
+    def note_missing(self, causes: Sequence[str]) -> None:
+        """Raise Blocked if a cause of a failed start is that this environment lacks something."""
+
+    def reasons_of_start(self) -> list[str]:
+        """The exception for which the process did not start, or none: it has survived earlier ones."""
+        reason = self.process.reason_of_start()
+        return [reason] if reason else self.causes()[-1:]
+
+    def causes(self) -> list[str]:
+        """The exceptions that the process has logged, without those that only follow from others."""
+        return [one for one in self.process.exceptions(0) if not any(word in one for word in _FOLLOWS)]
+
+    def _taken_port(self) -> int:
+        """The port of this process on which another one listens by now; 0: none."""
+        for port in self._ports():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    return port
+        return 0
+
+    def _ports(self) -> Sequence[int]:
+        return (self.port,)
+
+    def end(self) -> None:
+        self.process.end()
+
+
+class Server(LocalProcess):
+    """One vLLM server."""
+
+    def __init__(self, context: RunContext, spec: ServerSpec, name: str):
+        self.spec = spec
+        target = "pytest_kvconform.rigs.serving.server_process:serve"
+        super().__init__(context, f"server {spec.role}", name, target, spec, spec.port)
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Where the prompts of all requests so far came from, in the order of their first tokens."""
+        try:
+            lines = Path(self.spec.records).read_bytes().splitlines()
+            return tuple(msgspec.json.decode(line, type=Prompt) for line in lines)
+        except FileNotFoundError:  # no request yet
+            return ()
+        except (OSError, msgspec.DecodeError) as error:
+            raise HarnessError(
+                f"{self.spec.records}, which the {self.role} writes, is torn: {error}"
+            ) from None
+
+    def note_missing(self, causes: Sequence[str]) -> None:
+        if self.spec.kv_transfer_config is not None:
+            note_missing(self.context, causes)
+
+    def _ports(self) -> Sequence[int]:
+        channels = [int(port) for name, port in self.spec.environment.items() if name.endswith("_PORT")]
+        return (self.port, *channels)
+
+
+class Router(LocalProcess):
+    """vllm-router between P and D."""
+
+    def __init__(self, context: RunContext, prefill: str, decode: str, connector: str, name: str):
+        """`prefill` and `decode`: addresses; `connector`: a word of the router's --kv-connector."""
+        require_packages(*extras.ROUTER)
+        port = free_port()
+        arguments = (
+            "--vllm-pd-disaggregation",
+            *("--prefill", prefill, "--decode", decode, "--kv-connector", connector),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *("--policy", "round_robin", "--disable-retries", "--log-level", "warning"),
+        )
+        target = "pytest_kvconform.rigs.serving.server_process:route"
+        super().__init__(context, ROUTER, name, target, arguments, port)
+
+
+def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> None:
+    """Wait until all of them answer. Raises EngineFailed if one ends, or does not answer in time."""
+    waiting = list(processes)
+    deadline = Deadline(seconds, [one.process.pid for one in waiting])
+    while waiting:
+        for one in list(waiting):
+            one.require_alive()
+            if one.healthy(1.0):
+                one.started = True
+                waiting.remove(one)
+        if waiting and deadline.over():
+            raise waiting[0].failure("hung", seconds)
+        if waiting:
+            time.sleep(LOOK_S)
+
+
+def require_packages(*modules: str) -> None:
+    """Raise Blocked unless these packages of the extra `accuracy` are installed."""
+    if lacks := " and ".join(extras.not_installed(modules)):
+        raise Blocked(f"the accuracy tier needs {lacks}, not installed here: pip install '{extras.EXTRA}'")

@@ -1,0 +1,174 @@
+"""Evidence that the KV of each question was handed over, and not computed by D."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.context import declared_amount
+from pytest_kvconform.rigs.serving.messages import Prompt
+from pytest_kvconform.rigs.serving.observation import Look, Runs
+from pytest_kvconform.subject import Subject
+from pytest_kvconform.suite._load_amount import due_end_of
+from pytest_kvconform.suite.accuracy._observations import answered, loads
+
+
+@case("KV-ACC-002")
+def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
+    """D loads KV for each question, by D's own count, as much as is declared, and none when it is asked
+    alone.
+    """
+    runs = answered(bench)
+    counted, subject = runs.counted, bench.subject
+    if runs.counted_alone.external:
+        if bench.settings.deployed:
+            raise Blocked(
+                "D loads KV when it is asked alone, too: give --kv-baseline-url, a server that answers "
+                "without the connector"
+            )
+        raise HarnessError("D loaded KV while it was asked alone, so that the baseline is none")
+    if not counted.external:
+        raise _not_loaded(
+            f"D computed all {counted.computed} prompt tokens of {runs.questions} questions, and loaded none"
+        )
+    if runs.prompts:
+        _require_agreement(runs)
+        if without := _not_loaded_at_all(subject, runs):
+            raise _not_loaded(
+                f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
+            )
+        declared = declared_amount(subject)
+        if declared and (less := _loaded_less(subject, runs)):
+            raise _not_loaded(
+                f"{declared} is declared, and of {len(less)} of {len(runs.prompts)} requests D loaded less: "
+                f"{less[0].external} of {less[0].prompt} tokens"
+            )
+    else:
+        for look in runs.looks:
+            _require_loads_by_totals(subject, look, runs)
+    return _evidence(runs)
+
+
+@case("KV-HANDOVER-003")
+def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
+    """D loads every whole block of each question, unless the connector declares how much it loads."""
+    if declared := declared_amount(bench.subject):
+        raise NotApplicable(f"{declared} is declared, and KV-ACC-002 holds the connector to it")
+    runs = loads(bench)
+    if not runs.prompts or not runs.block:
+        raise NotApplicable("a server that already runs counts sums alone: see KV-ACC-002")
+    if _not_loaded_at_all(bench.subject, runs):
+        on = "kv::accuracy/evidence::each_question_is_loaded"
+        raise Blocked(f"depends on {on}[{bench.cell}]: D loaded nothing of some prompts")
+    if less := _loaded_less(bench.subject, runs):
+        one = less[0]
+        due = _due(bench.subject, one, runs) - one.local
+        raise Violation(
+            Finding(
+                rule="KV-HANDOVER-003",
+                happened=f"D loaded {one.external} of the {one.prompt} prompt tokens of a question, of which "
+                f"{due} are in whole blocks of {runs.block} tokens that P had and D had not",
+                differs=f"D loaded less than the whole blocks of {len(less)} of {len(runs.prompts)} requests",
+                diagnosis="get_num_new_matched_tokens announced less than P had",
+                signature="D recomputed what P had",
+            )
+        )
+    return _evidence(runs)
+
+
+@case("KV-ACC-003")
+def moved_bytes_are_counted(bench: Bench, _: None) -> Evidence:
+    """The connector's own metric of moved bytes grows, if it has one."""
+    runs = loads(bench)
+    counted = runs.counted
+    if not counted.moved:
+        raise NotApplicable("the connector has no metric of bytes in D's /metrics")
+    moved = sum(counted.moved.values())
+    if not moved:
+        raise Violation(
+            Finding(
+                rule="KV-ACC-003",
+                happened=f"{', '.join(counted.moved)} did not grow while D loaded {counted.external} tokens",
+                diagnosis="the connector's metric of bytes does not count what it moves",
+            )
+        )
+    return Evidence(
+        looked_at=len(counted.moved),
+        unit="metrics",
+        bytes_moved=moved,
+        external_tokens=counted.external,
+        notes=dict(counted.moved),
+    )
+
+
+def _evidence(runs: Runs) -> Evidence:
+    return Evidence(
+        looked_at=len(runs.subject),
+        unit="questions",
+        bytes_moved=sum(runs.counted.moved.values()),
+        external_tokens=runs.counted.external,
+        computed_tokens=runs.counted.computed,
+    )
+
+
+def _not_loaded(happened: str) -> Violation:
+    return Violation(
+        Finding(
+            rule="KV-ACC-002",
+            happened=f"{happened}: there is no evidence of a hand-over",
+            diagnosis="D computes prompts whose KV P has",
+        )
+    )
+
+
+def _due(subject: Subject, one: Prompt, runs: Runs) -> int:
+    """The token of a prompt at which D's own computation begins at the latest; 0: no load is due.
+
+    Of a D that speculates vLLM computes the last block that a store has again (see `suite._load_amount`). A
+    server does not tell with what it speculates, so a block less is due whatever it is.
+    """
+    drops = subject.profile == "store" and runs.speculates
+    return due_end_of(subject, one.prompt, one.local, runs.block or 1, drops)
+
+
+def _not_loaded_at_all(subject: Subject, runs: Runs) -> list[Prompt]:
+    """The prompts of which D loaded nothing, though a load is due."""
+    return [one for one in runs.prompts if not one.external and _due(subject, one, runs) > one.local]
+
+
+def _loaded_less(subject: Subject, runs: Runs) -> list[Prompt]:
+    """The prompts of which D loaded less than `_due`."""
+    return [one for one in runs.prompts if one.local + one.external < _due(subject, one, runs)]
+
+
+def _require_loads_by_totals(subject: Subject, look: Look, runs: Runs) -> None:
+    """Raise Blocked unless the sums over the questions of a look show that D loaded something for each.
+
+    A server of the user counts sums alone. D computes the rest of each prompt behind the last token that is
+    due. A question that was not loaded costs D what is due of its prompt, too. So each of them was loaded if
+    D computed less beyond the rests than is due of the shortest prompt.
+    """
+    counted, prompts = look.counted, look.subject.prompts
+    own, asked = counted.computed + counted.local, sum(prompts)
+    if not all(prompts) or counted.external + own != asked:
+        raise Blocked(
+            f"D counted {counted.external + own} tokens of prompts, and the questions have {asked}: "
+            "let nobody else ask it meanwhile"
+        )
+    due = [_due(subject, Prompt("", length, 0, 0, length), runs) for length in prompts]
+    beyond = own - (asked - sum(due))
+    if beyond >= min(due):
+        raise Blocked(
+            f"D loaded {counted.external} tokens of {len(prompts)} prompts, and {sum(due)} are due: the sums "
+            "cannot show that each question was loaded"
+        )
+
+
+def _require_agreement(runs: Runs) -> None:
+    """Raise HarnessError unless vLLM's counters are the sums of what vLLM counts for each request."""
+    external = sum(prompt.external for prompt in runs.prompts)
+    if external != runs.counted.external or len(runs.prompts) != len(runs.subject):
+        raise HarnessError(
+            f"D's requests loaded {external} tokens in {len(runs.prompts)} prompts, but its counter grew by "
+            f"{runs.counted.external} while {len(runs.subject)} questions were asked"
+        )

@@ -1,0 +1,188 @@
+"""Each case catches the connector that makes its mistake. The right one passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pytest_kvconform.apply_declaration import Criteria
+from pytest_kvconform.result import Outcome
+from pytest_kvconform.verdict import decide_verdict
+from tests.helpers.case_runner import CaseRunner, CellRun
+
+Run = Callable[..., CellRun]
+ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
+RIGHT = ("as_many_answers_are_right[strict-match]", "as_many_answers_are_right[flexible-extract]")
+EQUAL, BYTES = "answers_equal_those_of_d_alone", "moved_bytes_are_counted"
+BLOCKS, ACCEPTED = "all_whole_blocks_are_loaded", "as_many_drafts_are_accepted"
+DRAFTS = "kimi_k2_5_eagle3"  # a family with a draft model
+
+
+def test_a_right_connector_passes(run_cases: Run) -> None:
+    run = run_cases("Right")
+    assert not run.failed, run.findings
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, EQUAL, BYTES, BLOCKS, *RIGHT)} == {"PASS"}
+    loaded = run.evidence[LOADED]
+    assert loaded.external_tokens > 0
+    assert loaded.bytes_moved > 0
+
+
+def test_a_d_that_computes_everything_has_no_evidence(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("LoadsNothing")
+    assert run.failed == {LOADED}
+    assert "there is no evidence of a hand-over" in run.findings[LOADED].happened
+    assert run.outcomes[EQUAL] == "BLOCKED"  # its answers are those of D alone, and show nothing
+
+
+def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsMost")
+    assert run.failed == {LOADED}
+    assert "the whole prompt of 2 of 16 requests" in run.findings[LOADED].happened
+
+
+def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsOneBlock")
+    assert run.failed == {BLOCKS}  # a SHOULD: a warning
+    assert "D loaded 32 of the " in run.findings[BLOCKS].happened
+    assert "of 16 of 16 requests" in run.findings[BLOCKS].differs
+
+
+def test_a_d_that_loads_one_block_breaks_what_it_declares(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsOneBlock", declared={"load_granularity": 64})
+    assert run.failed == {LOADED}
+    assert "load_granularity = 64 is declared, and of 16 of 16 requests" in run.findings[LOADED].happened
+
+
+def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(64, 8)
+    run = run_cases("CorruptsOneInTwenty")
+    assert EQUAL in run.failed
+    assert "of the answers equal those of D alone" in run.findings[EQUAL].happened
+    assert LOADED not in run.failed
+
+
+def test_one_wrong_block_in_one_request_of_fifty_changes_answers(run_cases: Run) -> None:
+    assert EQUAL in run_cases("CorruptsOneInFifty").failed
+
+
+def test_one_question_that_is_wrong_each_time_is_named(run_cases: Run) -> None:
+    run = run_cases("CorruptsOneQuestion")
+    assert run.failed == {EQUAL}
+    finding = run.findings[EQUAL]
+    assert "the answers to 1 of 64 questions differ from those of D alone again and again" in finding.happened
+    assert "8 of 8 times" in finding.happened
+    assert "after a right hand-over" in finding.diagnosis
+
+
+def test_wrong_kv_of_a_draft_model_changes_what_is_accepted(
+    case_runner: CaseRunner, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = case_runner.run("CorruptsDraft", DRAFTS)
+    assert run.failed == {ACCEPTED}  # a SHOULD: a warning
+    assert "0 of 48 generated tokens are accepted drafts, and 64 of 96 of D alone" in (
+        run.findings[ACCEPTED].happened
+    )
+
+
+def test_wrong_blocks_in_every_request_lose_right_answers(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("CorruptsEach")
+    assert {EQUAL, *RIGHT} <= run.failed
+    assert "0 of 16 answers are right, 16 of D alone" in run.findings[RIGHT[0]].happened
+    assert not {ANSWERED, LOADED} & run.failed
+
+
+def test_a_metric_that_does_not_grow_is_named(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("CountsNothing")
+    assert run.failed == {BYTES}
+    assert "vllm:nixl_bytes_transferred_sum did not grow" in run.findings[BYTES].happened
+
+
+def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("DiesInLoad")
+    assert run.failed == {ANSWERED}
+    finding = run.findings[ANSWERED]
+    assert "the tenth load is too much" in finding.happened
+    assert "without the connector the same servers answer" in finding.happened
+    assert run.outcomes[LOADED] == "BLOCKED"
+
+
+def test_a_request_that_is_never_answered_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(20)
+    run = run_cases("NeverReports", scale=0.3)
+    assert run.failed == {ANSWERED}
+    assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
+    assert "were not asked" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_does_not_start_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("RefusesToStart")
+    assert run.failed == {ANSWERED}
+    assert "this connector does not like servers" in run.findings[ANSWERED].happened
+
+
+def test_a_clean_refusal_of_a_family_that_is_declared_unsupported_is_right(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    results = run_cases("RefusesToStart").results
+    assert all(result.refused for result in results if result.outcome in (Outcome.FAIL, Outcome.BLOCKED))
+    verdict = decide_verdict(results, criteria=Criteria(features={"full-attention": "not yet"}))
+    assert not {Outcome.FAIL.value, Outcome.BLOCKED.value} & verdict.counts.keys(), verdict.causes
+
+
+def test_what_a_connector_needs_and_is_not_here_is_no_violation(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("NeedsAPackage")
+    assert set(run.outcomes.values()) <= {"BLOCKED", "NOT-APPLICABLE"}
+    assert "the package a_package_that_is_not_installed is not installed here" in run.reasons[ANSWERED]
+
+
+def test_a_failure_that_does_not_come_again_is_no_violation(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("DiesOnce")
+    assert not run.failed
+    assert run.outcomes[ANSWERED] == "BLOCKED"
+    assert "once is enough; nothing failed when the same was done once more" in run.reasons[ANSWERED]
+
+
+def test_a_server_that_never_comes_up_is_the_connectors_doing(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("NeverStarts", scale=0.15)
+    assert run.failed == {ANSWERED}
+    assert "did not answer within" in run.findings[ANSWERED].happened
+
+
+def test_a_server_that_is_killed_is_no_violation(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("Killed")
+    assert not run.failed
+    assert run.outcomes[ANSWERED] == "HARNESS"
+    assert "was killed by SIGKILL" in run.reasons[ANSWERED]
