@@ -84,9 +84,9 @@ def test_a_full_disk_is_no_violation(
     run_cases: Run, questions: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions(16)
-    spec = chain._spec
+    spec = chain.server_spec
     monkeypatch.setattr(
-        chain, "_spec", lambda *args: msgspec.structs.replace(spec(*args), records="/dev/full")
+        chain, "server_spec", lambda *args: msgspec.structs.replace(spec(*args), records="/dev/full")
     )
     monkeypatch.setattr(server.Server, "prompts", lambda self: ())  # reading /dev/full has no end
     run = run_cases("Right")

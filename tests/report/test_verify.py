@@ -241,7 +241,7 @@ def test_malformed_settings(kv, capsys):
     for change, says in (
         (
             lambda settings: settings["matrix"].update(value="largest"),
-            "$.settings.matrix: expected quick or full, got 'largest'",
+            "$.settings.matrix: expected quick or full or nightly, got 'largest'",
         ),
         (lambda settings: settings.pop("declare"), "$.settings: declare is missing"),
     ):
