@@ -30,7 +30,7 @@ SEED = 20  # any number; another one gives other models
 FILES = ("config.json", "model.safetensors")
 DRAFT = "draft"  # folder of the draft model within the checkpoint
 ENVIRONMENT = "KVCONFORM_CACHE_DIR"
-WAIT_SECONDS = 300  # for another process that is writing; one checkpoint takes a fraction of a second
+WAIT_SECONDS = 600  # for another process that is writing: a canary takes seconds, or more on a slow machine
 
 
 class CheckpointError(RuntimeError):
@@ -95,6 +95,11 @@ def write_once(final: Path, files: Sequence[str], write: Callable[[Path], None],
             if not complete():
                 shutil.rmtree(final, ignore_errors=True)  # a folder from which files were deleted
                 _write(final, write)
+    except filelock.Timeout:
+        raise CheckpointError(
+            f"another process has been writing to {folder} for {WAIT_SECONDS} s: run it again when that has "
+            f"ended, or set {ENVIRONMENT} to another folder"
+        ) from None
     except OSError as error:
         why = error.strerror or str(error)
         raise CheckpointError(

@@ -22,7 +22,7 @@ from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
 from pytest_kvconform.declaration import version
 from pytest_kvconform.result import Cell
-from pytest_kvconform.settings import BadSetting, Settings
+from pytest_kvconform.settings import HUB, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
 PREFIX = "kv::"
@@ -102,6 +102,11 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
                 f"{', '.join(known)}"
             )
     _require_one_deployment(settings)
+    if settings.gsm8k == HUB and not settings.real:
+        raise BadSetting(
+            "--kv-gsm8k=hub: tiny models are taught the questions first, so give a folder with test.jsonl "
+            "and train.jsonl; hub is for servers that already run, and for --kv-matrix=nightly"
+        )
     every = _cases_of(loading.expand_matrix(settings.matrix), settings.matrix)
     selected = every
     if settings.family or settings.topology:
@@ -123,7 +128,7 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
             not settings.feature or not set(settings.feature).isdisjoint(features.required_features(planned))
         )
     ]
-    limited = _limited(every, settings.hide_cpu)
+    limited = {} if settings.deployed else _limited(every, settings.hide_cpu)
     selected = _selected_by(selected, arguments, every)
     named = ACCURACY in settings.tier or any(one.startswith(PREFIX + ACCURACY) for one in arguments)
     alone = {one.case.tier for one in selected} == {ACCURACY}

@@ -13,7 +13,7 @@ wrong. `readout` explains how. The last hidden states come from vLLM itself, so 
 engine: `pytest_kvconform/rigs/canary`.
 """
 
-from model_matrix.canary.exam import Exam, ensure_exam
+from model_matrix.canary.exam import SHOTS, Exam, ensure_exam, shots_for
 from model_matrix.canary.questions import QuestionsError
 
-__all__ = ["Exam", "QuestionsError", "ensure_exam"]
+__all__ = ["SHOTS", "Exam", "QuestionsError", "ensure_exam", "shots_for"]

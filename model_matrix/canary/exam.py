@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model_matrix.canary import tokenizer
-from model_matrix.canary.questions import TEST, TRAIN, Question, draw_questions, make_questions
+from model_matrix.canary.questions import EXAMPLES, TEST, TRAIN, Question, draw_questions, make_questions
 from model_matrix.checkpoints import cache_folder, write_file, write_once
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 VERSION = 1  # raise it if the same questions give other files
 QUESTIONS = 96
-SHOTS = 5
+SHOTS = 5  # solved examples in a prompt, as lm-eval's gsm8k has
+TOKENS_OF_SHOT = 36  # at least, of the generator and of gsm8k
 SHUFFLE = 1234  # lm-eval's default for `fewshot_random_seed`
 FILES = (TEST, TRAIN, *tokenizer.FILES)
 
@@ -73,11 +75,13 @@ def ensure_exam(
     seed: int = 0,
     gsm8k: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    shots: int = SHOTS,
 ) -> Exam:
     """Return an exam of `count` questions, after writing its folder if it is missing.
 
     `gsm8k`: a folder with gsm8k's test.jsonl and train.jsonl, from which the questions are drawn; None: they
-    are made from the seed. `cache_dir`: see `ensure_checkpoint`.
+    are made from the seed. `cache_dir`: see `ensure_checkpoint`. `shots`: solved examples in a prompt,
+    at most EXAMPLES.
     Raises QuestionsError if gsm8k's files cannot be used, CheckpointError if the folder cannot be written.
     """
     questions = draw_questions(gsm8k, count, seed) if gsm8k else make_questions(count, seed)
@@ -92,7 +96,7 @@ def ensure_exam(
 
     key = hashlib.sha256(msgspec.json.encode([VERSION, *lines.values()])).hexdigest()[:12]
     folder = write_once(cache_folder(cache_dir) / "exams" / key, FILES, write, "canaries' questions")
-    return Exam(folder, tuple(prompts_of(questions)), tuple(answer_of(one) for one in questions[TEST]))
+    return Exam(folder, tuple(prompts_of(questions, shots)), tuple(answer_of(one) for one in questions[TEST]))
 
 
 def answer_of(question: Question) -> str:
@@ -100,16 +104,21 @@ def answer_of(question: Question) -> str:
     return f" #### {question.number}"
 
 
-def prompts_of(questions: dict[str, list[Question]]) -> list[str]:
+def shots_for(tokens: int) -> int:
+    """Return how many examples make prompts longer by at least so many tokens."""
+    return min(EXAMPLES, SHOTS + math.ceil(tokens / TOKENS_OF_SHOT))
+
+
+def prompts_of(questions: dict[str, list[Question]], shots: int = SHOTS) -> list[str]:
     """Return the prompts that lm-eval 0.4.13 makes for its task gsm8k, in its order.
 
-    It draws five examples for each question (lm_eval/api/samplers.py, ContextSampler.sample).
+    It draws examples for each question anew (lm_eval/api/samplers.py, ContextSampler.sample).
     """
     random = Random(SHUFFLE)
     prompts = []
     for question in questions[TEST]:
-        shots = random.sample(questions[TRAIN], SHOTS)
-        solved = [f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots]
+        examples = random.sample(questions[TRAIN], shots)
+        solved = [f"Question: {one.question}\nAnswer: {one.answer}\n\n" for one in examples]
         prompts.append(f"{''.join(solved)}Question: {question.question}\nAnswer:")
     return prompts
 

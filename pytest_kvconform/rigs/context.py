@@ -36,6 +36,9 @@ SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ende
 # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
+# Tokens that are added to prompts if a connector that declares nothing loads nothing: two chunks of the size
+# that is usual for stores, 256 tokens.
+LONGER = 512
 MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
 CHILDREN = "connectors"  # key of MultiConnector's kv_connector_extra_config: its connectors
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease

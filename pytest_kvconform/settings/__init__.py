@@ -280,7 +280,8 @@ def load(
                     value = _previous(last_seed)
             except ValueError as error:
                 raise BadSetting(f"{place}: {error}") from None
-            if option.is_path and origin == "pyproject.toml" and not value.lstrip().startswith(("{", HUB)):
+            is_path = option.is_path and (option.name, value) != ("gsm8k", HUB)
+            if is_path and origin == "pyproject.toml" and not value.lstrip().startswith("{"):
                 value = os.path.normpath(root / value)
             values[option.name], origins[option.name] = value, origin
             break

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from pytest_kvconform.rigs.context import LONGER
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.subject import Subject
-
-# Tokens that are added to the prompts of a cell if its longest prompt is not loaded: two chunks of the size
-# that is usual for stores, 256 tokens.
-LONGER = 512
 
 
 class HandedOver(Protocol):

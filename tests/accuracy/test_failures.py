@@ -264,8 +264,9 @@ def test_the_estimate_of_the_end_is_of_all_looks(monkeypatch: pytest.MonkeyPatch
             progress.end_of_run()
         progress.end_of_look()
         assert progress.done == 30 * (look + 1)
-    assert "5 of 10 questions answered by the subject, about 25 s left" in said[0]
-    assert "look 2 of at most 8, at most 205 s left" in said[6]
+    assert "1 of 10 questions answered by the subject, about 29 s left" in said[0]
+    assert "6 of 10 questions answered by the subject, about 24 s left" in said[1]
+    assert "look 2 of at most 8, at most 209 s left" in said[6]
 
 
 # ---- metrics -------------------------------------------------------------------------------------

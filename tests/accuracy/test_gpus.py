@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.processes import gpus
 from pytest_kvconform.rigs.processes.gpus import Gpu, gpus_here, lease, shown
 
 HOLD = """
@@ -80,7 +81,9 @@ def test_who_needs_many_is_not_overtaken(four: list[Gpu]) -> None:
 
     many = threading.Thread(target=take, args=(4, "many"))
     many.start()
-    time.sleep(SHORT)
+    while queue := gpus._try(gpus._folder_of_locks(), "queue"):  # until "many" waits at its head
+        queue.release()
+        time.sleep(SHORT / 10)
     few = threading.Thread(target=take, args=(1, "few"))
     few.start()
     time.sleep(SHORT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from pytest_kvconform.apply_declaration import Criteria
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import decide_verdict
@@ -62,6 +64,52 @@ def test_a_d_that_loads_one_block_breaks_what_it_declares(
     assert "load_granularity = 64 is declared, and of 16 of 16 requests" in run.findings[LOADED].happened
 
 
+@pytest.mark.parametrize("declared", [{}, {"load_granularity": 512}])
+def test_chunks_that_are_longer_than_the_questions_are_asked_with_longer_prompts(
+    run_cases: Run, questions: Callable[..., None], declared: dict[str, int]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsChunks", declared=declared)
+    assert run.failed <= {BLOCKS}  # a SHOULD, if nothing is declared
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, *RIGHT)} <= {"PASS", "BLOCKED"}
+    assert run.outcomes[LOADED] == "PASS"
+    assert run.evidence[LOADED].external_tokens == 16 * 512
+
+
+def test_a_d_that_loads_longer_prompts_alone_is_told_how_much_it_lacks(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(64)
+    run = run_cases("LoadsLongPrompts")
+    assert run.outcomes[LOADED] == "PASS"
+    assert run.failed == {BLOCKS}  # a SHOULD: a warning
+    assert run.evidence[LOADED].external_tokens < 64 * 256  # of some prompts nothing was loaded
+
+
+def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    config = '{"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0}}'
+    run = run_cases("FailsEachLoad", config=config)
+    assert run.failed == {ANSWERED}
+    assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
+
+
+@pytest.mark.parametrize(
+    ("store", "failed", "loaded"),
+    [("WholeBlocks", set(), "PASS"), ("Evicts", set(), "BLOCKED"), ("KeepsNothing", {LOADED}, "FAIL")],
+)
+def test_a_store_is_asked_what_p_has_saved(
+    run_cases: Run, questions: Callable[..., None], store: str, failed: set[str], loaded: str
+) -> None:
+    questions(64)
+    run = run_cases(store, profile="store", declared={"handover": "none"}, config="")
+    assert (run.failed, run.outcomes[LOADED]) == (failed, loaded), run.findings
+    if loaded == "BLOCKED":
+        assert "the store does not keep the prompts of so many questions" in run.reasons[LOADED]
+
+
 def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -110,7 +158,7 @@ def test_a_metric_that_does_not_grow_is_named(run_cases: Run, questions: Callabl
     questions(16)
     run = run_cases("CountsNothing")
     assert run.failed == {BYTES}
-    assert "vllm:nixl_bytes_transferred_sum did not grow" in run.findings[BYTES].happened
+    assert "vllm:nixl_bytes_transferred_sum of P and D did not grow" in run.findings[BYTES].happened
 
 
 def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: Callable[..., None]) -> None:

@@ -13,6 +13,9 @@ os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.model_executor.models.utils import extract_layer_index
 
+from tests.right_connectors.stores import Evicts as Evicts
+from tests.right_connectors.stores import WholeBlocks
+
 
 class Right(NixlPullConnector):
     """No mistake."""
@@ -41,18 +44,67 @@ class LoadsMost(Right):
         )
 
 
-class LoadsOneBlock(Right):
-    """D announces the first block of each prompt, and computes the rest."""
+class LoadsLess(Right):
+    """D announces the beginning of each prompt, and computes the rest."""
+
+    def announced(self, found: int, block: int) -> int:
+        raise NotImplementedError
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return min(found, self._vllm_config.cache_config.block_size), later
+        less = self.announced(found, self._vllm_config.cache_config.block_size)
+        return less, later and less > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params or {}
         if num_external_tokens and (remote := params.get("remote_block_ids")):
-            params["remote_block_ids"] = tuple(ids[:1] for ids in remote)
+            count = num_external_tokens // self._vllm_config.cache_config.block_size
+            params["remote_block_ids"] = tuple(ids[:count] for ids in remote)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class LoadsOneBlock(LoadsLess):
+    """D announces the first block of each prompt."""
+
+    def announced(self, found: int, block: int) -> int:
+        return min(found, block)
+
+
+class LoadsChunks(LoadsLess):
+    """No mistake: D announces chunks of 512 tokens."""
+
+    def announced(self, found: int, block: int) -> int:
+        return found // 512 * 512
+
+
+class LoadsLongPrompts(LoadsLess):
+    """No mistake: D announces chunks of 256 tokens, which the shortest prompts lack."""
+
+    def announced(self, found: int, block: int) -> int:
+        return found // 256 * 256
+
+
+class FailsEachLoad(Right):
+    """Nothing is read. Each load is reported as failed."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        wanted = self._connector_metadata.reqs_to_recv
+        self.failing = set(wanted)
+        wanted.clear()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_recving.update(self.failing)
+        results.failed_recving.update(self.failing)
+        return results
+
+
+class KeepsNothing(WholeBlocks):
+    """A store that finds nothing."""
+
+    def found(self, keys: list[str]) -> int:
+        return 0
 
 
 class Corrupts(Right):

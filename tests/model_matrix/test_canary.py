@@ -132,7 +132,7 @@ def test_no_files_of_gsm8k(tmp_path: Path) -> None:
 def test_a_wide_model_is_the_same_model(family) -> None:
     before, after = checkpoint_tensors(family), checkpoint_tensors(wide := widen(family, 384, 640))
     assert before.keys() | {HEAD} == after.keys()
-    assert wide.config["hidden_size"], wide.config["vocab_size"] == (384, 640)
+    assert (wide.config["hidden_size"], wide.config["vocab_size"]) == (384, 640)
     assert after[HEAD].shape == after["model.embed_tokens.weight"].shape == (640, 384)
     for name, tensor in before.items():
         if name in (HEAD, "model.embed_tokens.weight"):

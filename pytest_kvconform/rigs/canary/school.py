@@ -36,18 +36,13 @@ from model_matrix.families import checkpoint_tensors
 from pytest_kvconform.rigs.canary.teacher import Lesson
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineHandle
-from pytest_kvconform.rigs.engine.messages import EngineSpec
+from pytest_kvconform.rigs.engine.messages import NO_CONNECTOR, EngineSpec
 
 AT_ONCE = 4  # lessons: a teacher computes them in one batch, as a server does
 PROBED = 8  # lessons in which a teacher that has no noise shows that it has none
 NO_NOISE = 1e-5  # of the length of a hidden state: rounding of float32
 GROUPS = 6  # most KV cache groups of a family
 SPARE = 8  # tokens beyond the longest answer, for drafts
-NONE = {
-    "kv_connector": "NoConnector",
-    "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
-    "kv_role": "kv_both",
-}
 REPORT = "canary.json"
 
 
@@ -151,7 +146,7 @@ def engine_for(family: Family, checkpoint: Path, longest: int, speculates: bool 
         num_blocks=2 * AT_ONCE * GROUPS * blocks,
         max_model_len=longest + SPARE,
         max_batched_tokens=AT_ONCE * (longest + SPARE),
-        kv_transfer_config=NONE,
+        kv_transfer_config=NO_CONNECTOR | {"kv_role": "kv_both"},
         environment={},
         engine_arguments={"enable_prefix_caching": False} | ({"speculative_config": draft} if draft else {}),
     )

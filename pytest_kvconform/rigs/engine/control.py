@@ -18,7 +18,7 @@ import msgspec
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, EngineFacts
+from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -141,11 +141,7 @@ def without_connector(spec: Any, facts: EngineFacts | None = None) -> Any:
     `facts`: of the engine with the connector, if it started.
     """
     given = spec.kv_transfer_config
-    config = {
-        "kv_connector": "NoConnector",
-        "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
-        **{key: given[key] for key in ("kv_role", "kv_buffer_device")},
-    }
+    config = NO_CONNECTOR | {key: given[key] for key in ("kv_role", "kv_buffer_device")}
     layout = {CONV_LAYOUT: facts.conv_layout} if facts and facts.conv_layout else {}
     return msgspec.structs.replace(
         spec, kv_transfer_config=config, environment={**spec.environment, **layout}

@@ -22,6 +22,11 @@ PREFILL = {
 }
 
 # vLLM's variable for the layout of convolution states: vLLM or the connector sets it
+# Fields of KVTransferConfig for engines without a connector.
+NO_CONNECTOR = {
+    "kv_connector": "NoConnector",
+    "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
+}
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pytest_kvconform import extras
 from pytest_kvconform.result import Blocked, Cell, HarnessError, NotApplicable
-from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.context import LONGER, RunContext, declared_amount
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.serving import chain as chains
 from pytest_kvconform.rigs.serving import gate
-from pytest_kvconform.rigs.serving.again import ask_again
+from pytest_kvconform.rigs.serving.again import ask_again, odd_among_others, rounded_answers
 from pytest_kvconform.rigs.serving.chain import Chain
 from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment, exam_of_real_checkpoint
 from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask
@@ -24,6 +24,7 @@ from pytest_kvconform.rigs.serving.preload import why_not_imported
 from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
 from pytest_kvconform.rigs.serving.server import ROUTER, Endpoint, Server, require_packages
 
+PROBED = 4  # questions that are asked of a store one by one
 CONTROL = 8  # questions that are asked of the servers without the connector, at least
 SUBJECT, BASELINE = "the subject", "the baseline"
 Failed = (EngineFailed, Unanswered, Unreachable)
@@ -80,6 +81,10 @@ class ServingBench:
         data = exam.questions.data
         try:
             runs = self._question(self.context, cell, exam)
+            if exam.canary and not runs.counted.external and not declared_amount(self.context.subject):
+                self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
+                exam = exam_of(self.context, cell, LONGER)
+                runs = self._question(self.context, cell, exam)
         except Failed as failed:
             first = failed
         else:
@@ -89,6 +94,8 @@ class ServingBench:
             self._question(self._patient, cell, exam)
         except Failed as again:
             _raise_if_the_machine_failed(again)
+            hung = isinstance(again, Unanswered) or getattr(again, "how", "") == "hung"
+            self.context.note("request", hung)
             log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
             return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
         raise Blocked(
@@ -109,18 +116,27 @@ class ServingBench:
             deployed = context.settings.deployed
             chain = chains.attach(context) if deployed else chains.start(context, cell, exam)
             self._chain = chain
-            self._progress = Progress(context, exam.questions.count, 4 if chain.fill else 3, exam.looks)
+            self._progress = Progress(context, exam.questions.count, 3 + chain.fills, exam.looks)
             block = chain.decode.block_size()
             look = self._look(context, chain, exam)
             runs = Runs((look,), block)
+            if chain.fills and any(not one.external for one in look.prompts):
+                runs = replace(runs, probed=self._one_by_one(context, chain, exam))
             if generations(runs).outcome is not gate.Outcome.FAIL:
                 runs = replace(runs, repeated=ask_again(context, cell, chain, exam, look))
-            while len(runs.looks) < exam.looks and not runs.wrong and wants_more(runs, exam):
+            while True:
+                if generations(runs).outcome is gate.Outcome.FAIL:
+                    rounded = rounded_answers(context, cell, exam, runs)
+                    runs = replace(runs, repeated=(*runs.repeated, *rounded))
+                if runs.wrong or not wants_more(runs, exam):
+                    return runs
+                if len(runs.looks) == exam.looks:
+                    found = odd_among_others(context, cell, exam, runs)
+                    return replace(runs, repeated=(*runs.repeated, *found))
                 context.progress("answers differ: asking all questions again")
                 self._progress.end_of_look()
                 look = self._look(context, chain, exam.again(len(runs.looks)))
                 runs = replace(runs, looks=(*runs.looks, look))
-            return runs
         finally:
             self.end()
 
@@ -133,20 +149,36 @@ class ServingBench:
         (v1/core/block_pool.py: BlockPool.free_blocks, without prefix caching).
         """
         progress = self._progress
-        if chain.fill is not None:
-            ask(context, chain, chain.fill.url, exam, progress, "P, which saves")
+        if chain.fills and chain.prefill is not None:
+            ask(context, chain, chain.prefill.url, exam, progress, "P, which saves")
         before = len(_prompts(chain))
 
-        def counted(url: str, counts: Endpoint, what: str) -> tuple[Answers, Counters]:
-            earlier = counts.counters()
+        def counted(url: str, what: str, *counts: Endpoint) -> tuple[Answers, list[Counters]]:
+            earlier = [one.counters() for one in counts]
             answers = ask(context, chain, url, exam, progress, what)
-            return answers, counts.counters().since(earlier)
+            pairs = zip(counts, earlier, strict=True)
+            return answers, [one.counters().since(before) for one, before in pairs]
 
-        subject, of_subject = counted(chain.subject.url, chain.decode, SUBJECT)
+        sides = [chain.decode, *([chain.prefill] if chain.prefill else [])]
+        subject, [of_subject, *of_p] = counted(chain.subject.url, SUBJECT, *sides)
         prompts = _prompts(chain)[before:]
-        first, of_first = counted(chain.baseline.url, chain.baseline, BASELINE)
-        second, of_second = counted(chain.baseline.url, chain.baseline, f"{BASELINE} again")
-        return Look(subject, (first, second), of_subject, (of_first, of_second), prompts)
+        first, [of_first] = counted(chain.baseline.url, BASELINE, chain.baseline)
+        second, [of_second] = counted(chain.baseline.url, f"{BASELINE} again", chain.baseline)
+        moved_by_p = of_p[0].moved if of_p else None
+        return Look(subject, (first, second), of_subject, (of_first, of_second), prompts, moved_by_p)
+
+    def _one_by_one(self, context: RunContext, chain: Chain, exam: Exam) -> tuple[Prompt, ...]:
+        """D's requests for some questions, each of which P has answered just before.
+
+        A store may keep fewer prompts than there are questions, or save them later.
+        """
+        assert chain.prefill is not None
+        before, progress = len(_prompts(chain)), Progress(context, 0, 0)
+        for question in range(min(PROBED, exam.questions.count)):
+            alone = exam.alone((question,), 1)
+            ask(context, chain, chain.prefill.url, alone, progress, "P, which saves")
+            ask(context, chain, chain.subject.url, alone, progress, SUBJECT)
+        return _prompts(chain)[before:]
 
     def _file(self, runs: Runs, cell: Cell) -> str:
         """Write the answers into the folder of the report. Raises HarnessError."""
@@ -176,7 +208,8 @@ class ServingBench:
         context = self._patient
         try:
             with chains.started(context, cell, exam, with_connector=False) as chain:
-                urls = (chain.subject.url, *((chain.fill.url,) if chain.fill else ()))
+                fill = chain.prefill if chain.fills else None
+                urls = (chain.subject.url, *((fill.url,) if fill else ()))
                 progress = Progress(context, min(asked, exam.questions.count), len(urls))
                 while asked > 0:
                     part = exam.first(min(asked, exam.questions.count))

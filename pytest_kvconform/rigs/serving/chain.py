@@ -12,16 +12,19 @@ from typing import Any
 from model_matrix import load_families, load_real_checkpoints, parse_topology, speculative_config
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import RunContext, port_environment
+from pytest_kvconform.rigs.engine.messages import NO_CONNECTOR
 from pytest_kvconform.rigs.processes.gpus import Lease, gpus_here, lease, require, shown
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import ServerSpec
-from pytest_kvconform.rigs.serving.metrics import Unreachable, get
+from pytest_kvconform.rigs.serving.metrics import Refused, Unreachable, get
 from pytest_kvconform.rigs.serving.server import (
+    ROUTER,
     Endpoint,
     LocalProcess,
     Router,
     Server,
+    answer_seconds,
     wait_until_healthy,
 )
 
@@ -29,12 +32,6 @@ MAX_SEQS = 8  # requests at once in a server
 START = 2  # times the deadline of an engine's start
 START_REAL = 20  # the same for a real checkpoint, whose weights are read first
 GPUS_S = 6 * 3600.0  # for other runs to give GPUs back
-TARGETS = {"P": "kv_producer", "D": "kv_consumer"}
-NO_CONNECTOR = {
-    "kv_connector": "NoConnector",
-    "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
-    "kv_buffer_device": "cpu",
-}
 # What vllm-router's --kv-connector is for connectors that vLLM registers. It knows three ways in which D
 # learns which KV to load.
 BY_NAME = {"MooncakeConnector": "mooncake", "MoRIIOConnector": "moriio"}
@@ -48,7 +45,8 @@ class Chain:
     subject: Endpoint  # answers with the connector: the router, or D for a store
     baseline: Endpoint  # answers without it
     decode: Endpoint  # whose counters are the evidence
-    fill: Endpoint | None = None  # is asked before the subject: P, which saves to a store
+    prefill: Endpoint | None = None  # P; None: it is not known
+    fills: bool = False  # P is asked before the subject, and saves to a store
     processes: tuple[LocalProcess, ...] = ()  # ours, which have to stay alive
     gpus: Lease | None = None  # of the servers, if real checkpoints are served
 
@@ -114,11 +112,11 @@ def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = Tr
             processes.append(servers[role])
         wait_until_healthy(processes, (START_REAL if nightly else START) * context.deadlines.start)
         if store:
-            return Chain(servers["D"], servers["B"], servers["D"], servers["P"], tuple(processes), gpus)
+            return Chain(servers["D"], servers["B"], servers["D"], servers["P"], True, tuple(processes), gpus)
         router = Router(context, servers["P"].url, servers["D"].url, word, f"{cell}-router-{name}")
         processes.append(router)
         wait_until_healthy([router], context.deadlines.start)
-        return Chain(router, servers["D"], servers["D"], None, tuple(processes), gpus)
+        return Chain(router, servers["D"], servers["D"], servers["P"], False, tuple(processes), gpus)
     except BaseException:
         _end(processes, gpus)
         raise
@@ -132,43 +130,52 @@ def _lease(context: RunContext, cell: Cell, count: int) -> Lease:
 
 def _end(processes: Iterable[LocalProcess], gpus: Lease | None) -> None:
     """End processes, then give back their GPUs."""
-    try:
-        for one in processes:
-            one.end()
-    finally:
+    with contextlib.ExitStack() as stack:  # goes on where one end fails, and begins with the last
         if gpus is not None:
-            gpus.give_back()
+            stack.callback(gpus.give_back)
+        for one in reversed(tuple(processes)):
+            stack.callback(one.end)
 
 
 def attach(context: RunContext) -> Chain:
     """The chain of servers that already run. Raises Blocked if one does not answer."""
-    settings = context.settings
+    settings, answer_s = context.settings, answer_seconds(context)
     if context.subject.profile == "store" and not settings.baseline_url:
         raise Blocked(
             "D loads from the store when it is asked alone, too: give --kv-baseline-url, a server that "
             "answers without the connector"
         )
-    decode = Endpoint("decode server", settings.decode_url)
-    baseline = Endpoint("baseline server", settings.baseline_url or settings.decode_url)
-    given = [decode, baseline]
-    if settings.router_url:
-        given.append(Endpoint("router", settings.router_url))
-    else:
-        given.append(Endpoint("prefill server", settings.prefill_url))
-    for one in given:
+    given = {
+        role: Endpoint(f"{role} server", url, answer_s)
+        for role, url in (
+            ("decode", settings.decode_url),
+            ("baseline", settings.baseline_url or settings.decode_url),
+            ("prefill", settings.prefill_url),
+        )
+        if url
+    }
+    for one in given.values():
         try:
-            get(f"{one.url}/health", context.deadlines.call)
+            get(f"{one.url}/health", answer_s)
         except Unreachable as error:
             raise Blocked(f"the {one.role} cannot be asked: {error}") from None
+    decode, baseline, prefill = given["decode"], given["baseline"], given.get("prefill")
     if settings.router_url:
-        return Chain(given[-1], baseline, decode)
+        theirs = Endpoint(ROUTER, settings.router_url, answer_s)
+        try:
+            get(f"{theirs.url}/health", answer_s)
+        except Refused:  # a router need not have this path
+            pass
+        except Unreachable as error:
+            raise Blocked(f"the {ROUTER} cannot be asked: {error}") from None
+        return Chain(theirs, baseline, decode, prefill)
     router = Router(context, settings.prefill_url, decode.url, router_word(context), "router-of-deployment")
     try:
         wait_until_healthy([router], context.deadlines.start)
     except BaseException:
         router.end()
         raise
-    return Chain(router, baseline, decode, None, (router,))
+    return Chain(router, baseline, decode, prefill, False, (router,))
 
 
 @contextlib.contextmanager
@@ -182,8 +189,11 @@ def started(context: RunContext, cell: Cell, exam: Exam, **more: bool) -> Iterat
 
 
 def _transfer(context: RunContext, role: str, folder: str, with_connector: bool) -> dict[str, Any]:
-    given = context.transfer_config(role, port=free_port(), folder=folder)
-    return given if with_connector else NO_CONNECTOR | {"kv_role": given["kv_role"]}
+    # a D that computes what a load failed to bring would be taken for one that loads
+    given = context.transfer_config(role, port=free_port(), folder=folder, policy="fail")
+    if with_connector:
+        return given
+    return NO_CONNECTOR | {key: given[key] for key in ("kv_role", "kv_buffer_device")}
 
 
 def server_spec(

@@ -9,22 +9,22 @@ from pathlib import Path
 import msgspec
 
 from model_matrix import CheckpointError, load_accuracy_matrices, load_families, load_real_checkpoints
+from model_matrix.canary import SHOTS, QuestionsError, ensure_exam, shots_for
 from model_matrix.canary import Exam as CanaryExam
-from model_matrix.canary import QuestionsError, ensure_exam
 from model_matrix.canary.questions import TEST, TRAIN, read_questions
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.canary.school import School, ensure_canary
-from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.serving.gate import LOOKS
-from pytest_kvconform.rigs.serving.messages import Questions
+from pytest_kvconform.rigs.serving.messages import TASK, Questions
+from pytest_kvconform.settings import HUB
 
-HUB = "hub"
-TASK = "kvconform_gsm8k"
 # lm-eval's own gsm8k; `include` is resolved by lm-eval, relative to this file or absolute
 YAML = """\
 include: {gsm8k}
 task: {task}
+num_fewshot: {shots}
 """
 LOCAL = """\
 dataset_path: json
@@ -62,43 +62,44 @@ class Exam:
         return replace(self, questions=msgspec.structs.replace(self.questions, count=count))
 
 
-def exam_of(context: RunContext, cell: Cell) -> Exam:
+def exam_of(context: RunContext, cell: Cell, longer: int = 0) -> Exam:
     """Teach the canary of a cell its questions, or find it in the cache.
 
-    Raises Blocked if vLLM does not run the family here or gsm8k's files cannot be used, HarnessError if a
-    file cannot be written.
+    `longer`: tokens by which prompts are lengthened at least, with more examples, beside those that the
+    connector's declaration needs. Raises Blocked if vLLM does not run the family here, gsm8k's files cannot
+    be used, or prompts would be too long; HarnessError if a file cannot be written.
     """
-    settings = context.settings
-    if settings.gsm8k == HUB:
-        raise Blocked(
-            "--kv-gsm8k=hub is for servers that already run: tiny models are taught the questions first, "
-            "so give a folder with test.jsonl and train.jsonl"
-        )
-    family = load_families()[cell.family]
+    settings, family = context.settings, load_families()[cell.family]
+    shots = shots_for(longer + declared_addition(context.subject, family.block_size))
+    count = load_accuracy_matrices().questions[settings.matrix]
     school = school_of(context)
     try:
-        exam = ensure_exam(load_accuracy_matrices().questions[settings.matrix], gsm8k=settings.gsm8k or None)
+        exam = ensure_exam(count, gsm8k=settings.gsm8k or None, shots=shots)
         context.progress(f"teaching a tiny {family.id} the answers, unless it knows them")
         canary = ensure_canary(school, family, exam)
     except QuestionsError as error:
         raise Blocked(f"--kv-gsm8k: {error}") from None
     except EngineFailed as failed:
-        raise Blocked(f"vLLM does not run a model of this family here: {failed.sentence}") from None
+        raise Blocked(
+            f"the tiny {family.id} cannot be taught the questions here: {failed.sentence}"
+        ) from None
     except (CheckpointError, OSError) as error:
         raise HarnessError(str(error)) from None
     questions = Questions(
-        task=str(write_task(context, canary)),
+        task=str(write_task(context, canary, shots)),
         data=f"gsm8k in {settings.gsm8k}" if settings.gsm8k else "a generator",
         count=len(exam.prompts),
         longest_answer=max(len(answer) for _, answer in exam.tokens),
     )
-    spare = 1 + (family.draft.tokens if family.draft else 0)
-    return Exam(canary, exam.longest + spare, questions, LOOKS, exam)
+    # lm-eval asks for the longest answer to each prompt, and vLLM refuses what may become too long
+    longest = max(len(prompt) for prompt, _ in exam.tokens) + questions.longest_answer
+    return Exam(canary, longest + (family.draft.tokens if family.draft else 0), questions, LOOKS, exam)
 
 
 def school_of(context: RunContext) -> School:
-    """Where the canaries of a run are taught."""
-    return School(context.address, f"{context.facts.vllm} {context.facts.kernels}", context.deadlines)
+    """Where the canaries of a run are taught, without the connector, and so with deadlines of full length."""
+    deadlines = Deadlines.scaled(context.settings.timeout_scale)
+    return School(context.address, f"{context.facts.vllm} {context.facts.kernels}", deadlines)
 
 
 def exam_of_real_checkpoint(context: RunContext, cell: Cell) -> Exam:
@@ -169,8 +170,9 @@ def exam_of_deployment(context: RunContext) -> Exam:
     return Exam(Path(), 0, questions, LOOKS)
 
 
-def write_task(context: RunContext, data: Path | None) -> Path:
-    """Write the file of lm-eval's task into a new folder of the run. `data`: None for the hub's.
+def write_task(context: RunContext, data: Path | None, shots: int = SHOTS) -> Path:
+    """Write the file of lm-eval's task into a new folder of the run. `data`: None for the hub's; `shots`:
+    examples in a prompt.
 
     What `datasets` makes of local files is kept there, too, and removed with the run. Raises OSError.
     """
@@ -182,7 +184,7 @@ def write_task(context: RunContext, data: Path | None) -> Path:
     gsm8k = Path(found.origin).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     folder = Path(context.address).parent / f"gsm8k-{context.next_name()}"
     folder.mkdir(exist_ok=True)
-    text = YAML.format(gsm8k=json.dumps(str(gsm8k)), task=TASK)
+    text = YAML.format(gsm8k=json.dumps(str(gsm8k)), task=TASK, shots=shots)
     if data is not None:
         places = {"cache": folder / "datasets", "train": data / TRAIN, "test": data / TEST}
         text += LOCAL.format(**{name: json.dumps(str(place)) for name, place in places.items()})

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pytest_kvconform.rigs.serving.messages import AGAIN, Answer, Answers, Job, Questions
+from pytest_kvconform.rigs.serving.messages import AGAIN, TASK, Answer, Answers, Job, Questions
 
-TASK = "kvconform_gsm8k"
 SEED = 1234  # lm-eval's default for the choice of examples
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")  # variables, and constants of these packages
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"  # the filters of lm-eval's gsm8k
@@ -104,7 +103,7 @@ def _model(job: Job) -> Any:
         tokenized_requests=False,
         num_concurrent=max(2, job.at_once),  # with one, lm-eval sends no requests of its asynchronous kind
         max_retries=1,
-        timeout=job.request_s,
+        timeout=max(1, job.request_s),  # lm-eval rounds down, and 0 is no deadline
     )
     model._seed = None
     return model

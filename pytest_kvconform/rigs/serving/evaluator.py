@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 import uuid
 from collections.abc import Sequence
 
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.serving.chain import Chain
-from pytest_kvconform.rigs.serving.data import HUB, Exam
+from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import Answers, Job
+from pytest_kvconform.rigs.serving.metrics import Unreachable
 from pytest_kvconform.rigs.serving.server import Endpoint, require_packages
+from pytest_kvconform.settings import HUB
 
 AT_ONCE = 4  # questions
 LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
@@ -38,7 +41,7 @@ class Progress:
         self._context, self._total, self._of_look = context, total, total * runs
         self._looks, self._look = looks, 1
         self.done = self._before = 0  # questions answered, in all runs
-        self._began = self._shown = time.monotonic()
+        self._began, self._shown = time.monotonic(), -math.inf  # the first answer is shown at once
 
     def answered(self, count: int, what: str) -> None:
         """Note how many questions of the current run were answered. `what`: what the run asks."""
@@ -77,7 +80,7 @@ def ask(context: RunContext, chain: Chain, url: str, exam: Exam, progress: Progr
     settings = context.settings
     job = Job(
         url=url,
-        model=chain.decode.model(),
+        model=_model(chain, url),
         questions=exam.questions,
         at_once=AT_ONCE,
         # lm-eval counts all seconds, also those in which a server waits for a core
@@ -106,7 +109,7 @@ def evaluate(
     """Ask the questions of a job. `what` is asked, in words; `watched`: what has to stay alive meanwhile.
 
     Raises EngineFailed if a watched process ends or nothing is answered in time, Blocked if a package is not
-    installed, and HarnessError if lm-eval fails.
+    installed or questions of the hub cannot be asked, and HarnessError if lm-eval fails.
     """
     require_packages("lm_eval")
     try:
@@ -134,11 +137,24 @@ def evaluate(
                 answers: Answers = values[0]
                 return answers
             else:
+                if job.online:
+                    raise Blocked(
+                        f"{_sentence(process, *values)}; where the hub cannot be reached, give gsm8k's "
+                        "files: --kv-gsm8k=PATH"
+                    )
                 raise HarnessError(_sentence(process, *values))
     except (EOFError, OSError):
         raise HarnessError(f"lm-eval ended: {_last(process)}") from None
     finally:
         process.end()
+
+
+def _model(chain: Chain, url: str) -> str:
+    """The name of the model at an address. A router need not tell it: D does. Raises Unreachable."""
+    try:
+        return Endpoint("", url).model()
+    except Unreachable:
+        return chain.decode.model()
 
 
 def _require_alive(chain: Chain, seconds: float) -> None:

@@ -33,12 +33,12 @@ from typing import TypeVar
 from pytest_kvconform.rigs.serving.messages import AGAIN, Answer
 
 ALPHA = 0.01  # probability with which a test fails a right connector whose servers have much noise
-UNSURE = 0.2  # above this p-value a difference is what chance gives
+UNSURE = 0.05  # above this p-value a difference is what chance gives
 ODD = 1 / 3  # probability that of three exchangeable answers the odd one is the subject's
 HALF = 0.5  # probability that of two exchangeable answers the wrong one is the subject's
 SHARE = 0.05  # of requests: a corruption of more of them is excluded by a pass
 SURE = 0.95  # with this probability
-LOOKS = 8  # times at which the gate is asked, with more questions each time
+LOOKS = 8  # times at which the gate is asked: the same questions once more each time
 AGAIN_ALONE = 7  # times that an odd question of the first look is asked again
 
 Told = TypeVar("Told", str, bool)  # what is compared of an answer
@@ -65,9 +65,7 @@ class Result:
 
 
 def alpha(looks: int = LOOKS) -> float:
-    """The level of one look, if the gate is asked several times. The test of one question has such a share,
-    too.
-    """
+    """The level of one look, if the gate is asked several times, and of the test of one question."""
     return ALPHA / (looks + 1)
 
 
@@ -94,7 +92,7 @@ def compare_generations(
     Only a question to which the baseline gives one answer in each look can show that the subject's is odd.
     """
     noisy = {key % AGAIN for key, text in first.items() if text != second[key]}
-    odd = {key % AGAIN for key, text in subject.items() if text != first[key]} - noisy
+    odd = odd_questions(subject, first, second)
     # of two different answers of the baseline, the subject has one: the other is the odd one
     odd_alone = {
         key % AGAIN for key, text in subject.items() if (text == first[key]) != (text == second[key])
@@ -116,8 +114,11 @@ def compare_generations(
 def odd_questions(
     subject: Mapping[int, str], first: Mapping[int, str], second: Mapping[int, str]
 ) -> tuple[int, ...]:
-    """The questions of one look to which the subject's answer differs from two equal ones of the baseline."""
-    return tuple(sorted(key % AGAIN for key in subject if subject[key] != first[key] == second[key]))
+    """The questions to which an answer of the subject differs from those of the baseline, which are equal in
+    each look.
+    """
+    noisy = {key % AGAIN for key, text in first.items() if text != second[key]}
+    return tuple(sorted({key % AGAIN for key, text in subject.items() if text != first[key]} - noisy))
 
 
 def compare_one_question(subject: Sequence[str], baseline: Sequence[str], questions: int) -> float:

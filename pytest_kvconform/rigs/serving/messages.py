@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+TASK = "kvconform_gsm8k"  # lm-eval's name of the task that asks the questions
+AGAIN = 1_000_000  # more than any data set has questions
+
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One OpenAI-compatible vLLM server."""
@@ -56,7 +59,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run of lm-eval against one address."""
 
-    url: str  # of the server, without a path
+    url: str  # of the server, without /v1
     model: str  # name under which the server serves
     questions: Questions
     at_once: int  # requests
@@ -66,13 +69,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     online: bool = False  # the questions come from the hub
 
 
-AGAIN = 1_000_000  # more than any data set has questions
-
-
 class Answer(msgspec.Struct, frozen=True):
     """The answer to one question, as lm-eval judges it."""
 
-    question: int  # lm-eval's doc_id, and AGAIN for each look before
+    question: int  # lm-eval's doc_id, plus AGAIN times the number of earlier looks
     text: str  # as generated
     strict: bool  # right by lm-eval's filter strict-match
     flexible: bool  # right by flexible-extract

@@ -27,6 +27,10 @@ class Unreachable(Exception):
     """A server does not answer. The message is a whole sentence."""
 
 
+class Refused(Unreachable):
+    """A server answers with an HTTP error."""
+
+
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over all requests that a server has answered."""
 
@@ -112,7 +116,7 @@ def get(url: str, seconds: float) -> str:
             return body.decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         error.close()
-        raise Unreachable(f"{url} answers {error.code} {error.reason}") from None
+        raise Refused(f"{url} answers {error.code} {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unreachable(f"{url} does not answer: {reason}") from None

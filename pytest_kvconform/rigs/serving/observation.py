@@ -22,11 +22,17 @@ class Look:
     counted: Counters  # what D counted during the subject's run
     counted_alone: tuple[Counters, Counters]  # and the baseline during its runs
     prompts: tuple[Prompt, ...] = ()  # of D's requests in the subject's run; empty for a foreign server
+    moved_by_p: dict[str, int] | None = None  # P's own metrics of bytes in that run; None: P is not known
+
+    @property
+    def by_p(self) -> dict[str, int]:
+        """P's own metrics of bytes; empty if P is not known."""
+        return self.moved_by_p or {}
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """One question whose answer was odd in the first look, and which was asked again alone."""
+    """One question whose answer was odd, and which was asked again: alone, or of the control."""
 
     question: int
     tokens: int  # of its prompt
@@ -55,7 +61,8 @@ class Runs:
 
     looks: tuple[Look, ...]
     block: int = 0  # tokens of a block of D; 0: D does not tell
-    repeated: tuple[Repeated, ...] = ()  # questions that were odd in the first look
+    probed: tuple[Prompt, ...] = ()  # D's requests of a store that were made right after those of P
+    repeated: tuple[Repeated, ...] = ()  # questions that were odd, and were asked again
 
     @property
     def wrong(self) -> tuple[Repeated, ...]:
@@ -64,8 +71,8 @@ class Runs:
 
     @property
     def rounded(self) -> set[int]:
-        """The questions whose answers change each time, and without the connector, too: they show nothing."""
-        return {one.question for one in self.repeated if one.is_odd and not one.is_wrong}
+        """The questions whose answers change without the connector, too: they show nothing."""
+        return {one.question for one in self.repeated if one.control is not None and not one.is_wrong}
 
     @property
     def questions(self) -> int:
@@ -93,6 +100,15 @@ class Runs:
     def counted_alone(self) -> Counters:
         """What the baseline counted while it was asked."""
         return functools.reduce(operator.add, (one for look in self.looks for one in look.counted_alone))
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """The connector's own metrics of bytes, of D and P together: a push is counted by P."""
+        names = dict.fromkeys(name for look in self.looks for name in (*look.counted.moved, *look.by_p))
+        return {
+            name: sum(look.counted.moved.get(name, 0) + look.by_p.get(name, 0) for look in self.looks)
+            for name in names
+        }
 
     @property
     def speculates(self) -> bool:

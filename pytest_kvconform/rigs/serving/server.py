@@ -25,19 +25,19 @@ from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, re
 
 LOOK_S = 0.1  # between two looks at a process that starts
 ROUTER = "router"
-ANSWER_S = 5.0  # for /health and /metrics
+ANSWER_S = 20.0  # for /metrics and /v1/models, on an idle machine
 # vLLM's own sentence about an engine core that ended; the cause is logged before it
 _FOLLOWS = ("Engine core initialization failed", "EngineDeadError")
-TAKEN = os.strerror(errno.EADDRINUSE)
 
 
 class Endpoint:
     """An OpenAI-compatible server that runs somewhere."""
 
-    def __init__(self, role: str, url: str):
-        self.role, self.url = role, url.rstrip("/")
+    def __init__(self, role: str, url: str, answer_s: float = ANSWER_S):
+        """`answer_s`: seconds for an answer about itself."""
+        self.role, self.url, self._answer_s = role, url.rstrip("/"), answer_s
 
-    def healthy(self, seconds: float = ANSWER_S) -> bool:
+    def healthy(self, seconds: float) -> bool:
         """Whether the server answers."""
         try:
             get(f"{self.url}/health", seconds)
@@ -47,16 +47,17 @@ class Endpoint:
 
     def counters(self) -> Counters:
         """What the server has counted. Raises Unreachable."""
-        return read_counters(get(f"{self.url}/metrics", ANSWER_S))
+        return read_counters(get(f"{self.url}/metrics", self._answer_s))
 
     def block_size(self) -> int:
         """The tokens of a block of its KV cache; 0: it does not tell. Raises Unreachable."""
-        return read_block_size(get(f"{self.url}/metrics", ANSWER_S))
+        return read_block_size(get(f"{self.url}/metrics", self._answer_s))
 
     def model(self) -> str:
         """The name under which the server serves its model. Raises Unreachable."""
         try:
-            names = [one["id"] for one in msgspec.json.decode(get(f"{self.url}/v1/models", ANSWER_S))["data"]]
+            text = get(f"{self.url}/v1/models", self._answer_s)
+            names = [one["id"] for one in msgspec.json.decode(text)["data"]]
         except (msgspec.DecodeError, KeyError, TypeError):
             names = []
         if not names:
@@ -74,7 +75,7 @@ class LocalProcess(Endpoint):
     """A server or a router in a child of the zygote."""
 
     def __init__(self, context: RunContext, role: str, name: str, target: str, argument: Any, port: int):
-        super().__init__(role, f"http://127.0.0.1:{port}")
+        super().__init__(role, f"http://127.0.0.1:{port}", answer_seconds(context))
         self.context, self.name, self.port = context, name, port
         self.started = False  # it has answered
         try:
@@ -103,12 +104,12 @@ class LocalProcess(Endpoint):
         if any(KILLED in one for one in causes):
             raise ProcessKilled(f"a rank of the {self.role}", self.process.pid)
         cause = f": {causes[0]}" if causes else ""
-        if TAKEN in f"{cause} {log}" and (port := self._taken_port()):
+        if os.strerror(errno.EADDRINUSE) in f"{cause} {log}" and (port := self._taken_port()):
             raise HarnessError(
                 f"the {self.role} could not start: port {port} of this machine was taken by another process "
                 "after it had been chosen; run it again"
             )
-        if os.strerror(errno.ENOSPC) in cause:
+        if any(os.strerror(errno.ENOSPC) in one for one in causes):
             raise HarnessError(f"the {self.role} failed{cause}; free space in {self.process.log.parent}")
         if not self.started:
             self.note_missing(causes)
@@ -208,6 +209,13 @@ def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> Non
             raise waiting[0].failure("hung", seconds)
         if waiting:
             time.sleep(LOOK_S)
+
+
+def answer_seconds(context: RunContext) -> float:
+    """Seconds for a server's answer about itself. It counts seconds of the clock, so a loaded machine has
+    more of them.
+    """
+    return ANSWER_S * context.slow * max(1.0, context.settings.timeout_scale)
 
 
 def require_packages(*modules: str) -> None:

@@ -21,22 +21,24 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
     runs = answered(bench)
     counted, subject = runs.counted, bench.subject
     if runs.counted_alone.external:
-        if bench.settings.deployed:
-            raise Blocked(
-                "D loads KV when it is asked alone, too: give --kv-baseline-url, a server that answers "
-                "without the connector"
-            )
-        raise HarnessError("D loaded KV while it was asked alone, so that the baseline is none")
-    if not counted.external:
+        raise Blocked(
+            "D loads KV when it is asked alone, too, so that its answers are no baseline"
+            + (": give --kv-baseline-url, a server that answers without the connector")
+            * bench.settings.deployed
+        )
+    if not counted.external and not any(one.external for one in runs.probed):
         raise _not_loaded(
             f"D computed all {counted.computed} prompt tokens of {runs.questions} questions, and loaded none"
         )
     if runs.prompts:
         _require_agreement(runs)
         if without := _not_loaded_at_all(subject, runs):
-            raise _not_loaded(
-                f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
-            )
+            whole = f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
+            if subject.profile == "store":
+                raise Blocked(
+                    f"{whole}: the store does not keep the prompts of so many questions, or saves them later"
+                )
+            raise _not_loaded(whole)
         declared = declared_amount(subject)
         if declared and (less := _loaded_less(subject, runs)):
             raise _not_loaded(
@@ -80,24 +82,25 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
 def moved_bytes_are_counted(bench: Bench, _: None) -> Evidence:
     """The connector's own metric of moved bytes grows, if it has one."""
     runs = loads(bench)
-    counted = runs.counted
-    if not counted.moved:
-        raise NotApplicable("the connector has no metric of bytes in D's /metrics")
-    moved = sum(counted.moved.values())
+    moved, external = runs.moved, runs.counted.external
     if not moved:
+        raise NotApplicable("the connector has no metric of bytes in the /metrics of P and D")
+    if not sum(moved.values()):
+        if runs.looks[0].moved_by_p is None:
+            raise NotApplicable("D counts no bytes, and P may count them: --kv-prefill-url names it")
         raise Violation(
             Finding(
                 rule="KV-ACC-003",
-                happened=f"{', '.join(counted.moved)} did not grow while D loaded {counted.external} tokens",
+                happened=f"{', '.join(moved)} of P and D did not grow while D loaded {external} tokens",
                 diagnosis="the connector's metric of bytes does not count what it moves",
             )
         )
     return Evidence(
-        looked_at=len(counted.moved),
+        looked_at=len(moved),
         unit="metrics",
-        bytes_moved=moved,
-        external_tokens=counted.external,
-        notes=dict(counted.moved),
+        bytes_moved=sum(moved.values()),
+        external_tokens=external,
+        notes=dict(moved),
     )
 
 
@@ -105,7 +108,7 @@ def _evidence(runs: Runs) -> Evidence:
     return Evidence(
         looked_at=len(runs.subject),
         unit="questions",
-        bytes_moved=sum(runs.counted.moved.values()),
+        bytes_moved=sum(runs.moved.values()),
         external_tokens=runs.counted.external,
         computed_tokens=runs.counted.computed,
     )
@@ -132,8 +135,15 @@ def _due(subject: Subject, one: Prompt, runs: Runs) -> int:
 
 
 def _not_loaded_at_all(subject: Subject, runs: Runs) -> list[Prompt]:
-    """The prompts of which D loaded nothing, though a load is due."""
-    return [one for one in runs.prompts if not one.external and _due(subject, one, runs) > one.local]
+    """The prompts of which D loaded nothing, though a load is due.
+
+    A connector that declares nothing may load longer prompts alone, such as chunks of 256 tokens.
+    """
+    shortest = 0
+    if not declared_amount(subject):
+        shortest = min((one.prompt for one in runs.prompts if one.external), default=0)
+    without = (one for one in runs.prompts if not one.external and one.prompt >= shortest)
+    return [one for one in without if _due(subject, one, runs) > one.local]
 
 
 def _loaded_less(subject: Subject, runs: Runs) -> list[Prompt]:

@@ -11,11 +11,10 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size
-from pytest_kvconform.rigs.context import declared_addition, declared_amount
+from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
 from pytest_kvconform.rigs.peers.fault_bench import FaultlessObservation, FaultObservation
 from pytest_kvconform.rigs.peers.rank_faults import hook_has
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
-from pytest_kvconform.suite._load_amount import LONGER
 from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 
