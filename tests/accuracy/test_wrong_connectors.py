@@ -103,7 +103,7 @@ def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
 def test_a_store_is_asked_what_p_has_saved(
     run_cases: Run, questions: Callable[..., None], store: str, failed: set[str], loaded: str
 ) -> None:
-    questions(64)
+    questions(16)
     run = run_cases(store, profile="store", declared={"handover": "none"}, config="")
     assert (run.failed, run.outcomes[LOADED]) == (failed, loaded), run.findings
     if loaded == "BLOCKED":
