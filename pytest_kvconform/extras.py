@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 EXTRA = "pytest-kvconform[accuracy]"
 # module -> distribution
-ROUTER = {"vllm_router": "vllm-router"}  # not needed where a router runs already, and by stores
+ROUTER = {"vllm_router": "vllm-router"}  # stores need none, nor does a router that runs already
 LM_EVAL = {
     "lm_eval": "lm-eval[api]",
     "aiohttp": "lm-eval[api]",

@@ -107,8 +107,8 @@ class Settings:
         "",
         parse_text,
         "hub|PATH",
-        "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub: "
-        "openai/gsm8k, for real checkpoints, which is their default; else the default is a generator",
+        "questions of the accuracy tier: a folder with test.jsonl and train.jsonl of gsm8k, or hub for "
+        "openai/gsm8k; default: hub for real checkpoints, a generator for tiny models",
         is_path=True,
     )
     models: str = row(
@@ -230,6 +230,11 @@ class Settings:
     def real(self) -> bool:
         """Whether real checkpoints answer, and no canaries."""
         return self.deployed or self.nightly
+
+    @property
+    def asks_hub(self) -> bool:
+        """Whether the questions of gsm8k come from the hub."""
+        return self.real and self.gsm8k in ("", HUB)
 
     # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
     origins: dict[str, str] = field(default_factory=dict)

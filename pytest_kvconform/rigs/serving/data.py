@@ -18,7 +18,6 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_additi
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.serving.gate import LOOKS
 from pytest_kvconform.rigs.serving.messages import TASK, Questions
-from pytest_kvconform.settings import HUB
 
 # lm-eval's own gsm8k; `include` is resolved by lm-eval, relative to this file or absolute
 YAML = """\
@@ -152,8 +151,7 @@ def exam_of_deployment(context: RunContext) -> Exam:
 
     Raises Blocked if a file of the folder cannot be used.
     """
-    given = context.settings.gsm8k
-    local = Path(given).absolute() if given not in ("", HUB) else None
+    local = None if context.settings.asks_hub else Path(context.settings.gsm8k).absolute()
     if local is not None:
         try:
             for name in (TEST, TRAIN):

@@ -18,7 +18,6 @@ from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import Answers, Job
 from pytest_kvconform.rigs.serving.metrics import Unreachable
 from pytest_kvconform.rigs.serving.server import Endpoint, require_packages
-from pytest_kvconform.settings import HUB
 
 AT_ONCE = 4  # questions
 LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
@@ -87,7 +86,7 @@ def ask(context: RunContext, chain: Chain, url: str, exam: Exam, progress: Progr
         request_s=LONGER * context.deadlines.request * context.slow,
         # no other run has it, on whatever machine
         salt=f"kvconform-{uuid.uuid4()}" if settings.deployed else "",
-        online=settings.real and settings.gsm8k in ("", HUB),
+        online=settings.asks_hub,
     )
     answers = evaluate(context, job, what, chain.processes, progress)
     _require_alive(chain, END_S if answers.unanswered else 0.0)
