@@ -3,12 +3,13 @@
 CONNECTOR ?= reference_connector:ReferenceConnector
 ARGS ?=
 JOBS ?= 2
-VENV ?= .venv
+VLLM ?=
+VENV ?= .venv$(if $(VLLM),-$(VLLM))
 PYTHON ?=
 TORCH_INDEX ?=
 DECLARATION = --kv-declare=reference_connector/declaration.toml
 DECLARED = $(if $(filter reference_connector:%,$(CONNECTOR)),$(DECLARATION))
-SETUP = VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
+SETUP = VENV='$(VENV)' VLLM='$(VLLM)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' ci/setup.sh
 
 # Some containers set it. Each of the processes of pytest would then compile the suite anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,6 +27,7 @@ help:
 	@echo "Variables:"
 	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
 	@echo "  JOBS=$(JOBS)                        cells, or files of tests, side by side; 0: in one process"
+	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33; all but 0.32 without kernels"
 	@echo "  VENV=$(VENV)                    the virtual environment"
 	@echo "  PYTHON=                       the Python to make VENV with"
 	@echo "  TORCH_INDEX=                  an index of CPU wheels of torch"
@@ -55,5 +57,5 @@ bench:
 	@$(VENV)/bin/python ci/bench.py $(ARGS)
 
 clean:
-	rm -rf .venv kv-report dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* kv-report dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pytest_kvconform model_matrix tests ci -name __pycache__ -type d -prune -exec rm -rf {} +

