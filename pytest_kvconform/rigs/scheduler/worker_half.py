@@ -203,6 +203,17 @@ class WorkerHalf:
         self.set_handshake_metadata(side)
         return side
 
+    def sleep(self) -> None:
+        """Unregister the KV cache, twice (v1/worker/gpu_worker.py: Worker.sleep and Worker.discard)."""
+        for _ in range(2):
+            self.call_hook("unregister_kv_caches")
+
+    def wake_up(self, side: Side) -> None:
+        """Restore the KV cache, twice, and publish it anew (v1/worker/gpu_worker.py: Worker.wake_up)."""
+        for _ in range(2):
+            self.call_hook("restore_kv_caches")
+        self.set_handshake_metadata(side)
+
     # ---- after it ------------------------------------------------------------------------------------------
 
     def step_without_tokens(self, side: Side) -> Any:

@@ -4,4 +4,5 @@
 from tests.right_connectors.designs import LayerWise, Rendezvous
 
 from .handovers import *
+from .sleepers import *
 from .stores import *

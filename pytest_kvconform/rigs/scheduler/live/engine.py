@@ -21,7 +21,7 @@ from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
-from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes
+from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward_arguments
@@ -185,14 +185,15 @@ class LiveEngine:
         """What both halves of the connector remember: see sizes.py."""
         gc.collect()
         halves = {"scheduler half": self.side.connector_state(), "worker half": vars(self.half.connector)}
-        given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
-        return {
-            f"{half}: {place}": size
-            for half, state in halves.items()
-            for place, size in container_sizes(
-                {name: value for name, value in state.items() if name not in given}
-            ).items()
-        }
+        return sizes_of(halves)
+
+    def sleep(self) -> None:
+        """Sleep. vLLM resets the prefix cache before (v1/engine/core.py: EngineCore.sleep)."""
+        self.half.sleep()
+
+    def wake_up(self) -> None:
+        """Wake up from it."""
+        self.half.wake_up(self.side)
 
     def name(self) -> str:
         """Name of the engine."""

@@ -11,6 +11,18 @@ SHARE = 0.5  # a container that grows by so many things a request grows with the
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 
+def sizes_of(halves: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """`container_sizes` of the halves of a connector, by "half: place", without what vLLM gave them."""
+    given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
+    return {
+        f"{half}: {place}": size
+        for half, state in halves.items()
+        for place, size in container_sizes(
+            {name: value for name, value in state.items() if name not in given}
+        ).items()
+    }
+
+
 def container_sizes(state: dict[str, Any]) -> dict[str, int]:
     """Place within the attributes of an object -> how many things the containers hold that are there.
 

@@ -1,0 +1,54 @@
+"""Sleep mode: the KV cache of an engine goes, and comes back at the same addresses."""
+
+from __future__ import annotations
+
+from pytest_kvconform.case import case
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
+from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.suite.interface.capabilities import truth
+from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
+
+SUPPORTS = "supports_sleep_mode"
+
+
+@case("KV-SLEEP-001", applies=plain, rig="scheduler")
+def supports_sleep_mode_has_a_truth_value(rig: Rig, variant: None) -> Evidence:
+    """supports_sleep_mode answers for the KV transfer configurations of P and D. vLLM tests the truth."""
+    answers = [_supports(rig, role) for role in "PD"]
+    return Evidence(looked_at=len(answers), unit="answers", notes={"supported": int(all(answers))})
+
+
+def engines(cell: Cell, matrix: str) -> tuple[str, ...]:
+    """The engines that sleep, one in each variant."""
+    return ("P", "D")
+
+
+@case("KV-SLEEP-002", applies=plain, variants=engines, rig="scheduler")
+def kv_arrives_after_a_sleep(rig: Rig, which: str) -> Evidence:
+    """P hands over to D before and after one of them has slept.
+
+    Hooks that vLLM calls idempotent are called twice.
+    """
+    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+
+    if not all(_supports(rig, role) for role in "PD"):
+        raise NotApplicable(f"{rig.subject.connector} does not support sleep mode: {SUPPORTS} returned False")
+    with live_engines(rig) as live:
+        block = rig.host.spec.memory["D"].block
+        for first in (0, 2):
+            prompts = prompts_of(live, [3 * block + 5] * 2, first)
+            ids = decode(live, prompts, prefill(live, prompts))
+            settle(live, ids)
+            evidence = loaded(live, ids)
+            if not first:
+                engine = live.p if which == "P" else live.d
+                engine.evict_prefix_cache()
+                engine.sleep()
+                engine.wake_up()
+        return evidence
+
+
+def _supports(rig: Rig, role: str) -> bool:
+    config = rig.host.vllm_config(role).kv_transfer_config
+    return truth(rig, f"{SUPPORTS}(kv_transfer_config of {role})", call_class_hook(rig, SUPPORTS, config))
