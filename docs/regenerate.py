@@ -136,16 +136,16 @@ def first_sentence(path: Path) -> str:
 
 
 def rules_table() -> str:
-    """One row for each rule, with the files of its cases."""
+    """One row for each rule, with the files of its cases, whatever minor of vLLM is installed."""
     files: dict[str, set[str]] = {}
-    for planned in plan.make_plan(Settings(matrix="full"), ()).selected:
-        files.setdefault(planned.case.rule, set()).add(
-            f"`pytest_kvconform/suite/{planned.module}.py`: `{planned.case.name}`"
-        )
+    for module in plan.module_names():
+        for case in plan.load_module(module)[1]:
+            files.setdefault(case.rule, set()).add(f"`pytest_kvconform/suite/{module}.py`: `{case.name}`")
     rows = [
         (
             rule.id,
             rule.strength,
+            rule.minors.removeprefix("since vLLM "),
             rule.sentence,
             rule.caller,
             rule.breaks,
@@ -154,7 +154,16 @@ def rules_table() -> str:
         )
         for rule in rules.load().values()
     ]
-    head = ("id", "strength", "sentence", "caller in vLLM", "if broken, vLLM", "source", "cases")
+    head = (
+        "id",
+        "strength",
+        "since vLLM",
+        "sentence",
+        "caller in vLLM",
+        "if broken, vLLM",
+        "source",
+        "cases",
+    )
     return _table(head, rows)
 
 
