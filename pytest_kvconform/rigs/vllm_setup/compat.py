@@ -67,6 +67,15 @@ def select_common_block_size(block_size: int, backends: list[Any], specs: list[A
     return int(select(block_size, backends, specs))
 
 
+def server_options() -> Any:
+    """The module with the options of vLLM's OpenAI-compatible server: make_arg_parser and their check."""
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # before 0.33
+        from vllm.entrypoints.launchers import cli_args
+    return cli_args
+
+
 def pre_forward_arguments(scheduler_output: Any) -> tuple[Any, ...]:
     """The arguments of ActiveKVConnector.pre_forward by position.
 

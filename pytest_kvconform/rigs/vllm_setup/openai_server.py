@@ -15,6 +15,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
+from pytest_kvconform.rigs.vllm_setup import compat
+
 REAP_S = 5.0  # for vLLM to reap an engine core that has ended
 
 
@@ -25,18 +27,18 @@ def run(arguments: dict[str, Any], port: int, records: str) -> None:
     """
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     fork_engine_core()
     record_prompts(records)
-    parser = make_arg_parser(FlexibleArgumentParser())
+    server = compat.server_options()
+    parser = server.make_arg_parser(FlexibleArgumentParser())
     options = ["--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"]
     parsed = parser.parse_args([*options, "--disable-uvicorn-access-log", "--no-enable-log-requests"])
     for name, value in arguments.items():
         getattr(parsed, name)  # raises AttributeError where vLLM has renamed an argument
         setattr(parsed, name, value)
-    validate_parsed_serve_args(parsed)
+    server.validate_parsed_serve_args(parsed)
     uvloop.run(run_server(parsed))
 
 
