@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
 SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ended in vain
+SHORTER_RELEASE = 0.1  # the same for blocks that are to return, which takes milliseconds
 # of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
 LEASE_KEY = "kv_lease_duration"
 DEFAULT_LEASE_S = 30  # its default
@@ -128,7 +129,8 @@ class RunContext:
     def deadlines(self) -> Deadlines:
         """The deadlines of this run. Kinds of waits in `in_vain` are shorter."""
         full = Deadlines.scaled(self.settings.timeout_scale)
-        return replace(full, **{name: getattr(full, name) * SHORTER for name in self.in_vain})
+        part = dict.fromkeys(self.in_vain, SHORTER) | {"release": SHORTER_RELEASE}
+        return replace(full, **{name: getattr(full, name) * part[name] for name in self.in_vain})
 
     @functools.cached_property
     def slow(self) -> int:

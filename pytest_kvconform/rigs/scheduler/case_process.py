@@ -27,18 +27,20 @@ DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SI
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
-    """Receive (module, function, rule, variant) and run this case. Ends the process.
+    """Receive (module, function, rule, variant, waited) and run this case. Ends the process.
+
+    `waited`: another case of the cell has waited in vain for the end of something.
 
     Sends its CaseEnd, and whether a worker half is left that this process shuts down then.
     """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))
     try:
-        module, function, rule, variant = connection.recv()
+        module, function, rule, variant, waited = connection.recv()
     except EOFError:
         os._exit(0)  # there is no further case
     try:
-        end = run_case(lambda: _call(host, module, function, rule, variant), function)
+        end = run_case(lambda: _call(Rig(host, rule, waited), module, function, variant), function)
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()
@@ -50,14 +52,14 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _call(host: Host, module: str, function: str, rule: str, variant: Any) -> object:
+def _call(rig: Rig, module: str, function: str, variant: Any) -> object:
     try:
         case = getattr(importlib.import_module(module), function).__wrapped__
-        return case(Rig(host, rule), variant)
+        return case(rig, variant)
     except (HookRaised, SchedulerStopped) as raised:
         traceback.print_exc()  # to the log
-        if isinstance(raised, HookRaised) and (lacks := _what_is_missing(host.spec.subject, raised)):
-            raise Blocked(f"{host.spec.subject.connector} cannot start here: {lacks}") from None
+        if isinstance(raised, HookRaised) and (lacks := _what_is_missing(rig.subject, raised)):
+            raise Blocked(f"{rig.subject.connector} cannot start here: {lacks}") from None
         raise
 
 

@@ -43,7 +43,7 @@ from pytest_kvconform.rigs.processes.stacks import most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
-from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, RAISES
+from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, NOT_ENDED, RAISES
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
@@ -126,6 +126,7 @@ class Host:
         self._killed: list[int] = []  # children that are still to be reaped
         self._leaving: list[tuple[int, Deadline]] = []  # children that shut their worker half down
         self._leave_s = LEAVE_S
+        self._waited = False  # a case has waited in vain for the end of something
         keep_configured_limits(everywhere=True)
         for role in "PD":
             self._make(role, True)
@@ -221,7 +222,7 @@ class Host:
         log_from = os.lseek(2, 0, os.SEEK_END)
         self.note_running_hook("")
         with contextlib.suppress(OSError):
-            line.send((module, function, rule, variant))
+            line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
         in_time, end, leaves = poll(line, Deadline(deadline_s, (pid, os.getpid()))), None, False
         if in_time:
@@ -231,6 +232,7 @@ class Host:
             os.kill(pid, signal.SIGUSR1)  # the child writes its stack to the log
             time.sleep(STACK_S)
         line.close()
+        self._waited |= end is not None and end.finding is not None and NOT_ENDED in end.finding.happened
         if leaves:
             assert end is not None
             self._killed, self._leaving = [], [(pid, Deadline(self._leave_s, (pid,)))]

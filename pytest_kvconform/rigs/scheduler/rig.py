@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
-from pytest_kvconform.rigs.context import declared_addition, declared_amount, port_environment
+from pytest_kvconform.rigs.context import SHORTER, declared_addition, declared_amount, port_environment
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
 
 TOKENS_FROM = 1_000_000  # far above the block ids of every side
+SETTLE_S = 4.0  # without any change, after which nothing is expected any more
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -68,6 +69,7 @@ class Rig:
 
     host: Host
     rule: str  # of the case
+    waited: bool = False  # another case of the cell has waited in vain for the end of something
     # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
@@ -215,6 +217,11 @@ class Rig:
     def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds without any change after which nothing is expected any more."""
+        return self.scaled_seconds(SETTLE_S) * (SHORTER if self.waited else 1.0)
 
     def violation(
         self,

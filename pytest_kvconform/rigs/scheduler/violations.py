@@ -14,6 +14,7 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 # Hooks of an engine's start. One that raises with a message keeps the engine from
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
+NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
 

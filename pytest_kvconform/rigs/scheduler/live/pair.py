@@ -19,14 +19,14 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
+from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
 ALONE_S = 0.02  # for which a step of P lasts before D steps, too
 ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
-# Without progress, in which requests must come to their end: seconds, likewise, and steps of every engine.
-SETTLE_S, SETTLE_STEPS = 4.0, 400
+SETTLE_STEPS = 400  # of every engine without progress, in which requests must come to their end
 STEPPING = "stepping"  # in place of a method: step until something else is asked
 
 
@@ -158,7 +158,7 @@ class Live:
         """Step all engines in turn until `done()`. Raises Violation of the case's rule after a
         deadline without any change of a request's status.
         """
-        limit, before, steps = self.rig.scaled_seconds(SETTLE_S), None, 0
+        limit, before, steps = self.rig.settle_s, None, 0
         pids = [os.getpid(), *(engine.pid for engine in self.engines if isinstance(engine, RemoteEngine))]
         deadline = Deadline(limit, pids)
         while not done():
@@ -172,9 +172,9 @@ class Live:
                 keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
                 raise self.rig.violation(
                     "",
-                    f"{what} did not come to their end: "
+                    f"{what} {NOT_ENDED}: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
-                    f"{limit:.0f} s",
+                    f"{limit:g} s",
                 )
 
     def check(self) -> int:
