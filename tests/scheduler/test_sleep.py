@@ -55,6 +55,7 @@ def test_a_connector_that_does_not_support_it_need_not(case_runner: CaseRunner) 
         ("UnregistersOnce", f"{ARRIVES}[P] {ARRIVES}[D]", r"unregister_kv_caches raised AttributeError"),
         ("StaysAsleep", f"{ARRIVES}[D]", r"did not come to their end: .* WAITING_FOR_REMOTE_KVS"),
         ("PublishesOnce", f"{ARRIVES}[P] {ARRIVES}[D]", r"raised RuntimeError"),
+        ("RefusesToForget", f"{ARRIVES}[P] {ARRIVES}[D]", r"reset_cache returned False"),
         ("AnswersByMethod", "supports_sleep_mode_has_a_truth_value", r"is a method"),
     ],
 )

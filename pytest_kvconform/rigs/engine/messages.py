@@ -21,12 +21,12 @@ PREFILL = {
     "remote_port": None,
 }
 
-# vLLM's variable for the layout of convolution states: vLLM or the connector sets it
 # Fields of KVTransferConfig for engines without a connector.
 NO_CONNECTOR = {
     "kv_connector": "NoConnector",
     "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
 }
+# vLLM's variable for the layout of convolution states: vLLM or the connector sets it
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 

@@ -188,12 +188,10 @@ class WorkerHalf:
         kv_config = generate_scheduler_kv_cache_config([self.kv_config])
         return Side(self.rig, self.role, index, self.config, kv_config, first_block)
 
-    def set_handshake_metadata(self, side: Side) -> None:
-        """Give the scheduler half what the rank publishes."""
-        metadata = self.handshake_metadata()
-        self.recorder.call(
-            "set_xfer_handshake_metadata", side.connector.set_xfer_handshake_metadata_pp_aware, metadata
-        )
+    def set_handshake_metadata(self, side: Side, when: str = "") -> None:
+        """Give the scheduler half what the rank publishes. `when`: not at the start, in words."""
+        hook, metadata = side.connector.set_xfer_handshake_metadata_pp_aware, self.handshake_metadata()
+        self.recorder.call(f"set_xfer_handshake_metadata{when}", hook, metadata)
 
     def start(self) -> Side:
         """The whole start, in vLLM's order. Returns the scheduler's side."""
@@ -209,10 +207,12 @@ class WorkerHalf:
             self.call_hook("unregister_kv_caches")
 
     def wake_up(self, side: Side) -> None:
-        """Restore the KV cache, twice, and publish it anew (v1/worker/gpu_worker.py: Worker.wake_up)."""
+        """Restore the KV cache and publish it anew, twice: vLLM wakes up the KV cache alone, and then all
+        (v1/worker/gpu_worker.py: Worker.wake_up; v1/engine/core.py: EngineCore.wake_up).
+        """
         for _ in range(2):
             self.call_hook("restore_kv_caches")
-        self.set_handshake_metadata(side)
+            self.set_handshake_metadata(side, " after a sleep")
 
     # ---- after it ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from pytest_kvconform.rigs.serving import gate
 from pytest_kvconform.rigs.serving.again import ask_again, odd_among_others, rounded_answers
 from pytest_kvconform.rigs.serving.chain import Chain
 from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment, exam_of_real_checkpoint
-from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask
+from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask, new_salt
 from pytest_kvconform.rigs.serving.messages import Answers, Prompt
 from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
 from pytest_kvconform.rigs.serving.observation import Look, Runs, ServingObservation
@@ -25,6 +25,7 @@ from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
 from pytest_kvconform.rigs.serving.server import ROUTER, Endpoint, Server, require_packages
 
 PROBED = 4  # questions that are asked of a store one by one
+TIMEOUT = "TimeoutError"  # what lm-eval raises for a question that is not answered in time
 CONTROL = 8  # questions that are asked of the servers without the connector, at least
 SUBJECT, BASELINE = "the subject", "the baseline"
 Failed = (EngineFailed, Unanswered, Unreachable)
@@ -38,6 +39,8 @@ class ServingBench:
         # waits of full length, whatever the connector has made shorter, where it is to be told whose failure
         # it is
         self._patient = replace(context, in_vain=set())
+        self._hasty = replace(context, in_vain={"request"})
+        self._hangs = False  # questions were not answered within a deadline of full length
         self._seen: dict[Cell, ServingObservation | Exception] = {}
         self._chain: Chain | None = None
         self._progress = Progress(context, 0, 0)
@@ -80,8 +83,9 @@ class ServingBench:
         exam = self._exam(cell)
         data = exam.questions.data
         try:
-            runs = self._question(self.context, cell, exam)
-            if exam.canary and not runs.counted.external and not declared_amount(self.context.subject):
+            runs = self._question(self._hasty if self._hangs else self.context, cell, exam)
+            loaded = runs.counted.external or any(one.external for one in runs.probed)
+            if exam.canary and not loaded and not declared_amount(self.context.subject):
                 self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
                 exam = exam_of(self.context, cell, LONGER)
                 runs = self._question(self.context, cell, exam)
@@ -94,8 +98,7 @@ class ServingBench:
             self._question(self._patient, cell, exam)
         except Failed as again:
             _raise_if_the_machine_failed(again)
-            hung = isinstance(again, Unanswered) or getattr(again, "how", "") == "hung"
-            self.context.note("request", hung)
+            self._hangs |= isinstance(again, Unanswered) and TIMEOUT in str(again)
             log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
             return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
         raise Blocked(
@@ -159,7 +162,7 @@ class ServingBench:
             pairs = zip(counts, earlier, strict=True)
             return answers, [one.counters().since(before) for one, before in pairs]
 
-        sides = [chain.decode, *([chain.prefill] if chain.prefill else [])]
+        sides = [chain.decode, *([chain.prefill] if chain.prefill and _counts(chain.prefill) else [])]
         subject, [of_subject, *of_p] = counted(chain.subject.url, SUBJECT, *sides)
         prompts = _prompts(chain)[before:]
         first, [of_first] = counted(chain.baseline.url, BASELINE, chain.baseline)
@@ -176,8 +179,9 @@ class ServingBench:
         before, progress = len(_prompts(chain)), Progress(context, 0, 0)
         for question in range(min(PROBED, exam.questions.count)):
             alone = exam.alone((question,), 1)
-            ask(context, chain, chain.prefill.url, alone, progress, "P, which saves")
-            ask(context, chain, chain.subject.url, alone, progress, SUBJECT)
+            salt = new_salt()  # D has seen the prompt before, and may have saved it itself
+            ask(context, chain, chain.prefill.url, alone, progress, "P, which saves", salt)
+            ask(context, chain, chain.subject.url, alone, progress, SUBJECT, salt)
         return _prompts(chain)[before:]
 
     def _file(self, runs: Runs, cell: Cell) -> str:
@@ -227,6 +231,15 @@ def _raise_if_the_machine_failed(error: Exception) -> None:
         raise HarnessError(f"{error}, and no code of the connector runs in it") from None
     if os.strerror(errno.ENOSPC) in str(error):
         raise HarnessError(f"a disk of this machine is full: {error}") from None
+
+
+def _counts(server: Endpoint) -> bool:
+    """Whether a server tells what it counts. P's counters are no condition of a run."""
+    try:
+        server.counters()
+    except Unreachable:
+        return False
+    return True
 
 
 def _prompts(chain: Chain) -> tuple[Prompt, ...]:

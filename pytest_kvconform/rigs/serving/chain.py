@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.serving.server import (
     wait_until_healthy,
 )
 
+NO_SUCH_PATH = (404, 405)  # a router need not have /health
 MAX_SEQS = 8  # requests at once in a server
 START = 2  # times the deadline of an engine's start
 START_REAL = 20  # the same for a real checkpoint, whose weights are read first
@@ -164,8 +165,9 @@ def attach(context: RunContext) -> Chain:
         theirs = Endpoint(ROUTER, settings.router_url, answer_s)
         try:
             get(f"{theirs.url}/health", answer_s)
-        except Refused:  # a router need not have this path
-            pass
+        except Refused as refused:
+            if refused.code not in NO_SUCH_PATH:
+                raise Blocked(f"the {ROUTER} cannot be asked: {refused}") from None
         except Unreachable as error:
             raise Blocked(f"the {ROUTER} cannot be asked: {error}") from None
         return Chain(theirs, baseline, decode, prefill)
@@ -189,8 +191,10 @@ def started(context: RunContext, cell: Cell, exam: Exam, **more: bool) -> Iterat
 
 
 def _transfer(context: RunContext, role: str, folder: str, with_connector: bool) -> dict[str, Any]:
-    # a D that computes what a load failed to bring would be taken for one that loads
-    given = context.transfer_config(role, port=free_port(), folder=folder, policy="fail")
+    # A D that computes what a load failed to bring would be taken for one that loads. A store may lose what
+    # it has found.
+    policy = "" if context.subject.profile == "store" else "fail"
+    given = context.transfer_config(role, port=free_port(), folder=folder, policy=policy)
     if with_connector:
         return given
     return NO_CONNECTOR | {key: given[key] for key in ("kv_role", "kv_buffer_device")}

@@ -17,10 +17,10 @@ from pytest_kvconform.rigs.serving.chain import Chain
 from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import Answers, Job
 from pytest_kvconform.rigs.serving.metrics import Unreachable
-from pytest_kvconform.rigs.serving.server import Endpoint, require_packages
+from pytest_kvconform.rigs.serving.server import Endpoint, answer_seconds, require_packages
 
 AT_ONCE = 4  # questions
-LONGER = 2  # times the deadline of a hand-over: a request through a router, beside three others
+TIMES = 2  # the deadline of a hand-over: a request through a router, beside three others
 END_S = 3.0  # for a server to end whose engine core has ended
 SHOW_S = 5.0  # between two lines about the progress
 LOOK_S = 1.0  # between two looks at the servers
@@ -71,21 +71,34 @@ class Progress:
         self._look += 1
 
 
-def ask(context: RunContext, chain: Chain, url: str, exam: Exam, progress: Progress, what: str) -> Answers:
-    """One run of lm-eval. `what` is asked, in words.
+def new_salt() -> str:
+    """A cache_salt that no other run has, on whatever machine."""
+    return f"kvconform-{uuid.uuid4()}"
+
+
+def ask(
+    context: RunContext,
+    chain: Chain,
+    url: str,
+    exam: Exam,
+    progress: Progress,
+    what: str,
+    salt: str = "",
+) -> Answers:
+    """One run of lm-eval. `what` is asked, in words. `salt`: cache_salt of the requests; a deployment has
+    another one for each run.
 
     Raises EngineFailed if a server ends, and Unanswered if a question was not answered.
     """
     settings = context.settings
     job = Job(
         url=url,
-        model=_model(chain, url),
+        model=_model(context, chain, url),
         questions=exam.questions,
         at_once=AT_ONCE,
         # lm-eval counts all seconds, also those in which a server waits for a core
-        request_s=LONGER * context.deadlines.request * context.slow,
-        # no other run has it, on whatever machine
-        salt=f"kvconform-{uuid.uuid4()}" if settings.deployed else "",
+        request_s=TIMES * context.deadlines.request * context.slow,
+        salt=salt or (new_salt() if settings.deployed else ""),
         online=settings.asks_hub,
     )
     answers = evaluate(context, job, what, chain.processes, progress)
@@ -148,10 +161,12 @@ def evaluate(
         process.end()
 
 
-def _model(chain: Chain, url: str) -> str:
+def _model(context: RunContext, chain: Chain, url: str) -> str:
     """The name of the model at an address. A router need not tell it: D does. Raises Unreachable."""
+    if not context.settings.deployed:
+        return chain.decode.model()
     try:
-        return Endpoint("", url).model()
+        return Endpoint("", url, answer_seconds(context)).model()
     except Unreachable:
         return chain.decode.model()
 

@@ -65,8 +65,10 @@ class Result:
 
 
 def alpha(looks: int = LOOKS) -> float:
-    """The level of one look, if the gate is asked several times, and of the test of one question."""
-    return ALPHA / (looks + 1)
+    """The level of one look, if the gate is asked several times, and of the two tests of one question: asked
+    alone, and in all looks.
+    """
+    return ALPHA / (looks + 2)
 
 
 def least_differences(looks: int = LOOKS) -> int:

@@ -28,7 +28,11 @@ class Unreachable(Exception):
 
 
 class Refused(Unreachable):
-    """A server answers with an HTTP error."""
+    """A server answers with an HTTP error, `code`."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +120,7 @@ def get(url: str, seconds: float) -> str:
             return body.decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         error.close()
-        raise Refused(f"{url} answers {error.code} {error.reason}") from None
+        raise Refused(f"{url} answers {error.code} {error.reason}", error.code) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise Unreachable(f"{url} does not answer: {reason}") from None

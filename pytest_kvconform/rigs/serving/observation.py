@@ -43,6 +43,11 @@ class Repeated:
     control: Compared | None = None
 
     @property
+    def odd(self) -> str:
+        """The first answer of the subject that differs from those of the baseline."""
+        return next((text for text in self.subject if text not in self.baseline), self.subject[0])
+
+    @property
     def is_odd(self) -> bool:
         """Whether chance does not give so many odd answers of the subject."""
         return self.p <= alpha()

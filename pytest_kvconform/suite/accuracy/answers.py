@@ -117,7 +117,7 @@ def _wrong_each_time(rule: str, runs: Runs) -> Violation:
             f"{len(one.baseline)} answers of D alone are equal. Chance gives this with a probability of "
             f"{one.p:.1g}",
             differs="; ".join(f"question {each.question}, {each.tokens} tokens" for each in runs.wrong[:10]),
-            picture=tuple(_pair(each.question, each.baseline[0], each.subject[0]) for each in runs.wrong[:4]),
+            picture=tuple(_pair(each.question, each.baseline[0], each.odd) for each in runs.wrong[:4]),
             diagnosis="D's KV is not P's, for these prompts. It is not rounding: after a right hand-over, KV "
             f"copied between engines without the connector, all {len(one.control.handed_over)} answers are "
             "those of D alone",

@@ -80,6 +80,13 @@ class PublishesOnce(Sleeps):
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
+class RefusesToForget(Sleeps):
+    """reset_cache fails always, and so does vLLM's request to sleep."""
+
+    def reset_cache(self) -> bool:
+        return False
+
+
 class AnswersByMethod(Sleeps):
     """supports_sleep_mode returns a method, which is always true."""
 

@@ -174,7 +174,7 @@ class Live:
                     "",
                     f"{what} {NOT_ENDED}: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
-                    f"{limit:g} s",
+                    f"{limit:g} s" + ", after another case had waited longer in vain" * self.rig.waited,
                 )
 
     def check(self) -> int:
