@@ -64,8 +64,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens as long as
-    # the connector has no worker half.
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens while there is no worker half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
     supports_hma: bool
@@ -90,11 +89,10 @@ def serve(connection: Connection, spec: HostSpec) -> None:
     connection.send(("ready", None))
     while True:
         try:
-            module, function, rule, variant, deadline_s = connection.recv()
+            question = connection.recv()
         except EOFError:
-            host.close()
-            return
-        connection.send(host.run(module, function, rule, variant, deadline_s))
+            return host.close()
+        connection.send(host.run(*question))
 
 
 def _not_configured(spec: HostSpec, error: Exception) -> CaseEnd:

@@ -201,8 +201,14 @@ class WorkerHalf:
         self.set_handshake_metadata(side)
         return side
 
-    def sleep(self) -> None:
-        """Unregister the KV cache, twice (v1/worker/gpu_worker.py: Worker.sleep and Worker.discard)."""
+    def sleep(self, side: Side) -> None:
+        """Reset the prefix cache, and with it the connector's (v1/engine/core.py: EngineCore.sleep), and
+        unregister the KV cache, twice (v1/worker/gpu_worker.py: Worker.sleep and Worker.discard).
+
+        Raises Violation if the connector does not reset its cache.
+        """
+        if not side.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise self.rig.violation("", "reset_cache returned False, so vLLM does not let the engine sleep")
         for _ in range(2):
             self.call_hook("unregister_kv_caches")
 
