@@ -91,7 +91,8 @@ def serve(connection: Connection, spec: HostSpec) -> None:
         try:
             question = connection.recv()
         except EOFError:
-            return host.close()
+            host.close()
+            return
         connection.send(host.run(*question))
 
 
@@ -243,10 +244,8 @@ class Host:
         if in_time and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
         if not in_time and self._hook[:].startswith(b"__init__") and waits_for_server(_stack_lines(log_from)):
-            sentence = "waits for a server: start it, or configure its address"
-            return end_of(
-                Blocked(f"{self.spec.subject.connector} cannot start here: its start {sentence}")
-            ), in_time
+            waits = "its start waits for a server: start it, or configure its address"
+            return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), in_time
         how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 

@@ -190,7 +190,7 @@ class LiveEngine:
     def sleep(self) -> None:
         """Sleep, and lose all KV. Its addresses stay, as in vLLM."""
         self.half.sleep(self.side)
-        self.memory.zero(np.arange(1, self.memory.num_blocks))
+        self.memory.lose()
 
     def wake_up(self) -> None:
         """Wake up from it."""
@@ -206,10 +206,9 @@ class LiveEngine:
 
     def forget(self) -> None:
         """Drop the records of the harness, so that only the connector's memory grows."""
-        side = self.side
-        side.forget_records()
-        del side.finished[:]
-        for of_requests in (side.prompts, self.loads, self.computed_by):
+        self.side.forget_records()
+        del self.side.finished[:]
+        for of_requests in (self.side.prompts, self.loads, self.computed_by):
             of_requests.clear()
 
     def close(self) -> None:

@@ -41,6 +41,10 @@ class WordMemory(Memory):
             page[blocks] = 0
         self.flush(blocks)
 
+    def lose(self) -> None:
+        """Fill all blocks but the null block with zeros."""
+        self.zero(np.arange(1, self.num_blocks))
+
     def copy(self, source: Array, target: Array) -> None:
         """Copy whole blocks, as a prefix cache hit that ends within a block makes vLLM do."""
         self.fetch(source)
