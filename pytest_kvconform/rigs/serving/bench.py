@@ -84,8 +84,7 @@ class ServingBench:
         data = exam.questions.data
         try:
             runs = self._question(self._hasty if self._hangs else self.context, cell, exam)
-            loaded = runs.counted.external or any(one.external for one in runs.probed)
-            if exam.canary and not loaded and not declared_amount(self.context.subject):
+            if exam.canary and not runs.loaded and not declared_amount(self.context.subject):
                 self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
                 exam = exam_of(self.context, cell, LONGER)
                 runs = self._question(self.context, cell, exam)

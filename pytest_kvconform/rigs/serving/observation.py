@@ -80,6 +80,13 @@ class Runs:
         return {one.question for one in self.repeated if one.control is not None and not one.is_wrong}
 
     @property
+    def loaded(self) -> bool:
+        """Whether D loaded something of what P had. A D that saves to a store may find its own KV there."""
+        if self.probed:
+            return any(one.external for one in self.probed)
+        return self.counted.external > 0
+
+    @property
     def questions(self) -> int:
         """How many questions there are, each asked in every look."""
         return len(self.looks[0].subject.answers)

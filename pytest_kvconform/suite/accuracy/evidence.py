@@ -26,10 +26,10 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
             + (": give --kv-baseline-url, a server that answers without the connector")
             * bench.settings.deployed
         )
-    if not counted.external and not any(one.external for one in runs.probed):
-        raise _not_loaded(
-            f"D computed all {counted.computed} prompt tokens of {runs.questions} questions, and loaded none"
-        )
+    if not runs.loaded:
+        whole = f"all {counted.computed} prompt tokens of {runs.questions} questions"
+        just = f"the prompts of {len(runs.probed)} questions that P had just answered"
+        raise _not_loaded(f"D computed {just if runs.probed else whole}, and loaded none")
     if runs.prompts:
         _require_agreement(runs)
         if without := _not_loaded_at_all(subject, runs):
