@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -42,7 +43,8 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     questions(16)
     run = run_cases("LoadsMost")
     assert run.failed == {LOADED}
-    assert "the whole prompt of 2 of 16 requests" in run.findings[LOADED].happened
+    # one of the two may have the shortest prompt, and a connector may load longer ones alone
+    assert re.search("the whole prompt of [12] of 16 requests", run.findings[LOADED].happened)
 
 
 def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(

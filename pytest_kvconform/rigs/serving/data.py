@@ -90,9 +90,11 @@ def exam_of(context: RunContext, cell: Cell, longer: int = 0) -> Exam:
         count=len(exam.prompts),
         longest_answer=max(len(answer) for _, answer in exam.tokens),
     )
-    # lm-eval asks for the longest answer to each prompt, and vLLM refuses what may become too long
-    longest = max(len(prompt) for prompt, _ in exam.tokens) + questions.longest_answer
-    return Exam(canary, longest + (family.draft.tokens if family.draft else 0), questions, LOOKS, exam)
+    # lm-eval asks for the longest answer to each prompt, and vLLM refuses what may become too long. It drafts
+    # no token behind the longest length.
+    spare = questions.longest_answer + 1 + (family.draft.tokens if family.draft else 0)
+    longest = max(len(prompt) for prompt, _ in exam.tokens) + spare
+    return Exam(canary, longest, questions, LOOKS, exam)
 
 
 def school_of(context: RunContext) -> School:
