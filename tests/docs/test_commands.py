@@ -103,6 +103,7 @@ def report(outcome: Outcome) -> document.Report:
         [name],
         plan.manifest,
         (),
+        plan.limited,
     )
 
 
