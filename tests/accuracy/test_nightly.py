@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +23,11 @@ from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.processes.gpus import Gpu, lease
 from pytest_kvconform.rigs.serving import bench as bench_of_servers
-from pytest_kvconform.rigs.serving import chain, data, gate, server_process
+from pytest_kvconform.rigs.serving import chain, data, gate
 from pytest_kvconform.rigs.serving.data import exam_of, exam_of_real_checkpoint, find_checkpoint
 from pytest_kvconform.rigs.serving.messages import Answer, Answers, ServerSpec
 from pytest_kvconform.rigs.serving.metrics import Counters
 from pytest_kvconform.rigs.serving.observation import Look, Runs
-from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import CONFIG, CaseRunner
@@ -126,14 +128,27 @@ def test_the_record_of_a_draft_reaches_the_server(models: Path, tmp_path: Path) 
     assert more == real.arguments
 
 
-def test_the_folder_reaches_vllm(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ARGUMENTS = """
+import json, sys, msgspec
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+mend_imports()
+from pytest_kvconform.rigs.serving import server_process
+from pytest_kvconform.rigs.serving.messages import ServerSpec
+server_process.openai_server.run = lambda given, *_: print(json.dumps(given, default=str))
+server_process.serve(None, msgspec.json.decode(sys.argv[1], type=ServerSpec))
+"""
+
+
+def test_the_folder_reaches_vllm(models: Path, tmp_path: Path) -> None:
     """What vLLM's EngineArgs is given has the folder, length and dtype of the record, and no blocks."""
-    mend_imports()  # before vLLM is imported, as in the zygote
-    started: list[dict[str, Any]] = []
-    monkeypatch.setattr(server_process.openai_server, "run", lambda given, *_: started.append(given))
     spec = spec_of(context_of(nightly(models=str(models)), tmp_path), CELL, 1)
-    server_process.serve(None, msgspec.structs.replace(spec, environment={}))  # type: ignore[arg-type]
-    [arguments] = started
+    given = msgspec.json.encode(msgspec.structs.replace(spec, environment={})).decode()
+    # a process of its own: imports are mended before anything else is imported, as in the zygote
+    done = subprocess.run(
+        [sys.executable, "-c", ARGUMENTS, given], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    arguments = json.loads(done.stdout.splitlines()[-1])
     assert arguments["model"] == str(models / load_real_checkpoints()["llama"].repository)
     assert (arguments["max_model_len"], arguments["dtype"]) == (4096, "bfloat16")
     assert (arguments["block_size"], arguments["num_gpu_blocks_override"]) == (None, None)
