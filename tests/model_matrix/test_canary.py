@@ -71,7 +71,8 @@ def test_answers_are_what_lm_eval_takes_for_right(exam: Exam) -> None:
 
 
 def test_prompts_are_those_of_lm_eval(exam: Exam, tmp_path: Path) -> None:
-    tasks = pytest.importorskip("lm_eval.tasks")
+    from lm_eval import tasks
+
     source = Path(tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
     files = f"train: {exam.folder / TRAIN}\n    test: {exam.folder / TEST}"
     (tmp_path / "one.yaml").write_text(
@@ -86,8 +87,9 @@ def test_prompts_are_those_of_lm_eval(exam: Exam, tmp_path: Path) -> None:
 
 
 def test_tokenizer_gives_texts_back(exam: Exam) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exam.folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exam.folder)
     texts = [*exam.prompts, *exam.answers, "Ünïcode, and what no question has: ∑ 3.14\t"]
     assert [tokenizer.decode(tokenizer(text).input_ids) for text in texts] == texts
     assert [tuple(tokenizer(prompt).input_ids) for prompt in exam.prompts] == [t for t, _ in exam.tokens]

@@ -17,9 +17,8 @@ from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
-from tests.small_suite.runs import declare
+from tests.small_suite.runs import TODAY, declare
 
-TODAY = datetime.datetime.now(datetime.UTC).date()
 YESTERDAY, TOMORROW = (TODAY + datetime.timedelta(days=days) for days in (-1, 1))
 UNEQUAL = {"tp-heterogeneous": "one size only"}
 KNOWN = """[[known]]

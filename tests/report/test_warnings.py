@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from pytest_kvconform import cli
-from tests.small_suite.runs import declare
+from tests.small_suite.runs import TODAY, declare
 
 HELLO = "interface/answers::hello[llama-P1D1]"  # checks KV-ANSWER-001, which is a SHOULD
 ISSUE = "https://example.org/issues/57"
-TODAY = datetime.datetime.now(datetime.UTC).date()
 
 
 def verified(run, capsys) -> int:

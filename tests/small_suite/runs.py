@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform import features
+from pytest_kvconform import declaration, features
 
 HERE = Path(__file__).parent  # fakekv and shuffles are found here
+TODAY = declaration.today()  # of all runs in this process: it stays the same if midnight passes meanwhile
 
 
 def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
@@ -65,6 +66,7 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     A run has `--kv-connector=m:C`, unless `plain`. With `apart` the run is a process of its own.
     `unsupported` is a feature -> why; all other features are declared as supported, unless `undeclared`.
     """
+    monkeypatch.setattr(declaration, "today", lambda: TODAY)
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
     monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")

@@ -20,7 +20,7 @@ from pytest_kvconform.rigs.serving.metrics import Unreachable
 from pytest_kvconform.rigs.serving.server import Endpoint, answer_seconds, require_packages
 
 AT_ONCE = 4  # questions
-TIMES = 2  # the deadline of a hand-over: a request through a router, beside three others
+REQUEST_TIMES = 2  # times the deadline of a hand-over: a request through a router, beside three others
 END_S = 3.0  # for a server to end whose engine core has ended
 SHOW_S = 5.0  # between two lines about the progress
 LOOK_S = 1.0  # between two looks at the servers
@@ -97,7 +97,7 @@ def ask(
         questions=exam.questions,
         at_once=AT_ONCE,
         # lm-eval counts all seconds, also those in which a server waits for a core
-        request_s=TIMES * context.deadlines.request * context.slow,
+        request_s=REQUEST_TIMES * context.deadlines.request * context.slow,
         salt=salt or (new_salt() if settings.deployed else ""),
         online=settings.asks_hub,
     )
