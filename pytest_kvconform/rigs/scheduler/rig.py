@@ -27,10 +27,10 @@ numbers below 257, such as ranks and layers, are no block ids.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,6 @@ class Rig:
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
     secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))
-    transfers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def cell(self) -> Cell:
@@ -150,7 +149,8 @@ class Rig:
         keys = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         asked: dict[str, Any] = dict.fromkeys(keys)
         if self.subject.handover == RENDEZVOUS:
-            asked["transfer_id"] = f"{os.getpid()}-{next(self.transfers)}"
+            # a long run has more cases than Linux has ids of processes, and P's answers may outlive a case
+            asked["transfer_id"] = str(uuid.uuid4())
         return {"do_remote_decode": True, "do_remote_prefill": False} | asked
 
     def rendezvous_params(self, p: SideState, transfer_id: str) -> dict[str, Any]:
