@@ -43,7 +43,7 @@ _IMPORTS = {  # code that proves that a module can be used, and prints a fact ab
 # what a build lacks to run a model -> why the tiers that need one do not run
 LACKS = {
     " without kernels": "is built without kernels",
-    " with kernels for other devices": "has no kernels that load here: it is built for another device",
+    " with kernels for other devices": "has no kernels that run here: it is built for a GPU, or they do not load on this CPU",
 }
 WITH_MODEL = [tier for tier, rigs in RIGS_OF_TIERS.items() if {*rigs} & {*MODELS}]
 WITHOUT_MODEL = [tier for tier in RIGS_OF_TIERS if tier not in WITH_MODEL]
@@ -92,23 +92,22 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
     lines = [
         f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
     ]
-    for lacks, why in LACKS.items():
-        if on.endswith(lacks):
-            tiers = ",".join(WITHOUT_MODEL)
-            lines = [
-                f"can run  the tiers {tiers}; try: pytest --kv-connector={example} --kv-tier={tiers}",
-                f"blocked  the tiers {','.join(WITH_MODEL)}: vLLM {versions['vllm']} {why}; {install} in "
-                "another environment",
-            ]
+    blocked = [why for lacks, why in LACKS.items() if on.endswith(lacks)]
+    for why in blocked:
+        tiers, others = ",".join(WITHOUT_MODEL), ",".join(WITH_MODEL)
+        lines = [
+            f"can run  the tiers {tiers}; try: pytest --kv-connector={example} --kv-tier={tiers}",
+            f"blocked  the tiers {others}: vLLM {versions['vllm']} {why}; {install} in another environment",
+        ]
     if is_development(versions["vllm"]):
-        lines.append("note     this vLLM was built between releases, from its main: the rules of the newest minor hold for it")
+        lines.append("note     this vLLM comes from main: the rules of the newest minor hold for it")
     if not imports["nixl"].works:
         lines.append("missing  nixl, for NixlConnector and the reference connector; pip install nixl")
     if on.startswith("cpu") and gpus:
         lines.append(
             "missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment"
         )
-    if lacks := extras.not_installed():
+    if not blocked and (lacks := extras.not_installed()):
         lines.append(f"missing  {', '.join(lacks)}, for the accuracy tier; pip install '{extras.EXTRA}'")
     if version("pytest-xdist") is None:
         lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
