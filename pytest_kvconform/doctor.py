@@ -43,7 +43,7 @@ _IMPORTS = {  # code that proves that a module can be used, and prints a fact ab
 # what a build lacks to run a model -> why the tiers that need one do not run
 LACKS = {
     " without kernels": "is built without kernels",
-    " with kernels for other devices": "has no kernels that run here: it is built for a GPU, or they do not load on this CPU",
+    " with kernels for other devices": "has no kernels that load here: it is built for a GPU, or another CPU",
 }
 WITH_MODEL = [tier for tier, rigs in RIGS_OF_TIERS.items() if {*rigs} & {*MODELS}]
 WITHOUT_MODEL = [tier for tier in RIGS_OF_TIERS if tier not in WITH_MODEL]

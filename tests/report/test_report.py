@@ -238,7 +238,7 @@ def test_doctor_says_what_is_missing():
         (
             "0.33.0",
             "with kernels for other devices",
-            "has no kernels that run here: it is built for a GPU, or they do not load on this CPU",
+            "has no kernels that load here: it is built for a GPU, or another CPU",
         ),
     ],
 )

@@ -73,12 +73,13 @@ def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[
     `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
     """
     try:
-        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+        from vllm.v1.core import kv_cache_planning as home
     except ImportError:  # before 0.33
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-        return list(get_kv_cache_configs(config, specs, memory))
-    return list(get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs)))
+        from vllm.v1.core import kv_cache_utils as home
+    arguments: list[Any] = [config, specs, memory]
+    if len(inspect.signature(home.get_kv_cache_configs).parameters) == 4:  # 0.33
+        arguments.append(home.get_global_kv_cache_groups(config, specs))
+    return list(home.get_kv_cache_configs(*arguments))
 
 
 def generate_scheduler_kv_cache_config(configs: list[Any]) -> Any:
