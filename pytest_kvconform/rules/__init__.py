@@ -8,6 +8,7 @@ with the rules that test each of them: see `clauses.py`.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform import loading
+from pytest_kvconform.rigs.vllm_setup.compat import is_development
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"
@@ -67,9 +69,9 @@ def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
     return tuple(rule.id for rule in rules.values() if rule.strength == "SHOULD")
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+def _minor(version: str) -> tuple[float, ...]:
+    """Return the first two numbers of a version. vLLM's main comes after every release."""
+    return (math.inf,) if is_development(version) else tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def not_in_force(rules: Mapping[str, Rule], version: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ ROOMS = {
     "scenario": "",
     "missing": "",
     "context": "processes",
-    "launch": "processes",  # which starts the zygote; the zygote loads modules of rooms by their names
+    "launch": "processes vllm_setup",  # it starts the zygote, which loads modules of rooms by their names
     "vllm_setup": "processes context scenario",
     "probe_subject": "processes context scenario launch vllm_setup",
     "engine": "processes context scenario missing vllm_setup",

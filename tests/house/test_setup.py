@@ -144,7 +144,7 @@ def test_an_index_that_is_given_is_passed_on_and_uv_left_out(setup: Setup) -> No
     assert "was not found" in said
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.32.0+cu130", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.32.0+cu130", "0.33.0", "0.34.0.dev1+g0"])
 def test_an_installed_vllm_stays(setup: Setup, version: str) -> None:
     setup.has("vllm", version)
     code, said, calls = setup.run("cpu", "test")
@@ -156,6 +156,58 @@ def test_an_installed_vllm_stays(setup: Setup, version: str) -> None:
 def test_an_installed_vllm_stays_without_other_extras(setup: Setup) -> None:
     setup.has("vllm", "0.32.0")
     assert last_words(setup.run("cpu")[2]) == ["pip .", "compileall"]
+
+
+def commands_of(calls: list[str]) -> list[str]:
+    return [re.sub(r"^pip: -m pip install .*?--progress-bar off ", "", call) for call in calls]
+
+
+def test_vllm_main_is_built_from_its_newest_commit_without_kernels(setup: Setup, tmp_path: Path) -> None:
+    git = tmp_path / "path"
+    git.mkdir()
+    executable(git / "git", '#!/bin/sh\necho "ls: $*" >>"$CALLS"\necho "0123abc\trefs/heads/main"\n')
+    path = f"{git}:{os.environ['PATH']}"
+    code, said, calls = setup.run("cpu", "accuracy", PIP_FINDS="torch", VLLM="main", PATH=path)
+    assert code == 0, said
+    assert calls[0] == "ls: ls-remote https://github.com/vllm-project/vllm refs/heads/main"
+    torch, tools, vllm, nixl, this, _ = commands_of(calls[1:])
+    assert (torch, tools.split()[0]) == ("torch==2.13.0+cpu", "setuptools>=77,<81")
+    assert vllm == (
+        "--no-build-isolation --no-binary vllm vllm @ git+https://github.com/vllm-project/vllm@0123abc"
+    )
+    assert nixl == "nixl==1.5.1 pytest-xdist>=3.6"
+    assert this == "--editable .[accuracy]"
+    assert setup.run("cpu", "accuracy", VLLM="main", PATH=path) == (0, "", [])
+
+
+def test_vllm_main_out_of_reach_is_one_sentence(setup: Setup, tmp_path: Path) -> None:
+    git = tmp_path / "path"
+    git.mkdir()
+    executable(git / "git", "#!/bin/sh\necho 'fatal: no such host' >&2; exit 128\n")
+    code, said, calls = setup.run("cpu", VLLM="main", PATH=f"{git}:{os.environ['PATH']}")
+    assert (code, calls) == (2, [])
+    assert said == (
+        "setup: VLLM=main needs https://github.com/vllm-project/vllm, which git does not reach from here.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "asked", "fits"),
+    [
+        ("0.34.0rc1.dev4+g0123abc.empty", "main", True),
+        ("0.34.0rc1.dev4+g0123abc.empty", "0.33", False),
+        ("0.33.0", "main", False),
+        ("0.33.0", "0.33", True),
+    ],
+)
+def test_the_vllm_that_is_asked_for(setup: Setup, installed: str, asked: str, fits: bool) -> None:
+    setup.has("vllm", installed)
+    code, said, calls = setup.run("cpu", VLLM=asked)
+    assert code == (0 if fits else 2), said
+    if fits:
+        assert commands_of(calls)[0] == "nixl==1.5.1 pytest-xdist>=3.6"
+    else:
+        assert f"vllm {installed} is installed in {setup.venv}, and VLLM={asked} is asked for" in said
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.34.0", "0.3.2", "0.320.0"])

@@ -97,6 +97,16 @@ def test_a_vllm_older_than_every_rule_leaves_no_rule_out(tmp_path, version):
     assert list(rules.not_in_force(known, "0.31.0")) == ["KV-A-002"]
 
 
+def test_vllm_main_comes_after_every_minor(tmp_path):
+    known = load(
+        tmp_path,
+        a=f'[KV-A-001]\n{GOOD.replace("0.9", "0.34")}[KV-A-002]\n{GOOD}until = "0.33"\n',
+    )
+    assert list(rules.not_in_force(known, "0.33.0")) == ["KV-A-001", "KV-A-002"]
+    for version in ("0.33.1rc1.dev42+g017e9f444.empty", "0.1.dev1+g017e9f444"):
+        assert list(rules.not_in_force(known, version)) == ["KV-A-002"]
+
+
 def test_a_should_needs_no_caller(tmp_path):
     text = GOOD.replace("MUST", "SHOULD").replace(BREAKS, "")
     [rule] = load(tmp_path, a=f"[KV-A-001]\n{text}").values()

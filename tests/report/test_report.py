@@ -230,16 +230,48 @@ def test_doctor_says_what_is_missing():
     )
 
 
-def test_doctor_says_what_a_vllm_without_kernels_can_run():
+@pytest.mark.parametrize(
+    ("version", "lacks", "why"),
+    [
+        ("0.33.0", "without kernels", "is built without kernels"),
+        ("0.34.0rc1.dev4+g017e9f444.empty", "without kernels", "is built without kernels"),
+        (
+            "0.33.0",
+            "with kernels for other devices",
+            "has no kernels that load here: it is built for a GPU, or another CPU",
+        ),
+    ],
+)
+def test_doctor_says_what_a_vllm_without_kernels_can_run(version, lacks, why):
     from pytest_kvconform.doctor import Import, advice
 
-    here, nixl = Import(True, "runs on cpu without kernels"), Import(True, "usable")
-    first, second, *_ = advice({"vllm": "0.33.0"}, {"vllm": here, "nixl": nixl}, [])
+    here, nixl = Import(True, f"runs on cpu {lacks}"), Import(True, "usable")
+    first, second, *rest = advice({"vllm": version}, {"vllm": here, "nixl": nixl}, [])
     assert first == (
         "can run  the tiers interface,protocol,bytes; try: "
         "pytest --kv-connector=NixlConnector --kv-tier=interface,protocol,bytes"
     )
-    assert second.startswith("missing  a vLLM with kernels for CPUs")
+    assert second == (
+        f"blocked  the tiers engine,accuracy: vLLM {version} {why}; "
+        "pip install 'pytest-kvconform[cpu]' in another environment"
+    )
+    assert any("comes from main: the rules of the newest minor hold for it" in line for line in rest) == (
+        ".dev" in version
+    )
+    assert not any("accuracy tier" in line for line in rest)
+
+
+def test_doctor_says_that_a_minor_is_not_supported(monkeypatch, capsys):
+    from pytest_kvconform import doctor
+
+    fine = doctor.Import(True, "runs on cpu")
+    monkeypatch.setattr(doctor, "try_imports", lambda: dict.fromkeys(("torch", "vllm", "nixl"), fine))
+    monkeypatch.setattr(doctor, "version", lambda *names: "0.30.1" if "vllm" in names else "1")
+    assert doctor.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "can run  nothing: vLLM 0.30.1 is installed, and this suite holds the contracts of 0.31.x, 0.32.x, "
+        "0.33.x: install one of them"
+    )
 
 
 def test_doctor_survives_imports_that_fail(monkeypatch, capsys):

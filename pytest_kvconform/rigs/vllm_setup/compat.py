@@ -11,18 +11,60 @@ vLLM is imported inside functions only.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 SUPPORTED = ("0.31.", "0.32.", "0.33.")  # the versions of vLLM whose contract the suite tests
 
 
+def is_development(version: str) -> bool:
+    """Whether vLLM was built between releases, from its main: 0.33.1rc1.dev42+g017e9f444."""
+    return ".dev" in version
+
+
 def reason_not_supported(version: str) -> str:
-    """Why this version of vLLM cannot be tested, as one sentence; "" if it can."""
-    if version.startswith(SUPPORTED):
+    """Why this version of vLLM cannot be tested, as one sentence; "" if it can.
+
+    The numbers of a development version tell nothing: they come from the nearest tag, and are 0.1 in a clone
+    without tags.
+    """
+    if version.startswith(SUPPORTED) or is_development(version):
         return ""
     known = ", ".join(f"{minor}x" for minor in SUPPORTED)
     return f"vLLM {version} is installed, and this suite holds the contracts of {known}: install one of them"
+
+
+def environment_without_gpu(version: str) -> dict[str, str]:
+    """The environment in which a build of the distribution `vllm` runs on a machine without a GPU.
+
+    vLLM's platform is CPU if the version has "cpu" in it, or the variable has (platforms/__init__.py). Builds
+    for other accelerators find them by themselves.
+    """
+    label = version.partition("+")[2].split(".")
+    if any(part.startswith(("cpu", "rocm", "tpu", "xpu")) for part in label):
+        return {}
+    return {"VLLM_TARGET_DEVICE": "cpu"}
+
+
+def describe_build() -> str:
+    """On which device the installed vLLM runs here, and what it lacks there to run a model.
+
+    A build without a device (VLLM_TARGET_DEVICE=empty) has no library of kernels. Libraries of a build for
+    CUDA have no kernels for CPUs.
+    """
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not any(Path(vllm.__file__).parent.glob("_*C*.so")):
+        lacks = " without kernels"
+    elif current_platform.is_cpu() and not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        lacks = " with kernels for other devices"
+    else:
+        lacks = ""
+    return f"runs on {current_platform.device_type or 'nothing here'}{lacks}"
 
 
 def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
@@ -31,12 +73,13 @@ def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[
     `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
     """
     try:
-        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+        from vllm.v1.core import kv_cache_planning as home
     except ImportError:  # before 0.33
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-        return list(get_kv_cache_configs(config, specs, memory))
-    return list(get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs)))
+        from vllm.v1.core import kv_cache_utils as home
+    arguments: list[Any] = [config, specs, memory]
+    if len(inspect.signature(home.get_kv_cache_configs).parameters) == 4:  # 0.33
+        arguments.append(home.get_global_kv_cache_groups(config, specs))
+    return list(home.get_kv_cache_configs(*arguments))
 
 
 def generate_scheduler_kv_cache_config(configs: list[Any]) -> Any:
