@@ -15,6 +15,8 @@ import msgspec
 
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
+from pytest_kvconform.services import Service
+from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -48,6 +50,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}  # modules that its class imports -> where to get them
     not_shared: str = ""  # why a second engine cannot find what a store saves
     exempt: str = ""  # why the suite does not apply to the connector
+    services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
 
@@ -74,6 +77,7 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
+    check_placeholders(config, [service.name for service in declared.services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -96,6 +100,7 @@ def resolve(settings: Settings) -> Subject:
         packages=bundled.packages,
         not_shared=bundled.not_shared,
         exempt=bundled.exempt,
+        services=declared.services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
     )
@@ -150,7 +155,7 @@ def _read_declaration(settings: Settings) -> Declaration:
         place = f"--kv-declare: {settings.declare}"
         return declaration.read(declaration.read_file(Path(settings.declare), place), place)
     table: dict[str, Any] = {
-        key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))
+        key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
     table |= {key: getattr(settings, key) for key in ("lease", *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")

@@ -50,6 +50,7 @@ CONNECTOR_SETTINGS = (
     "lease",
     "load_granularity",
     "min_load",
+    "services",
     "features",
     "known",
 )
@@ -199,6 +200,13 @@ class Settings:
         parse_tokens,
         "TOKENS",
         "a load of fewer tokens is not made, and D computes them; 0: not declared",
+        toml_only=True,
+    )
+    services: str = row(
+        "",
+        tables_as_json(dict),
+        "TABLES",
+        "servers that the connector needs: command, ready, deadline, environment, engine_environment",
         toml_only=True,
     )
     features: str = row(
