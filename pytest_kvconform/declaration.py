@@ -30,7 +30,7 @@ from pytest_kvconform import features
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.reading import read_services
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
-from pytest_kvconform.settings.parsers import did_you_mean, parse_tokens
+from pytest_kvconform.settings.parsers import did_you_mean, one_of, parse_tokens, word_or_function
 from pytest_kvconform.settings.tables import refuse_unknown
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
@@ -92,12 +92,11 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
         raise BadSetting(f"{place}{dot}lease: expected a key of kv_connector_extra_config, got {lease!r}")
     words: dict[str, Any] = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
-        if (value := table.get(key, "")) not in ("", *valid):
-            raise BadSetting(
-                f"{place}{dot}{key}: expected {' or '.join(valid)}, got "
-                f"{value!r}{did_you_mean(str(value), valid)}"
-            )
-        words[key] = value
+        parse = (word_or_function if key == "handover" else one_of)(*valid)
+        try:
+            words[key] = parse(value) if (value := table.get(key, "")) != "" else ""
+        except ValueError as error:
+            raise BadSetting(f"{place}{dot}{key}: {error}") from None
     for key in AMOUNTS:
         words[key] = _tokens(table.get(key, 0), f"{place}{dot}{key}")
     return Declaration(

@@ -40,6 +40,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}  # the other fields of KVTransferConfig
     profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
+    hook: str = ""  # with rendezvous: function of the author that gives the params, "module:function"
     # keys of kv_connector_extra_config that the suite sets: the folder that a store saves to, and the
     # seconds that P keeps KV which no D reads
     folder: str = ""
@@ -53,6 +54,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """How D learns which KV to load, as `rigs/engine/router.py` has it: the hook, or `handover`."""
+        return self.hook or self.handover
 
 
 def resolve(settings: Settings) -> Subject:
@@ -91,7 +97,10 @@ def resolve(settings: Settings) -> Subject:
         module=module,
         config=config,
         profile=profile,
-        handover=handover or ("none" if profile == "store" else "handoff"),
+        hook=handover if ":" in handover else "",
+        handover="rendezvous"
+        if ":" in handover
+        else handover or ("none" if profile == "store" else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
         load_granularity=declared.load_granularity or bundled.load_granularity,
