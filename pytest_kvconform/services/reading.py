@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -67,12 +66,12 @@ def address_of(ready: str) -> tuple[str, int] | None:
     """Return (host, port) of a readiness check over the network; None for any other text."""
     try:
         parts = urlsplit(ready)
-        port = parts.port or {"http": 80}.get(parts.scheme, math.nan)
+        port = parts.port or (80 if parts.scheme == "http" else 0)
     except ValueError:  # a port that is no number
         return None
-    if parts.scheme not in ("tcp", "http") or not parts.hostname or not 0 < port < 65536:
+    if parts.scheme not in ("tcp", "http") or not parts.hostname or not port:
         return None
-    return parts.hostname, int(port)
+    return parts.hostname, port
 
 
 def check_placeholders(value: Any, names: list[str], place: str, own: str = "") -> None:
