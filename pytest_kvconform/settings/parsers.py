@@ -90,7 +90,7 @@ def word_or_function(*valid: str) -> Callable[[Any], str]:
             return f"{module}:{function}"
         if value not in valid:
             raise ValueError(
-                f"expected {' or '.join(valid)}, or a function as MODULE:FUNCTION, got "
+                f"expected {' or '.join(valid)} or MODULE:FUNCTION, got "
                 f"{value!r}{did_you_mean(str(value), valid)}"
             )
         return str(value)

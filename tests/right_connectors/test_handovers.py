@@ -1,4 +1,4 @@
-"""A function of the author stands for his proxy: right ones conform, and a wrong one is one clear sentence."""
+"""A function of the author stands for his proxy. What is wrong with one is one clear sentence."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_a_wrong_function_blocks(
     assert set(run.outcomes.values()) <= {"BLOCKED", "NOT-APPLICABLE"}
     assert "BLOCKED" in run.outcomes.values()
     for name, reason in run.reasons.items():
-        assert run.outcomes[name] != "BLOCKED" or re.match(says, reason), reason
+        assert run.outcomes[name] != "BLOCKED" or re.match(
+            f"the hand-over {PROXIES}:{function} {says}", reason
+        ), reason
 
 
 @pytest.mark.parametrize(
@@ -122,4 +124,4 @@ def test_a_function_that_is_not_there(case_runner: CaseRunner, handover: str, sa
     settings = Settings(connector="tests.right_connectors.designs:ByRoom", handover=handover)
     with pytest.raises(BadSubject) as caught:
         probe_subject(case_runner.zygote.address, resolve(settings), PROBE_S)
-    assert str(caught.value) == says
+    assert str(caught.value) == f"the hand-over {handover} is not there: {says}"
