@@ -178,20 +178,20 @@ def test_the_end_of_pytest_ends_the_service(pytester, monkeypatch, workers, numb
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "FAKEKV": json.dumps({"arrive*": "wait"}),
         },
-        stdout=subprocess.PIPE,
+        stdout=(output := pytester.path / "output").open("wb"),
         stderr=subprocess.STDOUT,
     )
     log = pytester.path / "kv-report" / "services" / "store.log"
     deadline = time.monotonic() + 60
     while not (log.exists() and "listening" in log.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline and process.poll() is None, output.read_text()
         time.sleep(0.05)
     time.sleep(1.5)  # a case waits, and the guard has looked at shared memory
     pids = of_run(pytester.path)
     assert len(pids) == 3  # guard, server, and the child of the server in a session of its own
     [address] = {one for pid in pids for one in listening_sockets(pid)}
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.wait(60)
     deadline = time.monotonic() + ENDS_S
     while of_run(pytester.path) or Path("/dev/shm", name).exists():
         assert time.monotonic() < deadline, of_run(pytester.path)
