@@ -58,7 +58,7 @@ class RunningServices:
         # a session of its own: Ctrl-C is for pytest alone
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "pytest_kvconform.rigs.processes.guard", str(self.folder)],
-            env=environment(self.folder) | {MARK: str(self.folder)},
+            env=_environment(self.folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -129,6 +129,16 @@ class RunningServices:
             _kill_marked(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)  # normally gone by now
         return problems
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The environment of the guard and of every service: that of the engines.
+
+    Commands of this Python's environment are found last, as pytest may have been started by its path.
+    """
+    variables = environment(folder)
+    path = os.pathsep.join([variables.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    return variables | {"PATH": path, MARK: str(folder)}
 
 
 def problem(folder: str, wait: bool = False) -> str:
