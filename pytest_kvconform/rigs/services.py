@@ -98,6 +98,8 @@ class RunningServices:
         """Start the services, one after the other. Returns a sentence if one does not come up, else ""."""
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
+            for order in self._orders:  # of an earlier run
+                Path(order.log).unlink(missing_ok=True)
         except OSError as error:
             return f"the logs of the services cannot be written to {self._logs}: {error.strerror}"
         assert self._guard.stdin is not None

@@ -87,8 +87,8 @@ def test_services(tmp_path):
             "d.toml: services.kv.command: {prot} is no placeholder; there are {port}, {port.NAME}, ",
         ),
         (
-            "[services.kv]\ncommand = ['kv', '{port}', '{services.vk.port}']",
-            "d.toml: services.kv.command: there is no service 'vk' (did you mean kv?)",
+            "[services.kv]\ncommand = ['kv', '{port}', '{services.kvs.port}']",
+            "d.toml: services.kv.command: there is no service 'kvs' (did you mean kv?)",
         ),
         (
             "[services.kv]\ncommand = ['kv', '{port}']\nready = 'udp://a:1'",

@@ -134,12 +134,14 @@ def test_a_service_that_does_not_come_up_blocks_every_case(run, table, says):
 
 
 def test_a_port_that_is_taken(run):
+    run(service())
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         found = run(service(port=str(port), more=f"ready = 'tcp://127.0.0.1:{port}'"))
     [reason] = {result["reason"] for result in found.report["results"]}
     assert found.code == 10
     assert f"did not come up: another process listens on 127.0.0.1:{port} already; its command" in reason
+    assert "its log is empty" in reason  # and not that of the run before
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
