@@ -47,7 +47,7 @@ RUN_SECONDS = 300  # 20 on two idle cores
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving")
-JOINING = ("context", "scenario", "missing", "launch", "probe_subject", "bench")
+JOINING = ("context", "scenario", "missing", "launch", "services", "probe_subject", "bench")
 KINDS = {
     "full_attention": "full attention",
     "sliding_attention": "window",

@@ -27,12 +27,15 @@ from typing import Any, Literal
 import msgspec
 
 from pytest_kvconform import features
+from pytest_kvconform.services import Service
+from pytest_kvconform.services.reading import read_services
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
-from pytest_kvconform.settings.parsers import did_you_mean, parse_tokens
+from pytest_kvconform.settings.parsers import did_you_mean, one_of, parse_tokens, word_or_function
+from pytest_kvconform.settings.tables import refuse_unknown
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
 AMOUNTS = ("load_granularity", "min_load")  # how much is loaded
-KEYS = ("profile", "handover", "lease", *AMOUNTS, "features", "known")
+KEYS = ("profile", "handover", "lease", *AMOUNTS, "services", "features", "known")
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 
@@ -68,6 +71,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps KV which no D reads
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
+    services: tuple[Service, ...] = ()
     # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
     features: dict[str, str] = {}
     known: tuple[KnownFailure, ...] = ()
@@ -88,16 +92,16 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
         raise BadSetting(f"{place}{dot}lease: expected a key of kv_connector_extra_config, got {lease!r}")
     words: dict[str, Any] = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
-        if (value := table.get(key, "")) not in ("", *valid):
-            raise BadSetting(
-                f"{place}{dot}{key}: expected {' or '.join(valid)}, got "
-                f"{value!r}{did_you_mean(str(value), valid)}"
-            )
-        words[key] = value
+        parse = (word_or_function if key == "handover" else one_of)(*valid)
+        try:
+            words[key] = parse(value) if (value := table.get(key, "")) != "" else ""
+        except ValueError as error:
+            raise BadSetting(f"{place}{dot}{key}: {error}") from None
     for key in AMOUNTS:
         words[key] = _tokens(table.get(key, 0), f"{place}{dot}{key}")
     return Declaration(
         **words,
+        services=read_services(table.get("services", {}), f"{place}{dot}services"),
         features=read_features(table.get("features", {}), f"{place}{dot}features"),
         known=read_known(table.get("known", []), f"{place}{dot}known"),
     )
@@ -211,17 +215,6 @@ def _version_matches(versions: str, installed: str | None, place: str) -> bool:
     except InvalidSpecifier:
         raise BadSetting(f"{place}: expected versions such as >=0.32,<0.33, got {versions!r}") from None
     return installed is None or wanted.contains(installed, prereleases=True)
-
-
-def refuse_unknown(
-    table: Mapping[str, Any], valid: Iterable[str], place: str, dot: str = ".", what: str = "key"
-) -> None:
-    """Raise BadSetting for a key that does not exist, with a hint to the nearest valid key."""
-    valid = list(valid)
-    for key in table:
-        if key not in valid:
-            hint = did_you_mean(str(key), valid) or f"; there are {', '.join(valid)}"
-            raise BadSetting(f"{place}{dot}{key}: there is no such {what}{hint}")
 
 
 def check_known(known: Sequence[KnownFailure], ids: Iterable[str]) -> None:

@@ -65,7 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         received = msgspec.json.decode(config.workerinput[WORKER_KEY], type=WorkerInput)
         config.pluginmanager.register(
-            CaseRunner(config, arguments, received.settings, received.subject, received.link),
+            CaseRunner(
+                config, arguments, received.settings, received.subject, received.link, received.services
+            ),
             "kvconform-runner",
         )
         return

@@ -15,6 +15,8 @@ import msgspec
 
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
+from pytest_kvconform.services import Service
+from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -38,6 +40,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}  # the other fields of KVTransferConfig
     profile: str = "p2p"  # or "store"
     handover: str = "handoff"  # or "rendezvous" or "none"
+    hook: str = ""  # with rendezvous: function of the author that gives the params, "module:function"
     # keys of kv_connector_extra_config that the suite sets: the folder that a store saves to, and the
     # seconds that P keeps KV which no D reads
     folder: str = ""
@@ -48,8 +51,14 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}  # modules that its class imports -> where to get them
     not_shared: str = ""  # why a second engine cannot find what a store saves
     exempt: str = ""  # why the suite does not apply to the connector
+    services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """How D learns which KV to load, as `rigs/engine/router.py` has it: the hook, or `handover`."""
+        return self.hook or self.handover
 
 
 def resolve(settings: Settings) -> Subject:
@@ -74,6 +83,7 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
+    check_placeholders(config, [service.name for service in declared.services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -87,7 +97,10 @@ def resolve(settings: Settings) -> Subject:
         module=module,
         config=config,
         profile=profile,
-        handover=handover or ("none" if profile == "store" else "handoff"),
+        hook=handover if ":" in handover else "",
+        handover="rendezvous"
+        if ":" in handover
+        else handover or ("none" if profile == "store" else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
         load_granularity=declared.load_granularity or bundled.load_granularity,
@@ -96,6 +109,7 @@ def resolve(settings: Settings) -> Subject:
         packages=bundled.packages,
         not_shared=bundled.not_shared,
         exempt=bundled.exempt,
+        services=declared.services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
     )
@@ -150,7 +164,7 @@ def _read_declaration(settings: Settings) -> Declaration:
         place = f"--kv-declare: {settings.declare}"
         return declaration.read(declaration.read_file(Path(settings.declare), place), place)
     table: dict[str, Any] = {
-        key: json.loads(text) for key in ("features", "known") if (text := getattr(settings, key))
+        key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
     table |= {key: getattr(settings, key) for key in ("lease", *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")

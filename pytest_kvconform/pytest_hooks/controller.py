@@ -23,6 +23,7 @@ from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
 from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
 from pytest_kvconform.report import document, failure, markdown, terminal
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
+from pytest_kvconform.rigs.services import RunningServices
 from pytest_kvconform.settings import non_default
 from pytest_kvconform.subject import reason_not_runnable
 from pytest_kvconform.verdict import signature
@@ -42,6 +43,8 @@ class Controller:
 
     def __init__(self, config: pytest.Config, runner: CaseRunner):
         self.config, self.runner, self.settings = config, runner, runner.settings
+        self._declared = runner.subject  # `runner.subject` has placeholders for services filled in
+        self._services: RunningServices | None = None
         self._zygote: Any = None
         self._results: list[CaseResult] = []
         self._selected: list[str] = []  # ids that are to run
@@ -75,7 +78,12 @@ class Controller:
             if reason:  # known at once, before vLLM is loaded
                 self.runner.link = ZygoteLink(outcome="BLOCKED", reason=reason)
             else:
-                self._zygote = loading.bench_module().start_zygote(self.settings)
+                if self._declared.services and not self.settings.deployed:
+                    self._services = RunningServices(self._declared, self.settings)
+                    self.runner.subject = self._services.subject
+                    self.runner.services = str(self._services.folder)
+                variables = self._services.environment if self._services else {}
+                self._zygote = loading.bench_module().start_zygote(self.settings, variables)
         except Exception as error:  # the run goes on to its verdict, even if the zygote cannot start
             self.runner.link = ZygoteLink(
                 outcome="HARNESS",
@@ -108,6 +116,12 @@ class Controller:
         """Probe the connector once, if a case is selected. Raises UsageError if it does not exist."""
         if self._zygote is None or not self._selected:
             return
+        if self._services is not None:
+            names = ", ".join(service.name for service in self._declared.services)
+            write_line(self.config, f"kv: starting services: {names}")
+            if sentence := self._services.start():
+                self.runner.link = ZygoteLink(outcome="BLOCKED", reason=sentence)
+                return
         what = "lm-eval" if self.settings.deployed else f"vLLM and probing {self.settings.connector}"
         write_line(self.config, f"kv: loading {what}")
         bench, deadline = loading.bench_module(), _PROBE_SECONDS * self.settings.timeout_scale
@@ -132,7 +146,10 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        worker_input = WorkerInput(settings=self.settings, subject=self.runner.subject, link=self.runner.link)
+        runner = self.runner
+        worker_input = WorkerInput(
+            settings=self.settings, subject=runner.subject, link=runner.link, services=runner.services
+        )
         node.workerinput[WORKER_KEY] = msgspec.json.encode(worker_input).decode()
 
     @pytest.hookimpl(optionalhook=True)
@@ -209,7 +226,7 @@ class Controller:
     def _document(self) -> document.Report:
         return document.make_report(
             self.settings,
-            self.runner.subject,
+            self._declared,
             msgspec.json.decode(self.runner.link.facts),
             self._results,
             self._selected,
@@ -220,16 +237,22 @@ class Controller:
         )
 
     def _close(self) -> list[str]:
-        """End the zygote and all processes that it started.
+        """End the zygote and all processes that it started, and then the services.
 
         Returns sentences about what did not end; a second call does nothing.
         """
         zygote, self._zygote = self._zygote, None
-        try:
-            return list(zygote.close()) if zygote is not None else []
-        except Exception as error:  # the verdict shows the sentence
-            sentence = "the zygote (the process that engines are forked from) did not end"
-            return [f"{sentence}: {type(error).__name__}: {error}"]
+        services, self._services = self._services, None
+        troubles: list[str] = []
+        for one, name in (
+            (zygote, "the zygote (the process that engines are forked from)"),
+            (services, "the guard of the services"),
+        ):
+            try:
+                troubles += one.close() if one is not None else []
+            except Exception as error:  # the verdict shows the sentence
+                troubles.append(f"{name} did not end: {type(error).__name__}: {error}")
+        return troubles
 
     def pytest_unconfigure(self) -> None:
         self._close()  # in case the session broke before pytest_sessionfinish

@@ -101,7 +101,7 @@ class CaseItem(pytest.Item):
         connector.
         """
         one, started = self.planned, time.perf_counter()
-        end = run_case(self._call_body, one.case.name)
+        end = self.runner.without_service(run_case(self._call_body, one.case.name))
         if end.ends_run:
             self.runner.stop(end.reason)
         result = CaseResult(

@@ -16,10 +16,12 @@ import pytest
 
 from pytest_kvconform import extras, features, loading, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
+from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import BadSuite, Plan, PlannedCase, cell_of_id, make_plan, order_by_cell
 from pytest_kvconform.pytest_hooks.items import CaseItem, Suite
-from pytest_kvconform.result import Blocked, CaseResult, HarnessError
+from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
+from pytest_kvconform.rigs import services
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import MOVING_TIERS
@@ -46,6 +48,7 @@ class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     subject: Subject
     link: ZygoteLink
+    services: str  # folder of the services, "": none is declared
 
 
 class CaseRunner:
@@ -58,10 +61,12 @@ class CaseRunner:
         settings: Settings,
         subject: Subject,
         link: ZygoteLink,
+        services_folder: str = "",
     ):
         self.config, self.settings, self.subject, self.link = config, settings, subject, link
         # those with kv::; empty: the whole suite; None: the user named only paths of their own tests
         self._arguments = arguments
+        self.services = services_folder  # see `WorkerInput`
         self._item: pytest.Item | None = None
         self._bench: Any = None
         self._plan: Plan | None = None
@@ -127,6 +132,8 @@ class CaseRunner:
             self.link = msgspec.json.decode(Path(self.link.later_in).read_bytes(), type=ZygoteLink)
         if self.link.outcome:
             raise (Blocked if self.link.outcome == "BLOCKED" else HarnessError)(self.link.reason)
+        if self.services and (sentence := services.problem(self.services)):
+            raise Blocked(sentence)
         if self._bench is None:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
@@ -139,6 +146,13 @@ class CaseRunner:
                     f"runs on {device}"
                 )
         return self._bench
+
+    def without_service(self, end: CaseEnd) -> CaseEnd:
+        """Return how a case ended: BLOCKED, if it did not pass and a service has ended meanwhile."""
+        if end.outcome is Outcome.PASS or end.ends_run or not self.services or self.link.outcome:
+            return end
+        sentence = services.problem(self.services, wait=True)
+        return CaseEnd(outcome=Outcome.BLOCKED, reason=sentence) if sentence else end
 
     def stop(self, reason: str) -> None:
         """Let every later case of this process end as HARNESS at once."""

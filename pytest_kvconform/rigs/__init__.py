@@ -22,6 +22,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
 | `missing` | what an environment lacks, told by an exception of a start |
+| `services` | servers that the connector needs: their ports, their start, their end |
 | `launch` | the start of the zygote, its environment and its end |
 | `probe_subject` | the start of the probe, a child process that imports the connector's class |
 

@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wa
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
+from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from pytest_kvconform.rigs.serving.bench import ServingBench
 
@@ -78,4 +79,5 @@ class Bench:
     def close(self) -> None:
         """End every engine and the scheduler host process."""
         self.context.running.end_all()
+        author_hook.end(self.context.address)
         self.scheduler.drop()

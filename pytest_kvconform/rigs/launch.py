@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,11 @@ class Zygote:
         return f"(process {self.process.pid}, from which engines are forked)"
 
 
-def start_zygote(settings: Settings) -> Zygote:
+def start_zygote(settings: Settings, variables: Mapping[str, str] = {}) -> Zygote:
     """Start the zygote with the models of the cells that the settings select.
 
-    The zygote imports vLLM while pytest collects cases.
+    The zygote imports vLLM while pytest collects cases. `variables`: of the environment, which a declaration
+    gives the engines.
     """
     if settings.deployed:
         return launch_zygote((), preload=LIGHT_PRELOAD)
@@ -108,7 +109,7 @@ def start_zygote(settings: Settings) -> Zygote:
                 else:
                     wanted["bytes"] |= set(load_geometries()[place.family].config["architectures"])
     more = (SERVING_PRELOAD,) if "serving" in rigs and not extras.not_installed(extras.LM_EVAL) else ()
-    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more)
+    return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more, variables=variables)
 
 
 def launch_zygote(
@@ -117,15 +118,17 @@ def launch_zygote(
     hidden: Iterable[str] = (),
     more: Iterable[str] = (),
     preload: str = PRELOAD,
+    variables: Mapping[str, str] = {},
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
     `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further functions
     to call in the zygote, which import what engines need. `preload`: the function that imports everything.
+    `variables`: of the environment of every engine; they win over the user's.
     """
     remove_stale_run_dirs()
-    run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temporary_folder()))
+    run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=short_temporary_folder()))
     arguments = {
         "architectures": sorted(architectures),
         "geometries": sorted(geometries),
@@ -143,7 +146,7 @@ def launch_zygote(
                 preload,
                 json.dumps(arguments | {"modules": modules, "functions": [*more]}),
             ],
-            env=environment(run_dir) | limits_of_kernels(arguments["hidden"]),
+            env=environment(run_dir, variables) | limits_of_kernels(arguments["hidden"]),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -153,7 +156,7 @@ def launch_zygote(
     return Zygote(process, run_dir)
 
 
-def _short_temporary_folder() -> str:
+def short_temporary_folder() -> str:
     """The folder for temporary files, unless its name is too long to hold a Unix socket (108 bytes)."""
     folder = tempfile.gettempdir()
     return folder if len(folder) < 70 else os.sep + "tmp"
@@ -161,16 +164,17 @@ def _short_temporary_folder() -> str:
 
 def remove_stale_run_dirs() -> None:
     """Remove the folders of runs that were killed together with their zygote."""
-    for folder in Path(_short_temporary_folder()).glob(f"{PREFIX}*"):
+    for folder in Path(short_temporary_folder()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
             if not Path(f"/proc/{int((folder / 'pid').read_text())}").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def environment(run_dir: Path) -> dict[str, str]:
+def environment(run_dir: Path, declared: Mapping[str, str] = {}) -> dict[str, str]:
     """The environment of every engine.
 
-    It has defaults, then the user's environment, then what every engine must have.
+    It has defaults, then the user's environment, then what the declaration gives engines, then what every
+    engine must have.
     """
     # torch's large tensors in huge pages: a pool of zeros in a quarter of the time
     defaults = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -202,7 +206,7 @@ def environment(run_dir: Path) -> dict[str, str]:
         "TMPDIR": str(run_dir),
         "KVCONFORM_WORKING_FOLDER": os.getcwd(),
     }
-    return defaults | os.environ | required
+    return {**defaults, **os.environ, **declared, **required}
 
 
 def _with_loopback(no_proxy: str) -> str:

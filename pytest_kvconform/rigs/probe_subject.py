@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import SubjectFacts, transfer_config
 from pytest_kvconform.rigs.launch import wait_for_zygote
+from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.vllm_setup.compat import reason_not_supported
 
@@ -83,5 +84,15 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
         process.end()
     if kind != "ok":
         raise BadSubject(answer)
+    if subject.hook:
+        _import_hook(address, subject.hook)
     of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
     return SubjectFacts(**answer, **of_vllm)
+
+
+def _import_hook(address: str, hook: str) -> None:
+    """Import the author's hand-over in a child. Raises BadSubject."""
+    try:
+        author_hook.require(address, hook)
+    except Blocked as blocked:
+        raise BadSubject(str(blocked)) from None

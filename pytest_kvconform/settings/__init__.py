@@ -32,6 +32,7 @@ from pytest_kvconform.settings.parsers import (
     parse_url,
     parse_words,
     tables_as_json,
+    word_or_function,
     words_of,
 )
 
@@ -50,6 +51,7 @@ CONNECTOR_SETTINGS = (
     "lease",
     "load_granularity",
     "min_load",
+    "services",
     "features",
     "known",
 )
@@ -173,10 +175,11 @@ class Settings:
     )
     handover: str = row(
         "",
-        one_of(*HANDOVERS),
-        "handoff|rendezvous|none",
+        word_or_function(*HANDOVERS),
+        "handoff|rendezvous|none|MODULE:FUNCTION",
         "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id "
-        "that P and D get (rendezvous), or from no parameter (none, the default for stores)",
+        "that P and D get (rendezvous, or a function that does what your proxy does), or from no parameter "
+        "(none, the default for stores)",
         toml_only=True,
     )
     lease: str = row(
@@ -199,6 +202,13 @@ class Settings:
         parse_tokens,
         "TOKENS",
         "a load of fewer tokens is not made, and D computes them; 0: not declared",
+        toml_only=True,
+    )
+    services: str = row(
+        "",
+        tables_as_json(dict),
+        "TABLES",
+        "servers that the connector needs: command, ready, deadline, environment, engine_environment",
         toml_only=True,
     )
     features: str = row(

@@ -81,6 +81,23 @@ def one_of(*valid: str) -> Callable[[Any], str]:
     return parse
 
 
+def word_or_function(*valid: str) -> Callable[[Any], str]:
+    """Return a parser that accepts these words, and the name of a function, `module:function`."""
+
+    def parse(value: Any) -> str:
+        module, colon, function = value.partition(":") if isinstance(value, str) else ("", "", "")
+        if colon and function.isidentifier() and all(word.isidentifier() for word in module.split(".")):
+            return f"{module}:{function}"
+        if value not in valid:
+            raise ValueError(
+                f"expected {' or '.join(valid)} or MODULE:FUNCTION, got "
+                f"{value!r}{did_you_mean(str(value), valid)}"
+            )
+        return str(value)
+
+    return parse
+
+
 def parse_tokens(value: Any) -> int:
     """Return a number of tokens: 0 or more. The largest is far beyond every prompt."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:

@@ -26,6 +26,19 @@ def test_how_much_is_loaded(tmp_path):
     assert (declared.load_granularity, declared.min_load) == (256, 40)
 
 
+def test_services(tmp_path):
+    [kv, _] = read(
+        tmp_path,
+        "[services.kv]\ncommand = ['kv', '${HOME}', '{\"a\": 1}', '{port}']\nenvironment = {A = '{folder}'}\n"
+        "[services.other]\ncommand = ['sh', '{port.metrics}', '{services.kv.port}']\nready = 'line:up'",
+    ).services
+    assert (kv.command, kv.ready, kv.deadline) == (
+        ("kv", "${HOME}", '{"a": 1}', "{port}"),
+        "tcp://127.0.0.1:{port}",
+        60.0,
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -51,7 +64,45 @@ def test_how_much_is_loaded(tmp_path):
         ),
         ("features = 3", "d.toml: features: expected a table of features, got 3"),
         ("profile = 'stor'", "d.toml: profile: expected p2p or store, got 'stor' (did you mean store?)"),
-        ("handover = ['none']", "d.toml: handover: expected handoff or rendezvous or none, got ['none']"),
+        (
+            "handover = ['none']",
+            "d.toml: handover: expected handoff or rendezvous or none or MODULE:FUNCTION, got ['none']",
+        ),
+        ("handover = 'a:b c'", "d.toml: handover: expected handoff or rendezvous or none or MODULE:FUNCTION"),
+        ("services = 3", "d.toml: services: expected a table for each service, got 3"),
+        ("[services]\nkv = 3", "d.toml: services: expected a table for each service, got {'kv': 3}"),
+        ("[services.'a b']", "d.toml: services.a b: a name has letters, digits, - and _, 32 at most"),
+        ("[services.kv]", 'd.toml: services.kv.command: expected a list of texts such as ["server", '),
+        ("[services.kv]\ncommand = 'kv'", "d.toml: services.kv.command: expected a list of texts such as"),
+        (
+            "[services.kv]\ncomand = []",
+            "d.toml: services.kv.comand: there is no such key (did you mean command?)",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv']",
+            "d.toml: services.kv.ready: is missing, and neither command nor environment has {port}",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{prot}']\nready = 'line:up'",
+            "d.toml: services.kv.command: {prot} is no placeholder; there are {port}, {port.NAME}, ",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}', '{services.kvs.port}']",
+            "d.toml: services.kv.command: there is no service 'kvs' (did you mean kv?)",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\nready = 'udp://a:1'",
+            "d.toml: services.kv.ready: expected tcp://HOST:PORT, http://HOST:PORT/PATH or line:TEXT, got",
+        ),
+        ("[services.kv]\ncommand = ['kv']\nready = 'line: '", "d.toml: services.kv.ready: expected tcp://"),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\ndeadline = 0",
+            "d.toml: services.kv: expected a number above 0, got 0",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\nenvironment = {A = 1}",
+            "d.toml: services.kv.environment: expected a table of texts, got {'A': 1}",
+        ),
         ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
         ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
         ("min_load = -1", "d.toml: min_load: expected a number of tokens from 0"),

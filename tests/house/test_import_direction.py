@@ -17,7 +17,7 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = ("result", "case", "case_outcome", "extras", "subject", "kvspace", "rigs")
+LOWER = ("services", "result", "case", "case_outcome", "extras", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration apply_declaration features
@@ -40,6 +40,7 @@ ROOMS = {
     "peers": "processes context scenario vllm_setup engine bytes",
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
     "serving": "processes context missing vllm_setup engine canary",
+    "services": "processes launch",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
     "serving",
 }
@@ -63,7 +64,9 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 ALLOWED: dict[str, tuple[str, ...]] = {f"{PLUGIN}.kvspace": ("numpy",)}
 
 # part of the house -> all that may import it
-IMPORTERS = {f"{RIGS}.launch": (f"{RIGS}.bench", f"{RIGS}.probe_subject", f"{PLUGIN}.pytest_hooks")}
+IMPORTERS = {
+    f"{RIGS}.launch": (f"{RIGS}.bench", f"{RIGS}.probe_subject", f"{PLUGIN}.pytest_hooks", f"{RIGS}.services")
+}
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:

@@ -98,6 +98,10 @@ def test_the_summary_says_what_was_left_out(kv):
         ("--kv-seed=last", "--kv-seed: there is no previous run whose seed could be used"),
         ("--kv-config=nowhere.json", "--kv-config: 'nowhere.json' is neither a JSON object nor a file"),
         ('--kv-config={"a": }', "--kv-config: line 1 column 7: Expecting value"),
+        (
+            '--kv-config={"kv_connector_extra_config": {"a": ["{services.kv.port}"]}}',
+            "--kv-config: there is no service 'kv'; none is declared",
+        ),
         ("--kv-config=[1]", "--kv-config: expected a JSON object, got list"),
         ('--kv-config={"kv_connector": "Other"}', "kv_connector is 'Other'"),
         (

@@ -141,7 +141,7 @@ def test_last_seed(tmp_path):
             {},
             {},
             'handover = "handof"',
-            "expected handoff or rendezvous or none, got 'handof' (did you mean handoff?)",
+            "expected handoff or rendezvous or none or MODULE:FUNCTION, got 'handof' (did you mean handoff?)",
         ),
         ({}, {}, 'profile = "stor"', "expected p2p or store, got 'stor' (did you mean store?)"),
         ({}, {}, "= broken", "pyproject.toml: "),

@@ -206,6 +206,39 @@ class Rendezvous(ReferenceConnector):
         return keep, None
 
 
+class ByRoom(Rendezvous):
+    """Its proxy tells P and D the name of a room, in words of its own: `proxies.by_room`."""
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(_InTheRoom(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return super().get_num_new_matched_tokens(_InTheRoom(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(_InTheRoom(request), blocks, num_external_tokens)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return super().request_finished_all_groups(_InTheRoom(request), block_ids)
+
+
+class _InTheRoom:
+    """A request whose params are in the words of `Rendezvous`."""
+
+    def __init__(self, request: Any):
+        self._request, params = request, request.kv_transfer_params
+        self.kv_transfer_params = None
+        if isinstance(params, dict) and params.get("part") in ("gives", "takes"):
+            key = "do_remote_decode" if params["part"] == "gives" else "do_remote_prefill"
+            self.kv_transfer_params = {key: True, "transfer_id": params.get("room")}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 def _transfer(request: Any, side: str) -> str:
     """The id under which P and D meet; "" if the params are not those of this side."""
     params = request.kv_transfer_params

@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.engine.release import Release, until_released
-from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params, prefill_params
+from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, with_other_tokens
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
@@ -125,7 +125,7 @@ def _run(
     sources = [make(i, "p") for i in range(len(transfer.prompts))]
     targets: list[ByteRequest] = []
     ends: dict[str, Output] = {}
-    at_once = p.spec.handover == RENDEZVOUS and not transfer.preempt
+    at_once = not transfer.preempt and all(make.early(i) is not None for i in range(len(sources)))
     if at_once:  # as a router sends them: D has its request before P has computed a token
         _warm(transfer, make, p, d, deadline)
         targets = [make(i, "d") for i in range(len(sources))]
@@ -218,16 +218,29 @@ class _Requests:
         d: ByteEngineHandle,
     ):
         self.transfer, self.owners, self.salt, self.p, self.d = transfer, owners, salt, p.spec, d.spec
+        self.zygote = p.process.address
+        self._early: dict[int, dict[str, Any] | None] = {}
+
+    def early(self, index: int) -> dict[str, Any] | None:
+        """The params of D's request before P has computed a token; None: D has to wait."""
+        if index not in self._early:
+            transfer_id = f"{self.salt}-{index}"
+            self._early[index] = early_params(self.p.handover, transfer_id, self.p, self.zygote)
+        return self._early[index]
 
     def __call__(self, index: int, side: str, handed: Output | None = None, tokens: int = 0) -> ByteRequest:
         prompt = self.transfer.prompts[index].tokens
         length, transfer_id = tokens or len(prompt), f"{self.salt}-{index}"
         params = None
         if side == "p":
-            params = prefill_params(self.p.handover, transfer_id, self.d)
+            params = prefill_params(self.p.handover, transfer_id, self.d, self.zygote)
         elif side == "d":
             returned = handed.kv_transfer_params if handed else None
-            params = decode_params(self.p.handover, transfer_id, self.p, returned)
+            params = (
+                decode_params(self.p.handover, transfer_id, self.p, returned, self.zygote)
+                if handed
+                else self.early(index)
+            )
         return ByteRequest(
             id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],

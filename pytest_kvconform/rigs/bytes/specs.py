@@ -50,7 +50,7 @@ def byte_engine_spec(
         prefix_caching=side.prefix_caching,
         in_flight=side.in_flight,
         device=context.facts.device,
-        handover=context.subject.handover,
+        handover=context.subject.way,
         store=context.subject.profile == "store",
     )
 

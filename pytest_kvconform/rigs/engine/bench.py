@@ -205,7 +205,7 @@ class EngineBench:
             max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
             kv_transfer_config=self.context.transfer_config(role, port=free_port()),
             environment=port_environment(),
-            handover=self.context.subject.handover,
+            handover=self.context.subject.way,
             engine_arguments={"speculative_config": draft} if draft else {},
         )
 

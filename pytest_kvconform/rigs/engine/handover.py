@@ -169,7 +169,11 @@ def _hand_over(
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
-        params = decode_params(p.spec.handover, source, p.spec, handed[source])
+        params = (
+            decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
+            if mode == SUBJECT
+            else None
+        )
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
@@ -177,7 +181,7 @@ def _hand_over(
                 max_tokens=scenario.max_tokens,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=params if mode == SUBJECT else None,
+                kv_transfer_params=params,
                 allowed=tuple(VOCABULARY[i :: scenario.n]) if scenario.n > 1 else (),  # samples differ
                 oracle=run.source[name] if mode == ORACLE else None,
             )
@@ -226,7 +230,9 @@ def _prefill(
                 max_tokens=1,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=prefill_params(p.spec.handover, name, d.spec) if mode == SUBJECT else None,
+                kv_transfer_params=prefill_params(p.spec.handover, name, d.spec, p.process.address)
+                if mode == SUBJECT
+                else None,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []

@@ -3,16 +3,24 @@
 - handoff: P gets vLLM's own request for a prefill, and D what P returned.
 - rendezvous: P and D get one transfer id, and each the address of the other. The router knows both before any
   token is computed, and gives D nothing of what P returns.
+- MODULE:FUNCTION: a function of the author, which stands for a router of his own. It gets the params of a
+  rendezvous, and returns those of each request.
 - none: no params.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
+from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.engine.messages import PREFILL
+from pytest_kvconform.rigs.processes import author_hook
 
 RENDEZVOUS = "rendezvous"
+ID = "transfer_id"
+# what P was given by a function of an author -> transfer id, which the function may have given another name
+_given: dict[str, str] = {}
 
 
 class Placed(Protocol):
@@ -26,22 +34,57 @@ class Placed(Protocol):
     def tensor_parallel(self) -> int: ...
 
 
-def prefill_params(handover: str, transfer_id: str, peer: Placed) -> dict[str, Any] | None:
-    """Return the kv_transfer_params of P's request. `peer`: D."""
+def prefill_params(
+    handover: str, transfer_id: str, peer: Placed | None, zygote: str = ""
+) -> dict[str, Any] | None:
+    """Return the kv_transfer_params of P's request.
+
+    `peer`: D, None: not known yet. `zygote`: its address, "": this process is a child of it.
+    """
     if handover == "none":
         return None
-    return PREFILL | ({"transfer_id": transfer_id} | address_of(peer) if handover == RENDEZVOUS else {})
+    if handover != RENDEZVOUS and not is_hook(handover):
+        return dict(PREFILL)
+    params = PREFILL | {ID: transfer_id} | (address_of(peer) if peer else {})
+    if not is_hook(handover):
+        return params
+    given = _ask(handover, zygote, "P", params, None)
+    if given is None:
+        raise Blocked(f"the hand-over {handover} returned None for P, whose request needs kv_transfer_params")
+    _given[_word(given)] = transfer_id
+    return given
 
 
 def decode_params(
-    handover: str, transfer_id: str, peer: Placed, returned: dict[str, Any] | None
+    handover: str, transfer_id: str, peer: Placed, returned: dict[str, Any] | None, zygote: str = ""
 ) -> dict[str, Any] | None:
-    """Return the kv_transfer_params of D's request. `peer`: P. `returned`: what P answered."""
-    if handover != RENDEZVOUS:
+    """Return the kv_transfer_params of D's request, after P has ended. `peer`: P. `returned`: P's answer."""
+    if handover != RENDEZVOUS and not is_hook(handover):
         return returned
-    return {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id} | address_of(
-        peer
-    )
+    params = _asks_to_load(transfer_id, peer)
+    return _ask(handover, zygote, "D", params, returned or {}) if is_hook(handover) else params
+
+
+def early_params(handover: str, transfer_id: str, peer: Placed, zygote: str = "") -> dict[str, Any] | None:
+    """Return the kv_transfer_params of D's request before P has computed a token; None: D has to wait."""
+    if handover == RENDEZVOUS:
+        return _asks_to_load(transfer_id, peer)
+    if not is_hook(handover):
+        return None
+    return _ask(handover, zygote, "D", _asks_to_load(transfer_id, peer), None)
+
+
+def transfer_id_of(params: Any) -> str:
+    """Return the transfer id for which P got these params; "": none."""
+    if not isinstance(params, dict):
+        return ""
+    found = params.get(ID) or _given.get(_word(params))
+    return found if isinstance(found, str) else ""
+
+
+def is_hook(handover: str) -> bool:
+    """Whether a function of the author gives the params."""
+    return ":" in handover
 
 
 def address_of(engine: Placed) -> dict[str, Any]:
@@ -54,3 +97,20 @@ def address_of(engine: Placed) -> dict[str, Any]:
         "remote_bootstrap_addr": f"http://127.0.0.1:{environment['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
         "tp_size": engine.tensor_parallel,
     }
+
+
+def _asks_to_load(transfer_id: str, peer: Placed) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "do_remote_decode": False, ID: transfer_id} | address_of(peer)
+
+
+def _ask(
+    hook: str, zygote: str, side: str, params: dict[str, Any], returned: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    if zygote:
+        return author_hook.call(zygote, hook, side, params, returned)
+    return author_hook.call_here(hook, side, params, returned)
+
+
+def _word(params: dict[str, Any]) -> str:
+    """Params as a key. Null values may be left out on the way."""
+    return json.dumps({key: value for key, value in params.items() if value}, sort_keys=True, default=str)

@@ -16,7 +16,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Ch
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
-from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
+from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
@@ -206,7 +206,8 @@ class ScenarioEngines:
     def prefill_params(self) -> dict[str, Any] | None:
         """The kv_transfer_params of a new request of P. Which engine decodes it is not decided yet."""
         decoder = next(spec for name, spec in self._specs.items() if name.startswith("D"))
-        return prefill_params(decoder.handover, self.bench.context.next_name(), decoder)
+        context = self.bench.context
+        return prefill_params(decoder.handover, context.next_name(), decoder, context.address)
 
     def prefill(self, p: SteppedEngine, length: int = 0) -> Steps:
         """Let P compute a new prompt to hand over, see `make_request`. Returns PrefillResult."""
@@ -218,8 +219,8 @@ class ScenarioEngines:
             raise DeadlinePassed(why)
         trace = yield from p.call("trace", request.id)
         spec, returned = p.handle.spec, p.outputs[request.id][0].kv_transfer_params
-        transfer_id = (request.kv_transfer_params or {}).get("transfer_id", "")
-        params = decode_params(spec.handover, transfer_id, spec, returned)
+        transfer_id, zygote = transfer_id_of(request.kv_transfer_params), self.bench.context.address
+        params = decode_params(spec.handover, transfer_id, spec, returned, zygote)
         return PrefillResult(request.id, request.number, params, trace, added)
 
     def add_decode(

@@ -44,6 +44,11 @@ def _stat(pid: int) -> tuple[int, int, str]:
     return int(words[1]), int(words[3]), words[0].decode()
 
 
+def has_gone(pid: int) -> bool:
+    """Whether a process has ended, or waits to be reaped."""
+    return _stat(pid)[2] in "ZX"
+
+
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

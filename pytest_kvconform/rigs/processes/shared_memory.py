@@ -35,6 +35,10 @@ class SharedMemory:
         """Note the files that these sessions have mapped or open, before they end."""
         self._noted |= {file for session in sessions for file in shared_memory_of(session)}
 
+    def note_processes(self, pids: list[int]) -> None:
+        """Note the files that these processes have mapped or open."""
+        self._noted |= open_shared_memory(pids)
+
     def remove(self, at_the_end: bool = False) -> None:
         """Remove files that ended processes left, unless another process uses them.
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import SHORTER, declared_addition, declared_amount, port_environment
-from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
@@ -46,7 +46,6 @@ from pytest_kvconform.rigs.scheduler.side_state import (
     BLOCK,
     BLOCKS,
     RANKS,
-    SideState,
     first_block,
     longer,
 )
@@ -150,12 +149,8 @@ class Rig:
         asked: dict[str, Any] = dict.fromkeys(keys)
         if self.subject.handover == RENDEZVOUS:
             # a long run has more cases than Linux has ids of processes, and P's answers may outlive a case
-            asked["transfer_id"] = str(uuid.uuid4())
+            return asked | (prefill_params(self.subject.way, str(uuid.uuid4()), None) or {})
         return {"do_remote_decode": True, "do_remote_prefill": False} | asked
-
-    def rendezvous_params(self, p: SideState, transfer_id: str) -> dict[str, Any]:
-        """The params with which a router asks D to load what P has computed under an id."""
-        return decode_params(RENDEZVOUS, transfer_id, p, None) or {}
 
     def hand_over(
         self, p: Side, d: Side, prompt: Iterable[int], max_tokens: int = 1, **more: Any

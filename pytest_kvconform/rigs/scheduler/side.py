@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, Violation
+from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import (
@@ -83,7 +84,7 @@ class Side(SideState):
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
         request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
-        self.transfer_ids[id] = params.get("transfer_id", "") if isinstance(params, dict) else ""
+        self.transfer_ids[id] = transfer_id_of(params)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
         self._guarded(self.scheduler.add_request, made)

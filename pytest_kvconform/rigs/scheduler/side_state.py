@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.context import times_longer
-from pytest_kvconform.rigs.engine.router import RENDEZVOUS
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
@@ -171,8 +171,9 @@ class SideState:
         """
         output = self.results.get(id)
         if self.rig.subject.handover == RENDEZVOUS and output is not None:
-            given = self.rig.rendezvous_params(self, self.transfer_ids.get(id, ""))
-            return (output.params or {}) | given
+            subject, transfer_id = self.rig.subject, self.transfer_ids.get(id, "")
+            given = decode_params(subject.way, transfer_id, self, output.params) or {}
+            return given if subject.hook else (output.params or {}) | given
         if output is None or output.params is None:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"

@@ -196,8 +196,9 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     p_id, d_id = rig.hand_over_and_load(p, d, prompt)
     params = p.kv_transfer_params(p_id)
     table = corrupted(params, how, lists)
-    if rig.subject.handover == RENDEZVOUS and isinstance(table.get(ID, {}).get(ID), str):
-        del table[ID]  # P may begin a transfer of any id later: D may wait for it
+    named = next((key for key, value in params.items() if value == p.transfer_ids[p_id]), ID)
+    if rig.subject.handover == RENDEZVOUS and isinstance(table.get(named, {}).get(named), str):
+        del table[named]  # P may begin a transfer of any id later: D may wait for it
     names = any(map(p.owns_block, integers(params) & d.steps[-1].block_ids_for(d_id)))
     return _run_each(
         rig,

@@ -8,6 +8,8 @@ import fnmatch
 import json
 import os
 import signal
+import socket
+import time
 
 from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
 
@@ -60,8 +62,23 @@ def act(bench, rule, name, variant, moved):
         return Evidence(looked_at=1, unit="tokens")
     if deed == "interrupt":
         raise KeyboardInterrupt
+    if deed.startswith("ask the service"):
+        ask_service(bench.config, deed == "ask the service to end")
+    if deed == "ask the service to end":
+        raise Violation(Finding(rule=rule, happened=f"{word} lost its store"))
+    if deed == "wait":
+        time.sleep(60)
     if deed == "be killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "die":
         os._exit(3)
     return Evidence(looked_at=1, unit="bytes", bytes_moved=moved)
+
+
+def ask_service(config, end):
+    """Put something into the store of tests/services, and end the store."""
+    with socket.create_connection(("127.0.0.1", config["kv_connector_extra_config"]["port"])) as connection:
+        connection.sendall(
+            json.dumps({"op": "end" if end else "put", "key": "k", "size": 0}).encode() + b"\n"
+        )
+        connection.recv(1)

@@ -40,10 +40,10 @@ class Zygote:
         return ["process 17 would not end"] if _wrong() == "leftover" else []
 
 
-def start_zygote(settings):
+def start_zygote(settings, variables):
     if _wrong() == "no start":
         raise OSError("no room")
-    _log("zygote started")
+    _log(f"zygote started{' with ' + str(variables) if variables else ''}")
     return Zygote()
 
 
@@ -67,7 +67,7 @@ class Bench:
     def __init__(self, address, subject, settings, facts, progress):
         assert address == Zygote.address
         assert isinstance(facts, SubjectFacts)
-        self.progress, self.cell, self.did = progress, None, []
+        self.progress, self.cell, self.did, self.config = progress, None, [], subject.config
         _log(f"bench device {settings.device} seed {settings.seed} timeout-scale {settings.timeout_scale}")
 
     def use(self, cell):
