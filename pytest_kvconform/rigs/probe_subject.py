@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 
+HOST_COPY = (
+    "a copy engine of this suite, in host memory, stood in for the one of a GPU (--kv-host-copy): which bytes go "
+    "where was computed by vLLM"
+)
+
+
 class BadSubject(Exception):
     """There is nothing to test under the name that was given.
 
@@ -84,4 +90,5 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if kind != "ok":
         raise BadSubject(answer)
     of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
-    return SubjectFacts(**answer, **of_vllm)
+    copies = HOST_COPY if subject.host_copy and facts["device"] == "cpu" else ""
+    return SubjectFacts(**answer, **of_vllm, host_copy=copies)
