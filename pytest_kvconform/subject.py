@@ -144,8 +144,8 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     load_granularity: int = 0
     min_load: int = 0
     requires_device: str = ""
-    # key of kv_connector_extra_config -> its values for which that device is required, first the default; with
-    # another value a class of the user's moves the bytes
+    # key of kv_connector_extra_config -> its values for which that device is required, the default first;
+    # with another value a class of the user's moves the bytes
     required_for: dict[str, list[str]] = {}
     may_host_copy: bool = False
     packages: dict[str, str] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 HOST_COPY = (
-    "a copy engine of this suite, in host memory, stood in for the one of a GPU (--kv-host-copy): which bytes go "
+    "a copy engine of this suite, in host memory, stood in for that of a GPU (--kv-host-copy); which bytes go "
     "where was computed by vLLM"
 )
 
