@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 HOST_COPY = (
-    "a copy engine of this suite, in host memory, stood in for that of a GPU (--kv-host-copy); which bytes go "
-    "where was computed by vLLM"
+    "a copy engine of this suite, in host memory, stood in for that of a GPU (--kv-host-copy); vLLM computed "
+    "which bytes go where"
 )
 
 
