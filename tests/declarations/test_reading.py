@@ -50,7 +50,10 @@ def test_how_much_is_loaded(tmp_path):
             "d.toml: features.mla.unsuported: there is no such key (did you mean unsupported?)",
         ),
         ("features = 3", "d.toml: features: expected a table of features, got 3"),
-        ("profile = 'stor'", "d.toml: profile: expected p2p or store, got 'stor' (did you mean store?)"),
+        (
+            "profile = 'stor'",
+            "d.toml: profile: expected p2p or store or same-engine, got 'stor' (did you mean store?)",
+        ),
         ("handover = ['none']", "d.toml: handover: expected handoff or rendezvous or none, got ['none']"),
         ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
         ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
