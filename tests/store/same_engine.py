@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from tests.right_connectors.same_engine import InMemory
-from tests.right_connectors.stores import LATER, Orders, Part
+from tests.right_connectors.stores import LATER, InMemory, Orders, Part
 
 
 class Right(InMemory):

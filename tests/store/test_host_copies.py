@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -42,8 +40,8 @@ class Copy:
 
 
 @pytest.fixture(params=[True, False], ids=["kernel", "driver"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[bool]:
-    yield request.param
+def kernel(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 def test_a_copy_is_made_when_its_event_was_asked_for_often(kernel: bool) -> None:
