@@ -1,7 +1,8 @@
 """Right stores of designs that exist. Each says which connector it is like.
 
 All but the last keep one file for each block and rank, in a folder that engines share. The key of a block is
-vLLM's own block hash, with model, dtype, block size and tensor parallel size. They are for models of one KV cache group.
+vLLM's own block hash, with model, dtype, block size and tensor parallel size. They are for models of one KV
+cache group.
 """
 
 from __future__ import annotations

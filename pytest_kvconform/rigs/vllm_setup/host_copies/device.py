@@ -45,7 +45,8 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        self.put(event.synchronize)
+        """Do what is put here from now on after the point at which the event is now."""
+        self.put(event.wait_for())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -92,9 +93,12 @@ class Event:
         return self._stream is None or bool(self._reached)
 
     def synchronize(self) -> None:
-        reached = self._reached
-        if self._stream is not None:
-            self._stream.run_until(lambda: bool(reached))
+        self.wait_for()()
+
+    def wait_for(self) -> Callable[[], None]:
+        """Return what waits for this point, also if the event is recorded again before."""
+        stream, reached = self._stream, self._reached
+        return lambda: stream.run_until(lambda: bool(reached)) if stream is not None else None
 
     def elapsed_time(self, later: Event) -> float:
         """Milliseconds between two events, both of them reached."""

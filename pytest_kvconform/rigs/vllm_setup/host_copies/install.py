@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from pytest_kvconform.rigs.vllm_setup.host_copies import device
@@ -38,7 +39,7 @@ def install() -> None:
     if not current_platform.is_cpu():
         return
     cuda = _Instead(torch.cuda, Stream=device.Stream, current_stream=device.current_stream)
-    streams = _Instead(torch, Event=device.Event, cuda=cuda)
+    streams = _Instead(torch, Event=device.Event, cuda=cuda, zeros=_zeros)
     platform = _Instead(
         current_platform,
         Stream=device.Stream,
@@ -60,6 +61,12 @@ def install() -> None:
                 setattr(of_simple, name, ours)
     memory: Any = importlib.import_module("vllm.v1.simple_kv_offload.cuda_mem_ops")
     memory._batch_memcpy = device.batch_memcpy, 1
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """torch.zeros, which takes memory from the machine when it is written: a tier is mostly empty here."""
+    bytes_ = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(bytes_).view(dtype)
 
 
 def _without_device(spec: Any) -> None:
