@@ -63,10 +63,10 @@ def install() -> None:
     memory._batch_memcpy = device.batch_memcpy, 1
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    """torch.zeros, which takes memory from the machine when it is written: a tier is mostly empty here."""
-    bytes_ = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(bytes_).view(dtype)
+def _zeros(shape: Any, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """torch.zeros of bytes, which takes memory from the machine when it is written: a tier is mostly empty."""
+    assert dtype == torch.int8
+    return torch.from_numpy(np.zeros(shape, dtype=np.int8))
 
 
 def _without_device(spec: Any) -> None:
