@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _zeros(shape: Any, dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    """torch.zeros of bytes, which takes memory from the machine when it is written: a tier is mostly empty."""
+    """torch.zeros of bytes, which takes memory when it is written: a tier is mostly empty."""
     assert dtype == torch.int8
     return torch.from_numpy(np.zeros(shape, dtype=np.int8))
 
