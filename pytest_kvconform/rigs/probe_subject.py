@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 
+HOST_COPY = (
+    "a copy engine of this suite, in host memory, stood in for that of a GPU (--kv-host-copy); vLLM computed "
+    "which bytes go where"
+)
+
+
 class BadSubject(Exception):
     """There is nothing to test under the name that was given.
 
@@ -87,7 +93,8 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if subject.hook:
         _import_hook(address, subject.hook)
     of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
-    return SubjectFacts(**answer, **of_vllm)
+    copies = HOST_COPY if subject.host_copy and facts["device"] == "cpu" else ""
+    return SubjectFacts(**answer, **of_vllm, host_copy=copies)
 
 
 def _import_hook(address: str, hook: str) -> None:

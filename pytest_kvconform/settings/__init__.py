@@ -40,7 +40,7 @@ OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkp
 HUB = "hub"  # of --kv-gsm8k: no folder
 NIGHTLY = "nightly"  # as in model_matrix/nightly.py
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
-PROFILES, HANDOVERS = ("p2p", "store"), ("handoff", "rendezvous", "none")
+PROFILES, HANDOVERS = ("p2p", "store", "same-engine"), ("handoff", "rendezvous", "none")
 # Settings that describe the connector that pyproject.toml names. They do not hold for another connector
 # that is tested in the same folder.
 CONNECTOR_SETTINGS = (
@@ -148,6 +148,13 @@ class Settings:
         "feature of the CPU that vLLM takes for missing, to test with the kernels of another CPU: "
         + ", ".join(CPU_FEATURES),
     )
+    host_copy: bool = row(
+        False,
+        parse_switch,
+        "",
+        "on a CPU, let a copy engine of this suite stand in for that of a GPU, without which vLLM's "
+        "offloading connectors move nothing; the report names it",
+    )
     timeout_scale: float = row(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"
     )
@@ -168,9 +175,10 @@ class Settings:
     profile: str = row(
         "",
         one_of(*PROFILES),
-        "p2p|store",
-        "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), or "
-        "a store, which saves KV and loads it later",
+        "p2p|store|same-engine",
+        "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), a "
+        "store, which saves KV and loads it later in any engine, or one that loads in the engine alone that "
+        "has saved it (same-engine)",
         toml_only=True,
     )
     handover: str = row(

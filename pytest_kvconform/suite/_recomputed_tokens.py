@@ -34,7 +34,7 @@ class Loads:
         """`engines`: P and D. `loads_longer`: whether D loads something of the cell's longest prompt."""
         self.subject, self.requests, self.loads_longer = subject, requests, loads_longer
         self.sizes = engines[0].block_size, engines[1].block_size
-        self.store = subject.profile == "store"
+        self.store = subject.is_store
 
     @property
     def block(self) -> int:

@@ -6,9 +6,16 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.release import Release
 
+SAVES = "the connector never reported the end of a save, so the scheduler keeps the blocks that are saved"
 
-def check_all_freed(usages: tuple[Usage, Usage], released: Release | None, bytes_moved: int) -> Evidence:
-    """Check KV-BLOCKS-001: P and D hold nothing after every request has ended. Raises Violation."""
+
+def check_all_freed(
+    usages: tuple[Usage, Usage], released: Release | None, bytes_moved: int, store: bool = False
+) -> Evidence:
+    """Check KV-BLOCKS-001: P and D hold nothing after every request has ended. Raises Violation.
+
+    `store`: P hands nothing over, and saves.
+    """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
     for role, usage in zip("PD", usages, strict=True):
         held = usage.total_blocks - usage.free_blocks
@@ -21,7 +28,9 @@ def check_all_freed(usages: tuple[Usage, Usage], released: Release | None, bytes
                     f"{held} of "
                     f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
                     differs="; ".join(groups),
-                    diagnosis="D never notified P that it has read the blocks, or that it will not, so P "
+                    diagnosis=SAVES
+                    if store and role == "P"
+                    else "D never notified P that it has read the blocks, or that it will not, so P "
                     "waits for the lease to end"
                     if role == "P"
                     else "the connector never reported the end of a load, so the scheduler keeps the blocks "

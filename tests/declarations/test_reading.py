@@ -63,7 +63,10 @@ def test_services(tmp_path):
             "d.toml: features.mla.unsuported: there is no such key (did you mean unsupported?)",
         ),
         ("features = 3", "d.toml: features: expected a table of features, got 3"),
-        ("profile = 'stor'", "d.toml: profile: expected p2p or store, got 'stor' (did you mean store?)"),
+        (
+            "profile = 'stor'",
+            "d.toml: profile: expected p2p or store or same-engine, got 'stor' (did you mean store?)",
+        ),
         (
             "handover = ['none']",
             "d.toml: handover: expected handoff or rendezvous or none or MODULE:FUNCTION, got ['none']",

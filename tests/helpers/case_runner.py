@@ -29,6 +29,7 @@ OF_VLLM = (
     "NixlPushConnector",
     "ExampleConnector",
     "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
 )
 
 
@@ -84,10 +85,16 @@ class CaseRunner:
         tier: str = "engine",
         families: tuple[str, ...] = (),
         matrix: str = "quick",
+        host_copy: bool = False,
     ) -> None:
-        self.module, self.tier = module, tier
+        self.module, self.tier, self.host_copy = module, tier, host_copy
         settings = Settings(
-            connector=f"{module}:Right", config=CONFIG, tier=(tier,), family=families, matrix=matrix
+            connector=f"{module}:Right",
+            config=CONFIG,
+            tier=(tier,),
+            family=families,
+            matrix=matrix,
+            host_copy=host_copy,
         )
         self.zygote = start_zygote(settings)
         self.known: dict[str, SubjectFacts] = {}  # by --kv-connector
@@ -133,6 +140,7 @@ class CaseRunner:
             topology=(topology,),
             matrix=matrix,
             timeout_scale=scale,
+            host_copy=self.host_copy,
             report=str(self.zygote.run_dir / "report"),
             **(declared or {}),
         )

@@ -143,7 +143,12 @@ def test_last_seed(tmp_path):
             'handover = "handof"',
             "expected handoff or rendezvous or none or MODULE:FUNCTION, got 'handof' (did you mean handoff?)",
         ),
-        ({}, {}, 'profile = "stor"', "expected p2p or store, got 'stor' (did you mean store?)"),
+        (
+            {},
+            {},
+            'profile = "stor"',
+            "expected p2p or store or same-engine, got 'stor' (did you mean store?)",
+        ),
         ({}, {}, "= broken", "pyproject.toml: "),
         ({"kv_timeout_scale": "fast"}, {}, "", "--kv-timeout-scale: expected a number above 0, got 'fast'"),
     ],

@@ -1,7 +1,8 @@
 """Right stores of designs that exist. Each says which connector it is like.
 
-All keep one file for each block and rank, in a folder that engines share. The key of a block is vLLM's own
-block hash, with model, dtype, block size and tensor parallel size. They are for models of one KV cache group.
+All but the last keep one file for each block and rank, in a folder that engines share. The key of a block is
+vLLM's own block hash, with model, dtype, block size and tensor parallel size. They are for models of one KV
+cache group.
 """
 
 from __future__ import annotations
@@ -263,3 +264,50 @@ class WritesBehind(WholeBlocks):
         self.ended -= saved
         self.ordered -= saved
         return saved or None, None
+
+
+class InMemory(WholeBlocks):
+    """Copies each whole block to the memory of its process, and loads it from there when the engine has lost
+    it: as SimpleCPUOffloadConnector. Each half forgets the oldest blocks, both in the same order.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.saved: dict[str, None] = {}  # scheduler half: keys, the oldest first
+        self.kept: dict[str, dict[str, torch.Tensor]] = {}  # worker half: key -> rows by layer, likewise
+
+    # ---- scheduler half ------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        return key in self.saved
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        orders = super().build_connector_meta(scheduler_output)
+        for parts in orders.saves.values():
+            for key, _ in parts:
+                remember(self.saved, key, None)
+        return orders
+
+    def reset_cache(self) -> bool:
+        self.saved.clear()
+        return True
+
+    # ---- worker half ---------------------------------------------------------------------------------------
+
+    def save(self, parts: list[Part]) -> None:
+        for key, block in parts:
+            rows = {name: self.rows(cache, block).clone() for name, cache in self.caches.items()}
+            remember(self.kept, key, rows)
+
+    def load(self, parts: list[Part]) -> None:
+        for key, block in parts:
+            for name, rows in self.kept[key].items():
+                self.rows(self.caches[name], block).copy_(rows)
+
+
+def remember(kept: dict[str, Any], key: str, value: Any) -> None:
+    """Keep a value as the newest one, and no more than CAPACITY of them."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > CAPACITY:
+        del kept[next(iter(kept))]

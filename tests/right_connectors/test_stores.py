@@ -35,13 +35,18 @@ def scheduler_runner() -> Iterator[CaseRunner]:
 
 
 def run(
-    runner: CaseRunner, store: str, modules: tuple[str, ...], folder: Path, variants: str = ""
+    runner: CaseRunner,
+    store: str,
+    modules: tuple[str, ...],
+    folder: Path,
+    variants: str = "",
+    profile: str = "store",
 ) -> CellRun:
     return runner.run(
         store,
         "llama3_1_8b",
         setup="b16",
-        profile="store",
+        profile=profile,
         config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(folder)}}),
         variants=variants,
         only=lambda planned: planned.module.startswith(modules),
@@ -56,6 +61,15 @@ def test_a_right_store_moves_every_byte(byte_runner: CaseRunner, store: str, tmp
     assert found.outcomes["attention_kv_arrives[reused]"] == "PASS"
     assert found.outcomes["full_graphs_save_as_much[full_graphs]"] == "PASS"
     assert sum(evidence.bytes_moved for evidence in found.evidence.values()) > 10_000_000
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_right_store_loads_again_in_the_same_engine(
+    byte_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    modules = ("bytes/handover", "bytes/pool", "bytes/blocks")
+    found = run(byte_runner, store, modules, tmp_path, "n55 two_at_once preempted_on_p", "same-engine")
+    assert set(found.outcomes.values()) == {"PASS"}, found.findings
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -10,7 +10,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
-from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
+from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import LIMIT, Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed
@@ -35,8 +35,9 @@ class ByteBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS)
-        self.control = Control(context, ByteEngineHandle, SLOW_CALLS)
+        alone = context.subject.is_same_engine
+        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS, alone=alone)
+        self.control = Control(context, ByteEngineHandle, SLOW_CALLS, alone=alone)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
@@ -55,6 +56,7 @@ class ByteBench:
         """
         key = (cell, transfer.name, longer)
         if key not in self._observations:
+            self._require_alike(cell)
             self.context.require_known_handover("byte", store=True)
             if cell in self._over:
                 reason, declined = self._over[cell]
@@ -84,7 +86,7 @@ class ByteBench:
     def _observe(
         self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
     ) -> TransferObservation:
-        store = self.context.subject.profile == "store"
+        store = self.context.subject.is_store
         return observe_transfer(transfer, p, d, deadlines, self.context.next_name, store)
 
     def _excuse(
@@ -105,6 +107,7 @@ class ByteBench:
 
         Raises EngineFailed if the connector kept one from starting, Blocked if something else did.
         """
+        self._require_alike(cell)
         if not isinstance(self.pairs.started(cell), tuple):
             self._engines(cell, longest)
         found = self.pairs.started(cell)
@@ -130,6 +133,12 @@ class ByteBench:
                 raise Blocked(excuse) from None
             raise
 
+    def _require_alike(self, cell: Cell) -> None:
+        """Raise NotApplicable where P and D differ, and the connector loads in the same engine alone."""
+        if self.context.subject.is_same_engine and not alike(cell):
+            name = self.context.subject.connector
+            raise NotApplicable(f"{name} loads in the engine alone that has saved, and P and D differ")
+
     def _raise_excuse(self, cell: Cell) -> None:
         kind, sentence = self._excused.get(None) or self._excused.get(cell) or (None, "")
         if kind:
@@ -139,13 +148,13 @@ class ByteBench:
         """Note the reason if engines did not start and that is not the connector's fault."""
         subject, facts = self.context.subject, self.context.facts
         reason = failed.sentence.partition("did not start: ")[2] or failed.sentence
-        if subject.requires_device not in ("", facts.device):
+        if subject.lacks(facts.device):
             self._excused[None] = (
                 Blocked,
                 f"{subject.connector} does not start where vLLM runs on {facts.device}: {reason}",
             )
         states = any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
         unified = failed.how == "refused" and "KV cache specs to one unified type" in reason
-        if subject.profile == "store" and states and not facts.supports_hma and unified:
+        if subject.is_store and states and not facts.supports_hma and unified:
             why = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
             self._excused[cell] = NotApplicable, f"{facts.name} {why}: {reason}"

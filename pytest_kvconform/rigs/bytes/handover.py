@@ -93,7 +93,8 @@ def observe_transfer(
     """Run one transfer. A failure of an engine is part of the observation.
 
     `store`: P computes and saves, and D, whose cache is empty, finds it in the store. No kv_transfer_params
-    travel.
+    travel. P may be D: it saves, other requests overwrite its blocks, its prefix cache is emptied, and then
+    it loads.
     """
     transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
     started = time.monotonic()
@@ -118,7 +119,8 @@ def _run(
     store: bool,
 ) -> TransferObservation:
     transfer = observed.transfer
-    deadline = Deadline(limits.request, (p.process.pid, d.process.pid))
+    alone = p is d
+    deadline = Deadline(limits.request, tuple({p.process.pid, d.process.pid}))
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt, p, d)
@@ -130,7 +132,8 @@ def _run(
         _warm(transfer, make, p, d, deadline)
         targets = [make(i, "d") for i in range(len(sources))]
     p.budget(transfer.budget)
-    p.reuse(transfer.reuse)
+    reuse = transfer.reuse or alone  # one engine must not find what it is to load
+    p.reuse(reuse)
     for engine in (p, d):
         engine.replay(transfer.graphs)
     for request in sources:
@@ -146,8 +149,11 @@ def _run(
     source = p.source()
     if store:
         until_released(p, d, limits.release)  # saving in the background holds blocks
-    while transfer.reuse and not at_once and not p.overwritten() and not deadline.over():
+    while reuse and not at_once and not p.overwritten() and not deadline.over():
         p.step()
+    before: tuple[Check, ...] = ()
+    if alone:
+        source, before = _forget(p, source, limits)
     if not at_once:
         _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
         targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
@@ -160,7 +166,7 @@ def _run(
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)
-    if transfer.reuse:  # what overwrote P's blocks lies there, too
+    if reuse and not alone:  # what overwrote P's blocks lies there, too
         source = replace(source, tables={**p.source().tables, **source.tables})
     received = tuple(
         Received(
@@ -179,8 +185,23 @@ def _run(
     seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
     released = until_released(p, d, seconds)
     observed = replace(observed, usage=released.usage, released=released)
-    statistics = p.statistics(), d.statistics()
-    return replace(observed, statistics=statistics, audits=_both(p, d, "audit"))
+    statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
+    of_p, of_d = _both(p, d, "audit")
+    return replace(observed, statistics=statistics, audits=(before or of_p, of_d))
+
+
+def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tuple[Source, tuple[Check, ...]]:
+    """Empty the prefix cache of an engine whose blocks were overwritten, and poison its pool.
+
+    Returns the places of the rows that were saved and of those that overwrote them, and the last look at the
+    pool before.
+    """
+    until_released(engine, engine, limits.release)  # what overwrote the blocks is saved, too
+    engine.reuse(False)
+    source = replace(source, tables={**engine.source().tables, **source.tables})
+    before = engine.audit()
+    engine.poison()
+    return source, before
 
 
 def _warm(
@@ -258,6 +279,8 @@ class _Requests:
 
 def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any]:
     """One call on both engines at once: each looks at its whole pool."""
+    if p is d:
+        return (answer := p.call(name)), answer
     p.send(name)
     d.send(name)
     return p.answer(name), d.answer(name)

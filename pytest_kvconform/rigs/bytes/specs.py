@@ -51,7 +51,7 @@ def byte_engine_spec(
         in_flight=side.in_flight,
         device=context.facts.device,
         handover=context.subject.way,
-        store=context.subject.profile == "store",
+        store=context.subject.is_store,
     )
 
 
@@ -59,6 +59,12 @@ def side_of(cell: Cell, role: str) -> Side:
     """How memory is laid out on one side of a cell."""
     setup: Setup = load_byte_matrices().setups[cell.setup]
     return setup.prefill if role == "P" else setup.decode
+
+
+def alike(cell: Cell) -> bool:
+    """Whether D is like P: the same tensor parallel size, block size and memory layout."""
+    p, d = parse_topology(cell.topology)
+    return p == d and side_of(cell, "P") == side_of(cell, "D")
 
 
 def block_size(cell: Cell, role: str) -> int:

@@ -56,11 +56,11 @@ def shows_connector(frames: Iterable[Frame], facts: SubjectFacts) -> bool:
 class Control(Generic[Handle]):
     """Does again what failed, on fresh engines without the connector."""
 
-    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1):
-        """`calls`: how many times as long as usual one call of an engine may take."""
+    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, *, alone: bool = False):
+        """`calls`: how many times as long as usual one call of an engine may take. `alone`: P is D, too."""
         # Waits of full length, whatever the connector has made shorter, and nothing noted against it.
         self.context = replace(context, in_vain=set(), keeping=set())
-        self.pairs = EnginePairs(self.context, handle, calls, " without the connector")
+        self.pairs = EnginePairs(self.context, handle, calls, " without the connector", alone=alone)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self._starts: dict[tuple[Cell, str], str] = {}
 

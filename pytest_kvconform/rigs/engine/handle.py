@@ -126,8 +126,10 @@ class EngineHandle:
 
     def step_beside(self, peer: EngineHandle, seconds: float = 0.0) -> Step:
         """`step`, during which the peer takes steps of its own if it lasts: a connector may load within the
-        step, and need its peer for that. The result has the outputs of both.
+        step, and need its peer for that. The result has the outputs of both. An engine may be its own peer.
         """
+        if peer is self:
+            return self.step(seconds)
         self.send("step", seconds)
         deadline = Deadline(self.deadline_s, (self.process.pid,))
         wait, pause, outputs = ALONE_S, BESIDE_S, tuple[Output, ...]()

@@ -24,12 +24,21 @@ Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
 class EnginePairs(Generic[Handle]):
     """Pairs of engines with handles of one class."""
 
-    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, remark: str = ""):
+    def __init__(
+        self,
+        context: RunContext,
+        handle: type[Handle],
+        calls: int = 1,
+        remark: str = "",
+        *,
+        alone: bool = False,
+    ):
         """`calls`: how many times as long as usual one call of an engine may take.
 
-        `remark`: what the progress line adds about these engines.
+        `remark`: what the progress line adds about these engines. `alone`: P is D, too.
         """
         self.context, self.handle, self.calls, self.remark = context, handle, calls, remark
+        self.roles = "P" if alone else "PD"
         self._pairs: dict[Key, tuple[Handle, Handle]] = {}
         self._folders: dict[Key, Path] = {}  # where the store of a pair saves
         self._started: dict[Key, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
@@ -50,16 +59,17 @@ class EnginePairs(Generic[Handle]):
         self.context.require_nothing_missing()
         self.context.running.make_room(cell)
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
-        self.context.progress(f"starting P (TP {tp['P']}) and D (TP {tp['D']}){self.remark}")
+        engines = " and ".join(f"{role} (TP {tp[role]})" for role in self.roles)
+        self.context.progress(f"starting {engines}{self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
         call_s = self.calls * self.context.deadlines.call
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
-            for role in "PD":
+            for role in self.roles:
                 made = spec(role, tp[role], str(folder))
                 pair.append(self.handle(self.context.address, f"{cell}-{role}-{name}", made, call_s, start_s))
-            self._started[key] = pair[0].wait_ready(), pair[1].wait_ready()
+            facts = [engine.wait_ready() for engine in pair]
         except EngineFailed as failed:
             for engine in pair:
                 engine.end()
@@ -67,8 +77,9 @@ class EnginePairs(Generic[Handle]):
             self._started[key] = failed
             self.note_what_is_missing(failed)
             raise
+        self._started[key] = facts[0], facts[-1]
         pair[0].keeps = cell in self.context.keeping
-        self._pairs[key] = pair[0], pair[1]
+        self._pairs[key] = pair[0], pair[-1]
         return self._pairs[key]
 
     def note_what_is_missing(self, failed: EngineFailed) -> None:
@@ -97,7 +108,7 @@ class EnginePairs(Generic[Handle]):
         if pair and pair[0].kept:
             self.context.keeping.add(cell)
             self.context.note("release", True)
-        leave_all(pair, str(folder or ""))
+        leave_all(tuple(dict.fromkeys(pair)), str(folder or ""))
 
     def end_all(self) -> None:
         """End the engines of all pairs."""

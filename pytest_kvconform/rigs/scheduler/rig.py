@@ -81,7 +81,7 @@ class Rig:
 
     @property
     def subject(self) -> Subject:
-        """The connector under test: `profile` is "p2p" or "store"."""
+        """The connector under test: `profile` is "p2p", "store" or "same-engine"."""
         return self.host.spec.subject
 
     @property
@@ -137,13 +137,13 @@ class Rig:
         if length > 1:
             length += declared_addition(self.subject, BLOCK)
         prompt = tokens(length, seed, shared)
-        if self.subject.profile == "store":
+        if self.subject.is_store:
             prompt = with_other_tokens(prompt, self.secret)
         return tuple(TOKENS_FROM + token for token in prompt)
 
     def prefill_params(self) -> dict[str, Any]:
         """The params with which a proxy asks P for a hand-over; none for a store."""
-        if self.subject.profile == "store":
+        if self.subject.is_store:
             return {}
         keys = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         asked: dict[str, Any] = dict.fromkeys(keys)
@@ -199,7 +199,7 @@ class Rig:
             if declared := declared_amount(self.subject):
                 sentence += f" for {len(d.prompts[missing[0]])} tokens, and {declared} is declared"
             # a store has nothing to load of what no worker has saved
-            declined = self.subject.profile != "store" and d.declined_to_load(missing[0])
+            declined = not self.subject.is_store and d.declined_to_load(missing[0])
             raise NotApplicable(sentence, refused=declined)
         return self.step_until_ordered(d, *ids)
 

@@ -277,7 +277,7 @@ class Side(SideState):
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
         own = type(self.connector).build_connector_worker_meta is not Base.build_connector_worker_meta
-        if own and self.worker is None and self.rig.subject.profile == "store":
+        if own and self.worker is None and self.rig.subject.is_store:
             raise Blocked(
                 f"{self.rig.subject.connector} waits for reports of its own workers "
                 "(build_connector_worker_meta), and the scheduler rig has no worker"

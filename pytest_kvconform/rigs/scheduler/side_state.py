@@ -178,7 +178,7 @@ class SideState:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"
             long = len(self.prompts.get(id, ())) > self.block_size
-            raise NotApplicable(sentence, refused=long and self.rig.subject.profile != "store")
+            raise NotApplicable(sentence, refused=long and not self.rig.subject.is_store)
         return params_after_the_way(output.params)
 
     @property

@@ -77,11 +77,8 @@ class WorkerHalf:
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
 
-        if rig.subject.requires_device not in ("", device := current_platform.device_type):
-            raise Blocked(
-                f"the worker half of {rig.subject.connector} needs {rig.subject.requires_device}, "
-                f"and this vLLM runs on {device}"
-            )
+        if lacks := rig.subject.lacks(current_platform.device_type):
+            raise Blocked(lacks)
         self.rig, self.role = rig, role
         self.recorder = Recorder(rig.host.note_running_hook)
         self.connector: Any = None

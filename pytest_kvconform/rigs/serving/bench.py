@@ -71,6 +71,8 @@ class ServingBench:
             chain.end()
 
     def _observe(self, cell: Cell) -> ServingObservation:
+        if self.context.subject.is_same_engine:
+            self.context.require_known_handover("accuracy")
         if self.context.settings.nightly:
             chains.require_gpus(self.context, cell)
         require_packages(*extras.LM_EVAL)

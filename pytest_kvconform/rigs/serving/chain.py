@@ -71,7 +71,7 @@ def router_word(context: RunContext) -> str:
 def sizes_of(context: RunContext, cell: Cell) -> dict[str, int]:
     """The servers of a cell: role -> tensor parallel size. A store has a baseline besides P and D."""
     p_size, d_size = parse_topology(cell.topology)
-    return {"P": p_size, "D": d_size} | ({"B": d_size} if context.subject.profile == "store" else {})
+    return {"P": p_size, "D": d_size} | ({"B": d_size} if context.subject.is_store else {})
 
 
 def require_gpus(context: RunContext, cell: Cell) -> None:
@@ -91,7 +91,7 @@ def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = Tr
 
     Raises EngineFailed if one of them does not start, NotApplicable, Blocked and HarnessError.
     """
-    store = context.subject.profile == "store"
+    store = context.subject.is_store
     word = "" if store else router_word(context)
     remark = "" if with_connector else " without the connector"
     context.running.end_all()  # engines of the other rigs, of this cell, too: servers need the memory
@@ -141,7 +141,7 @@ def _end(processes: Iterable[LocalProcess], gpus: Lease | None) -> None:
 def attach(context: RunContext) -> Chain:
     """The chain of servers that already run. Raises Blocked if one does not answer."""
     settings, answer_s = context.settings, answer_seconds(context)
-    if context.subject.profile == "store" and not settings.baseline_url:
+    if context.subject.is_store and not settings.baseline_url:
         raise Blocked(
             "D loads from the store when it is asked alone, too: give --kv-baseline-url, a server that "
             "answers without the connector"
@@ -193,7 +193,7 @@ def started(context: RunContext, cell: Cell, exam: Exam, **more: bool) -> Iterat
 def _transfer(context: RunContext, role: str, folder: str, with_connector: bool) -> dict[str, Any]:
     # A D that computes what a load failed to bring would be taken for one that loads. A store may lose what
     # it has found.
-    policy = "" if context.subject.profile == "store" else "fail"
+    policy = "" if context.subject.is_store else "fail"
     given = context.transfer_config(role, port=free_port(), folder=folder, policy=policy)
     if with_connector:
         return given

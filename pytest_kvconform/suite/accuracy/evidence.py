@@ -34,7 +34,7 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
         _require_agreement(runs)
         if without := _not_loaded_at_all(subject, runs):
             whole = f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
-            if subject.profile == "store":
+            if subject.is_store:
                 raise Blocked(
                     f"{whole}: the store does not keep the prompts of so many questions, or saves them later"
                 )
@@ -130,7 +130,7 @@ def _due(subject: Subject, one: Prompt, runs: Runs) -> int:
     Of a D that speculates vLLM computes the last block that a store has again (see `suite._load_amount`). A
     server does not tell with what it speculates, so a block less is due whatever it is.
     """
-    drops = subject.profile == "store" and runs.speculates
+    drops = subject.is_store and runs.speculates
     return due_end_of(subject, one.prompt, one.local, runs.block or 1, drops)
 
 

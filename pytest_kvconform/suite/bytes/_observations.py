@@ -16,13 +16,13 @@ from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicabl
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.bytes.specs import block_size, side_of
+from pytest_kvconform.rigs.bytes.specs import alike, block_size, side_of
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Transfer, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add
 from pytest_kvconform.suite._recomputed_tokens import Loads
-from pytest_kvconform.suite.bytes._stores import alike, check_store_may_miss, is_store
+from pytest_kvconform.suite.bytes._stores import check_store_may_miss, is_store
 from pytest_kvconform.suite.bytes._transfers import has_state, longest, longest_length, windows
 
 AT_ONCE = 2  # prompts of a transfer at most

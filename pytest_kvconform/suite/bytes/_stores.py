@@ -5,11 +5,10 @@ Of a prompt that no engine saved it must load nothing.
 
 from __future__ import annotations
 
-from model_matrix import parse_topology
-from pytest_kvconform.result import Cell, Finding, NotApplicable, Violation
+from pytest_kvconform.result import Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
-from pytest_kvconform.rigs.bytes.specs import side_of
+from pytest_kvconform.rigs.bytes.specs import alike
 from pytest_kvconform.suite._recomputed_tokens import whole_blocks
 
 SMALL = "D has every whole block before the last token already, and a store may keep only whole blocks"
@@ -21,13 +20,7 @@ UNLIKE = (
 
 def is_store(bench: Bench) -> bool:
     """Whether the connector is declared as a store."""
-    return bench.subject.profile == "store"
-
-
-def alike(cell: Cell) -> bool:
-    """Whether D is like P: the same tensor parallel size, block size and memory layout."""
-    p, d = parse_topology(cell.topology)
-    return p == d and side_of(cell, "P") == side_of(cell, "D")
+    return bench.subject.is_store
 
 
 def check_store_may_miss(bench: Bench, observed: TransferObservation) -> None:

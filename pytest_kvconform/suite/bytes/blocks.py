@@ -16,4 +16,4 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease."""
     observed = completed(bench, transfer)
     assert observed.usage is not None
-    return check_all_freed(observed.usage, observed.released, moved(observed))
+    return check_all_freed(observed.usage, observed.released, moved(observed), bench.subject.is_store)

@@ -57,7 +57,7 @@ STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 def needs_hand_over(rig: Rig) -> None:
     """Raise NotApplicable for a store, which hands nothing from one engine to another."""
-    if rig.subject.profile == "store":
+    if rig.subject.is_store:
         raise NotApplicable(
             f"{rig.subject.connector} is a store: it hands no request from one engine to another"
         )

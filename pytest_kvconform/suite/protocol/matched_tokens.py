@@ -32,7 +32,7 @@ def _hand_over_once(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidenc
     p, d = rig.side("P"), rig.side("D")
     if warm:
         d.warm_prefix_cache(prompt, warm)
-    if rig.subject.profile == "store":
+    if rig.subject.is_store:
         p.add(prompt)
         d.add(prompt)
     else:

@@ -194,7 +194,7 @@ def live_engines(
 ) -> Iterator[Live]:
     """Start P and D, for a store one engine, and further engines; end them whatever happens."""
     first = p or LiveSpec("P")
-    if rig.subject.profile == "store":
+    if rig.subject.is_store:
         engine = LiveEngine(rig, first, live_config(rig, first))
         try:
             yield Live(rig, engine, engine)

@@ -133,7 +133,7 @@ def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
         start_engine_with_worker,
     )
 
-    if rig.subject.profile != "store":
+    if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it saves nothing")
 
     def scenario() -> Did:

@@ -16,7 +16,7 @@ SAVES_S = 2.0  # in which saves in the background may end
 
 def is_store(rig: Rig) -> None:
     """Raise NotApplicable for a P/D pair: it loads what P keeps, and nothing that was saved."""
-    if rig.subject.profile != "store":
+    if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")
 
 

@@ -34,7 +34,7 @@ def kv_arrives_after_a_sleep(rig: Rig, which: str) -> Evidence:
 
     if not all(_supports(rig, role) for role in "PD"):
         raise NotApplicable(f"{rig.subject.connector} does not support sleep mode: {SUPPORTS} returned False")
-    if which == "D" and rig.subject.profile == "store":
+    if which == "D" and rig.subject.is_store:
         raise NotApplicable("P and D of a store are one engine, which sleeps in the other case")
     with live_engines(rig) as live:
         block = rig.host.spec.memory["D"].block

@@ -1,0 +1,15 @@
+"""A copy engine in host memory, in place of CUDA's: `--kv-host-copy`.
+
+vLLM's OffloadingConnector and SimpleCPUOffloadConnector copy blocks between the memory of a GPU and of its
+host. All that is replaced is the last call, which copies a list of (source, destination, bytes), and the
+streams and events that order such calls. Which bytes of which block go where, and which call waits for which,
+is computed by vLLM's own code.
+
+| module | what it has |
+|---|---|
+| `device` | streams, events and the copy, as CUDA defines them, on host memory |
+| `install` | puts them in the place of CUDA's, in the modules of vLLM that copy |
+
+The copies are as late as CUDA's may be: a copy is made when somebody waits for it, or some steps later. So a
+connector that gives blocks away before their copy is made shows.
+"""

@@ -1,0 +1,157 @@
+"""Profile same-engine: one engine saves, loses its blocks and loads; each wrong store is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_kvconform.rigs.context import SubjectFacts
+from pytest_kvconform.settings import Settings
+from pytest_kvconform.subject import resolve
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.wrong import Wrong
+
+VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1"
+MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
+
+
+@pytest.fixture(scope="module")
+def byte_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.store.same_engine", "bytes", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.fixture(scope="module")
+def scheduler_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.store.same_engine", "protocol", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+def run_cell(
+    runner: CaseRunner, store: str, variants: str = VARIANTS, topology: str = "P1D1", setup: str = "b16"
+) -> CellRun:
+    """The cases about transfers of a cell, on a store of same_engine.py."""
+    return runner.run(
+        store,
+        "llama3_1_8b",
+        topology=topology,
+        setup=setup,
+        profile="same-engine",
+        config="",
+        variants=variants,
+        only=lambda planned: planned.module in MODULES,
+    )
+
+
+def run_keys(runner: CaseRunner, store: str) -> CellRun:
+    """The cases about saved prompts and their keys."""
+    return runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="same-engine",
+        config="",
+        only=lambda planned: planned.module.startswith("protocol/stores/"),
+    )
+
+
+def test_a_right_store_moves_every_byte_in_one_engine(byte_runner: CaseRunner) -> None:
+    run = run_cell(byte_runner, "Right")
+    assert set(run.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, run.findings
+    declined = {name for name, outcome in run.outcomes.items() if outcome == "NOT-APPLICABLE"}
+    assert declined == {"attention_kv_arrives[n2]"}
+    assert sum(evidence.bytes_moved for evidence in run.evidence.values()) > 10_000_000
+
+
+def test_where_p_and_d_differ_nothing_applies(byte_runner: CaseRunner) -> None:
+    run = run_cell(byte_runner, "Right", "n55", topology="P1D2")
+    assert set(run.outcomes.values()) == {"NOT-APPLICABLE"}
+    assert set(run.reasons.values()) == {"Right loads in the engine alone that has saved, and P and D differ"}
+
+
+def test_its_keys_are_those_of_vllm(scheduler_runner: CaseRunner) -> None:
+    run = run_keys(scheduler_runner, "Right")
+    declined = {name for name, outcome in run.outcomes.items() if outcome != "PASS"}
+    assert declined == {f"other_models_match_nothing[{what}]" for what in ("model", "dtype")}, run.findings
+    assert {run.outcomes[name] for name in declined} == {"NOT-APPLICABLE"}
+
+
+WRONG = [
+    Wrong("LoadsAnother", {"attention_kv_arrives": "rows of another request"}, variants="n55"),
+    Wrong("LosesLastBlock", {"attention_kv_arrives": "no byte of block 2 was written"}, variants="n55"),
+    Wrong("SavesTooLate", {"attention_kv_arrives": "rows of another request"}, variants="n55"),
+    Wrong("KeepsBlocks", {"all_blocks_are_freed": "never reported the end of a save"}, variants="n55"),
+    Wrong(
+        "NeverSaves",
+        {"d_computes_only_missing_tokens": "announced nothing of a prompt that was saved"},
+        variants="n55",
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_store_fails_in_one_sentence(byte_runner: CaseRunner, wrong: Wrong) -> None:
+    run = run_cell(byte_runner, wrong.connector, wrong.variants)
+    [(case, pattern)] = wrong.fails.items()
+    assert {name.partition("[")[0] for name in run.failed} == {case}, run.findings
+    assert re.search(pattern, next(iter(run.findings.values())).diagnosis), run.findings
+
+
+def test_a_key_without_the_salt_is_found(scheduler_runner: CaseRunner) -> None:
+    run = run_keys(scheduler_runner, "IgnoresSalt")
+    found = run.findings["other_keys_match_nothing[salt]"]
+    assert "were announced for a prompt with cache_salt='user 1'" in found.happened
+
+
+# ---- vLLM's own, and the device that they need -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("connector", "config", "asked", "device", "lacks"),
+    [
+        ("OffloadingConnector", "", False, "cpu", "only on cuda.*--kv-host-copy lets a copy engine"),
+        ("OffloadingConnector", "", True, "cpu", ""),
+        ("OffloadingConnector", "", False, "cuda", ""),
+        ("OffloadingConnector", "TieringOffloadingSpec", False, "cpu", "only on cuda"),
+        ("OffloadingConnector", "MySpec", False, "cpu", ""),
+        ("SimpleCPUOffloadConnector", "", False, "cpu", "only on cuda.*--kv-host-copy"),
+        ("HiSparseConnector", "", True, "cpu", "only on cuda, and the installed vLLM runs on cpu$"),
+    ],
+)
+def test_the_configuration_is_read_before_a_gpu_is_asked_for(
+    connector: str, config: str, asked: bool, device: str, lacks: str
+) -> None:
+    given = f'{{"kv_connector_extra_config": {{"spec_name": "{config}"}}}}' if config else ""
+    sentence = resolve(Settings(connector=connector, config=given, host_copy=asked)).lacks(device)
+    assert re.search(lacks, sentence) if lacks else not sentence
+
+
+VLLMS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+
+
+@pytest.fixture(scope="module")
+def copying_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    runner = CaseRunner("", "bytes", ("llama3_1_8b",), host_copy=True)
+    yield runner
+    assert runner.close() == []
+
+
+@pytest.mark.parametrize("connector", VLLMS)
+def test_vllms_connectors_move_bytes_on_a_cpu(copying_runner: CaseRunner, connector: str) -> None:
+    run = run_cell(copying_runner, connector, "n55 two_at_once")
+    assert run.outcomes["attention_kv_arrives[n55]"] == "PASS", run.findings
+    assert run.evidence["attention_kv_arrives[n55]"].bytes_moved > 1_000_000
+    facts: SubjectFacts = copying_runner.known[connector]
+    assert facts.host_copy.startswith(
+        "a copy engine of this suite, in host memory, stood in for the one of a"
+    )
