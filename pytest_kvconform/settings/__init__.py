@@ -183,8 +183,8 @@ class Settings:
         "",
         parse_text,
         "KEY",
-        "key of kv_connector_extra_config for the seconds that P keeps KV which no D reads; the suite sets a "
-        "small value",
+        "key of kv_connector_extra_config, or $NAME for an environment variable, for the seconds that P keeps KV "
+        "which no D reads; the suite sets a small value",
         toml_only=True,
     )
     load_granularity: int = row(

@@ -233,6 +233,7 @@ def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
         with_fake_connector(where)(half.config.kv_transfer_config),
     ):
         half.config.kv_transfer_config = config
+        half.take_ports(len(published))  # whether shutdown() frees them is judged for KV-SHUTDOWN-003
         half.construct()
         half.register_kv_caches(half.allocate_kv_caches())
         published.append({rank: type(value).__name__ for rank, value in half.handshake_metadata().items()})
