@@ -4,7 +4,8 @@ CONNECTOR ?= reference_connector:ReferenceConnector
 ARGS ?=
 JOBS ?= 2
 VLLM ?=
-VENV ?= .venv$(if $(VLLM),-$(VLLM))
+WITH ?=
+VENV ?= .venv$(if $(VLLM),-$(VLLM))$(if $(WITH),-$(WITH))
 PYTHON ?=
 TORCH_INDEX ?=
 DECLARATION = --kv-declare=reference_connector/declaration.toml
@@ -28,13 +29,14 @@ help:
 	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
 	@echo "  JOBS=$(JOBS)                        cells, or files of tests, side by side; 0: in one process"
 	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33, or main; all but 0.32 without kernels"
+	@echo "  WITH=mooncake                 what a connector needs; an environment of its own has it"
 	@echo "  VENV=$(VENV)                    the virtual environment"
 	@echo "  PYTHON=                       the Python to make VENV with"
 	@echo "  TORCH_INDEX=                  an index of CPU wheels of torch"
 
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness.
 conform:
-	@$(SETUP) cpu accuracy
+	@$(SETUP) cpu accuracy $(WITH)
 	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(JOBS) $(ARGS)
 
 test:

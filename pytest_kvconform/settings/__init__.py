@@ -35,6 +35,8 @@ from pytest_kvconform.settings.parsers import (
     word_or_function,
     words_of,
 )
+from pytest_kvconform.settings.tables import BadSetting as BadSetting
+from pytest_kvconform.settings.tables import read_table
 
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 HUB = "hub"  # of --kv-gsm8k: no folder
@@ -55,10 +57,6 @@ CONNECTOR_SETTINGS = (
     "features",
     "known",
 )
-
-
-class BadSetting(ValueError):
-    """Error: a setting does not exist or cannot be read. The message is one sentence and names its place."""
 
 
 # ---- the table --------------------------------------------------------------------------------------------
@@ -194,8 +192,8 @@ class Settings:
         "",
         parse_text,
         "KEY",
-        "key of kv_connector_extra_config for the seconds that P keeps KV which no D reads; the suite sets a "
-        "small value",
+        "key of kv_connector_extra_config, or $NAME of an environment variable, for the seconds that P keeps "
+        "KV which no D reads; the suite sets a small value",
         toml_only=True,
     )
     load_granularity: int = row(
@@ -278,7 +276,7 @@ def load(
     `command_line`: option dest -> text, or None. `last_seed`: the value of `--kv-seed=last`; None if there
     was no earlier run.
     """
-    table = _read_table(root / "pyproject.toml")
+    table = read_table(root / "pyproject.toml")
     _refuse_unknown(environment, table)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -317,24 +315,6 @@ def _previous(seed: int | None) -> int:
     if seed is None:
         raise ValueError("there is no previous run whose seed could be used; give a number")
     return seed
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    import tomllib
-
-    try:
-        tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadSetting(f"{path.name}: {error}") from None
-    except RecursionError:
-        raise BadSetting(f"{path.name}: it is nested too deeply") from None
-    table = tool.get("kvconform", {}) if isinstance(tool, dict) else tool
-    if not isinstance(table, dict):
-        key = "tool.kvconform" if isinstance(tool, dict) else "tool"
-        raise BadSetting(f"{path.name}: {key}: expected a table, got {table!r}")
-    return table
 
 
 def _refuse_unknown(environment: Mapping[str, str], table: Mapping[str, Any]) -> None:

@@ -1,12 +1,35 @@
-"""Checks of tables that have no setting of their own."""
+"""TOML tables of settings: how they are read, and what is wrong with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from pytest_kvconform.settings import BadSetting
 from pytest_kvconform.settings.parsers import did_you_mean
+
+
+class BadSetting(ValueError):
+    """Error: a setting does not exist or cannot be read. The message is one sentence and names its place."""
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the table tool.kvconform of a pyproject.toml; empty if there is none. Raises BadSetting."""
+    if not path.is_file():
+        return {}
+    import tomllib
+
+    try:
+        tool = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path.name}: {error}") from None
+    except RecursionError:
+        raise BadSetting(f"{path.name}: it is nested too deeply") from None
+    table = tool.get("kvconform", {}) if isinstance(tool, dict) else tool
+    if not isinstance(table, dict):
+        key = "tool.kvconform" if isinstance(tool, dict) else "tool"
+        raise BadSetting(f"{path.name}: {key}: expected a table, got {table!r}")
+    return table
 
 
 def refuse_unknown(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -85,3 +86,36 @@ def test_a_connector_that_cannot_run_here_is_blocked_in_one_sentence(kv, monkeyp
         line.startswith(f"INCOMPLETE: 13 of 13 cases could not run here: {says}") for line in run.lines
     ), run.text
     assert run.log == []  # nothing was started
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise ImportError('libibverbs.so.1: no such file')", "ImportError: libibverbs.so.1: no such file"),
+        ("import os; os._exit(9)", "the import ends with exit code 9"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_with_its_error(kv, monkeypatch, tmp_path, code, why):
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "engine.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    run = kv("--kv-connector=MooncakeConnector", plain=True, undeclared=True)
+    assert (run.code, run.word) == (10, "INCOMPLETE")
+    says = f"MooncakeConnector needs the package mooncake, which cannot be imported here ({why})"
+    assert any(says in line for line in run.lines), run.text
+    assert run.log == []
+
+
+@pytest.mark.parametrize("theirs", ["", "77"])
+def test_a_lease_can_be_an_environment_variable(monkeypatch, theirs):
+    from pytest_kvconform.rigs.context import lease_environment, transfer_config
+
+    name = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+    monkeypatch.setenv(name, theirs)
+    found = subject.resolve(Settings(connector="MooncakeConnector"))
+    assert found.lease_variable == name
+    assert lease_environment(found, 3.2) == ({} if theirs else {name: "4"})
+    assert lease_environment(found, 0) == {}
+    extra = transfer_config(found, "P", "cpu", lease_s=3.2)["kv_connector_extra_config"]
+    assert not any("ABORT" in key for key in extra)

@@ -107,7 +107,7 @@ class WorkerHalf:
             kernel_block=memory.kernel,
             device=current_platform.device_type,
         )
-        os.environ.update(port_environment(rig.host.spec.ports[port], RANKS))
+        self.take_ports(port)
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
         with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
@@ -124,6 +124,10 @@ class WorkerHalf:
                 specs[name] = self.layers[name].spec = replace(spec, num_speculative_blocks=scratch)
         self.kv_config = kv_cache_config_of_rank(self.config, specs)
         cache.num_gpu_blocks = self.kv_config.num_blocks
+
+    def take_ports(self, number: int) -> None:
+        """Let the next start use these of the case's ports for side channels."""
+        os.environ.update(port_environment(self.rig.host.spec.ports[number], RANKS))
 
     # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ----------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from model_matrix import load_geometries
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
@@ -227,12 +229,13 @@ def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
-    half, published = WorkerHalf(rig, "P"), []
+    half, published = WorkerHalf(rig, "P"), list[dict[Any, str]]()
     for config in (
         half.config.kv_transfer_config,
         with_fake_connector(where)(half.config.kv_transfer_config),
     ):
         half.config.kv_transfer_config = config
+        half.take_ports(len(published))  # whether shutdown() frees them is judged for KV-SHUTDOWN-003
         half.construct()
         half.register_kv_caches(half.allocate_kv_caches())
         published.append({rank: type(value).__name__ for rank, value in half.handshake_metadata().items()})

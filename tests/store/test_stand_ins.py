@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from pytest_kvconform.rigs.vllm_setup.host_copies.device import (
     LATE,
     Event,
