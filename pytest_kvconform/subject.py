@@ -55,8 +55,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
-    may_host_copy: bool = False  # whether the suite's copy engine can stand in for that device
-    host_copy: bool = False  # whether it does where vLLM runs on a CPU
+    stand_in: str = ""  # what of this suite can stand in for that device where vLLM runs on a CPU
+    stands_in: bool = False  # whether it does
     packages: dict[str, str] = {}  # modules that its class imports -> where to get their packages
     exempt: str = ""  # why the suite does not apply to the connector
     services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
@@ -83,13 +83,12 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
         "": no reason is known.
         """
-        may_copy = self.may_host_copy and device == "cpu"
-        if self.requires_device in ("", device) or (self.host_copy and may_copy):
+        can = bool(self.stand_in) and device == "cpu"
+        if self.requires_device in ("", device) or (self.stands_in and can):
             return ""
-        lets = "; --kv-host-copy lets a copy engine of this suite stand in for it"
         return (
-            f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on "
-            f"{device}{lets * may_copy}"
+            f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on {device}"
+            + (f"; --kv-stand-in lets {self.stand_in} stand in" if can else "")
         )
 
     @property
@@ -143,8 +142,8 @@ def resolve(settings: Settings) -> Subject:
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
         requires_device=_required_device(bundled, config),
-        may_host_copy=bundled.may_host_copy,
-        host_copy=settings.host_copy,
+        stand_in=bundled.stand_in,
+        stands_in=settings.stand_in,
         packages=bundled.packages,
         exempt=bundled.exempt,
         services=declared.services,
@@ -169,7 +168,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     # key of kv_connector_extra_config -> its values for which that device is required, the default first;
     # with another value a class of the user's moves the bytes
     required_for: dict[str, list[str]] = {}
-    may_host_copy: bool = False
+    stand_in: str = ""
     packages: dict[str, str] = {}
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start

@@ -58,8 +58,8 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
     above += [(line, {}) for line in left_out_here(report)]
-    if copies := (report.facts or {}).get("host_copy"):
-        above.append((f"device: {copies}", {}))
+    if stood_in := (report.facts or {}).get("stand_in"):
+        above.append((f"device: {stood_in}", {}))
     if line := _not_applicable(report, width):
         above.append((line, {}))
     above += [(row, {}) for row in _features(verdict.features, width)]

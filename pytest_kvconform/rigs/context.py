@@ -57,7 +57,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     # packages of this environment that do not load beside its torch, and what was done about it
     mended: str = ""
     kernels: str = ""  # vLLM's library of kernels for CPUs: "_C", "_C_AVX512" or "_C_AVX2"
-    host_copy: str = ""  # the sentence of a run in which the suite's copy engine stands in for a GPU's
+    stand_in: str = ""  # the sentence of a run in which something of the suite stands in for a GPU's
 
 
 @dataclass(frozen=True)

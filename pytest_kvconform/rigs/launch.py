@@ -39,7 +39,7 @@ GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.scheduler.fake_connector",
     "pytest_kvconform.rigs.scheduler.store_engine",
 )
-HOST_COPY = "pytest_kvconform.rigs.vllm_setup.host_copies.install:install"
+STAND_IN = "pytest_kvconform.rigs.vllm_setup.stand_ins.install:install"
 SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 PREFIX = "kvconform-"
@@ -110,8 +110,8 @@ def start_zygote(settings: Settings, variables: Mapping[str, str] = {}) -> Zygot
                 else:
                     wanted["bytes"] |= set(load_geometries()[place.family].config["architectures"])
     more = [SERVING_PRELOAD] if "serving" in rigs and not extras.not_installed(extras.LM_EVAL) else []
-    if settings.host_copy:
-        more.append(HOST_COPY)
+    if settings.stand_in:
+        more.append(STAND_IN)
     return launch_zygote(wanted["engine"], wanted["bytes"], settings.hide_cpu, more, variables=variables)
 
 

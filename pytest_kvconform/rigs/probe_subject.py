@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 
-HOST_COPY = (
-    "a copy engine of this suite, in host memory, stood in for that of a GPU (--kv-host-copy); vLLM computed "
-    "which bytes go where"
-)
-
-
 class BadSubject(Exception):
     """There is nothing to test under the name that was given.
 
@@ -93,8 +87,9 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if subject.hook:
         _import_hook(address, subject.hook)
     of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
-    copies = HOST_COPY if subject.host_copy and facts["device"] == "cpu" else ""
-    return SubjectFacts(**answer, **of_vllm, host_copy=copies)
+    stood_in = f"{subject.stand_in} stood in for that of a GPU (--kv-stand-in)"
+    stands_in = bool(subject.stand_in) and subject.stands_in and facts["device"] == "cpu"
+    return SubjectFacts(**answer, **of_vllm, stand_in=stood_in if stands_in else "")
 
 
 def _import_hook(address: str, hook: str) -> None:

@@ -146,12 +146,12 @@ class Settings:
         "feature of the CPU that vLLM takes for missing, to test with the kernels of another CPU: "
         + ", ".join(CPU_FEATURES),
     )
-    host_copy: bool = row(
+    stand_in: bool = row(
         False,
         parse_switch,
         "",
-        "on a CPU, let a copy engine of this suite stand in for that of a GPU, without which vLLM's "
-        "offloading connectors move nothing; the report names it",
+        "on a CPU, let parts of this suite stand in for what a connector asks of a GPU: the copy engine of "
+        "vLLM's offloading connectors, the number of the device for MooncakeConnector; the report names it",
     )
     timeout_scale: float = row(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"

@@ -85,16 +85,16 @@ class CaseRunner:
         tier: str = "engine",
         families: tuple[str, ...] = (),
         matrix: str = "quick",
-        host_copy: bool = False,
+        stand_in: bool = False,
     ) -> None:
-        self.module, self.tier, self.host_copy = module, tier, host_copy
+        self.module, self.tier, self.stand_in = module, tier, stand_in
         settings = Settings(
             connector=f"{module}:Right",
             config=CONFIG,
             tier=(tier,),
             family=families,
             matrix=matrix,
-            host_copy=host_copy,
+            stand_in=stand_in,
         )
         self.zygote = start_zygote(settings)
         self.known: dict[str, SubjectFacts] = {}  # by --kv-connector
@@ -140,7 +140,7 @@ class CaseRunner:
             topology=(topology,),
             matrix=matrix,
             timeout_scale=scale,
-            host_copy=self.host_copy,
+            stand_in=self.stand_in,
             report=str(self.zygote.run_dir / "report"),
             **(declared or {}),
         )

@@ -118,12 +118,14 @@ def test_a_key_without_the_salt_is_found(scheduler_runner: CaseRunner) -> None:
 @pytest.mark.parametrize(
     ("connector", "config", "asked", "device", "lacks"),
     [
-        ("OffloadingConnector", "", False, "cpu", "only on cuda.*--kv-host-copy lets a copy engine"),
+        ("OffloadingConnector", "", False, "cpu", "only on cuda.*--kv-stand-in lets a copy engine"),
         ("OffloadingConnector", "", True, "cpu", ""),
         ("OffloadingConnector", "", False, "cuda", ""),
         ("OffloadingConnector", "TieringOffloadingSpec", False, "cpu", "only on cuda"),
         ("OffloadingConnector", "MySpec", False, "cpu", ""),
-        ("SimpleCPUOffloadConnector", "", False, "cpu", "only on cuda.*--kv-host-copy"),
+        ("SimpleCPUOffloadConnector", "", False, "cpu", "only on cuda.*--kv-stand-in"),
+        ("MooncakeConnector", "", False, "cpu", "--kv-stand-in lets the number 0 of no device stand in"),
+        ("MooncakeConnector", "", True, "cpu", ""),
         ("HiSparseConnector", "", True, "cpu", "only on cuda, and the installed vLLM runs on cpu$"),
     ],
 )
@@ -131,7 +133,7 @@ def test_the_configuration_is_read_before_a_gpu_is_asked_for(
     connector: str, config: str, asked: bool, device: str, lacks: str
 ) -> None:
     given = f'{{"kv_connector_extra_config": {{"spec_name": "{config}"}}}}' if config else ""
-    sentence = resolve(Settings(connector=connector, config=given, host_copy=asked)).lacks(device)
+    sentence = resolve(Settings(connector=connector, config=given, stand_in=asked)).lacks(device)
     assert re.search(lacks, sentence) if lacks else not sentence
 
 
@@ -141,7 +143,7 @@ VLLMS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 @pytest.fixture(scope="module")
 def copying_runner() -> Iterator[CaseRunner]:
     must_be_installed()
-    runner = CaseRunner("", "bytes", ("llama3_1_8b",), host_copy=True)
+    runner = CaseRunner("", "bytes", ("llama3_1_8b",), stand_in=True)
     yield runner
     assert runner.close() == []
 
@@ -152,6 +154,4 @@ def test_vllms_connectors_move_bytes_on_a_cpu(copying_runner: CaseRunner, connec
     assert run.outcomes["attention_kv_arrives[n55]"] == "PASS", run.findings
     assert run.evidence["attention_kv_arrives[n55]"].bytes_moved > 1_000_000
     facts: SubjectFacts = copying_runner.known[connector]
-    assert facts.host_copy.startswith(
-        "a copy engine of this suite, in host memory, stood in for the one of a"
-    )
+    assert facts.stand_in.startswith("a copy engine of this suite in host memory stood in for that of a GPU")

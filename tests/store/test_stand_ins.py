@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pytest_kvconform.rigs.vllm_setup.host_copies.device import (
+from pytest_kvconform.rigs.vllm_setup.stand_ins.device import (
     LATE,
     Event,
     Stream,

@@ -196,6 +196,7 @@ def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tupl
     Returns the places of the rows that were saved and of those that overwrote them, and the last look at the
     pool before.
     """
+    engine.budget(0)  # that of P alone
     until_released(engine, engine, limits.release)  # what overwrote the blocks is saved, too
     engine.reuse(False)
     source = replace(source, tables={**engine.source().tables, **source.tables})

@@ -6,7 +6,7 @@
 | `preload` | what the zygote imports and does once before it forks |
 | `overrides` | every override of vLLM and of torch, one function each |
 | `cpu_layers` | layers in plain torch for engines on a CPU, where vLLM has kernels for GPUs alone |
-| `host_copies` | a copy engine in host memory, in place of a GPU's, for vLLM's offloading connectors |
+| `stand_ins` | a copy engine in host memory, and a device's number, in place of a GPU's |
 | `nixl_agents` | the overrides of NIXL |
 | `optional_packages` | imports of vLLM beside packages that were built for another torch |
 | `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |

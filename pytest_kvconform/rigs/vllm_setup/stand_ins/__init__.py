@@ -1,4 +1,6 @@
-"""A copy engine in host memory, in place of CUDA's: `--kv-host-copy`.
+"""What stands in for a GPU on a CPU: `--kv-stand-in`.
+
+MooncakeConnector asks torch for the number of the device, and gets 0. Its bytes need no device.
 
 vLLM's OffloadingConnector and SimpleCPUOffloadConnector copy blocks between the memory of a GPU and of its
 host. All that is replaced is the last call, which copies a list of (source, destination, bytes), and the

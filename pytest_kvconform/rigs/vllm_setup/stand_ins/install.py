@@ -1,4 +1,4 @@
-"""Put the copy engine in the place of CUDA's, in the modules of vLLM that copy to the host and back."""
+"""Put what stands in for a GPU in its place: the copy engine, and the number of the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytest_kvconform.rigs.vllm_setup.host_copies import device
+from pytest_kvconform.rigs.vllm_setup.stand_ins import device
 
 # modules whose name `torch` makes streams and events
 OF_STREAMS = ("simple_kv_offload.worker", "simple_kv_offload.copy_backend", "simple_kv_offload.disk_backend")
@@ -38,6 +38,8 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         return
+    # mooncake_connector.py asks for it, and torch has none without an accelerator
+    torch.accelerator.current_device_index = lambda: 0
     cuda = _Instead(torch.cuda, Stream=device.Stream, current_stream=device.current_stream)
     streams = _Instead(torch, Event=device.Event, cuda=cuda, zeros=_zeros)
     platform = _Instead(
