@@ -87,8 +87,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
         if self.requires_device in ("", device) or (self.stands_in and can):
             return ""
         return (
-            f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on {device}"
-            + (f"; --kv-stand-in lets {self.stand_in} stand in" if can else "")
+            f"{self.connector} moves bytes only on {self.requires_device}, and the installed vLLM runs on "
+            f"{device}" + (f"; --kv-stand-in lets {self.stand_in} stand in" if can else "")
         )
 
     @property

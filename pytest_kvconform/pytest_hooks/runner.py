@@ -138,7 +138,7 @@ class CaseRunner:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
-        if item.planned.case.tier in MOVING_TIERS:
+        if self.subject.requires_device and item.planned.case.tier in MOVING_TIERS:
             device = getattr(self._bench.facts, "device", "")
             if lacks := self.subject.lacks(device):
                 raise Blocked(lacks)

@@ -37,7 +37,7 @@ def prepare(command_line: dict[str, Any], environment: dict[str, str], folder: P
     found = load({"kv_connector": "m:C"} | command_line, environment, folder)
     subject = resolve(found)
     declaration.check_known(subject.known, plan.make_plan(found, ()).manifest)
-    sent = WorkerInput(settings=found, subject=subject, link=ZygoteLink())
+    sent = WorkerInput(settings=found, subject=subject, link=ZygoteLink(), services="")
     assert msgspec.json.decode(msgspec.json.encode(sent), type=WorkerInput) == sent
     document.encode(document.make_report(found, subject, None, (), (), (), ()))
     return found

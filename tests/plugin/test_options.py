@@ -27,6 +27,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
         for name in ("router", "prefill", "decode", "baseline")
     },
     # what it does to vLLM: tests/engine/test_cpu_features.py
+    "stand_in": (["--kv-stand-in"], lambda run: run.report["settings"]["stand-in"]),
     "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
     "seed": (["--kv-seed=7"], lambda run: run.ran),
@@ -171,6 +172,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-baseline-url",
         "--kv-device",
         "--kv-hide-cpu",
+        "--kv-stand-in",
         "--kv-timeout-scale",
         "--kv-seed",
         "--kv-report",

@@ -31,6 +31,7 @@ SAMPLES = {
     "declare": [("a.toml", "a.toml"), ("b.toml", "b.toml")],
     "feature": [("mla", ("mla",)), ("mla,abort", ("mla", "abort"))],
     "claim": [("true", True), ("1", True)],
+    "stand_in": [("true", True), ("1", True)],
 }
 
 

@@ -16,7 +16,7 @@ from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import PROBE_S, CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
-PROXIES = "tests.right_connectors.proxies"
+PROXIES = "tests.handovers.proxies"
 PEERS = "protocol/peers/unreachable"
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.designs", "bytes", ("llama3_1_8b",), "quick"),
@@ -49,7 +49,10 @@ def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, functio
 
 def test_d_may_be_asked_before_p_has_finished(run_cases: Callable[..., CellRun]) -> None:
     """The same connector does not find P's KV if the suite does not ask its proxy."""
-    runner, only = run_cases.args[0], lambda planned: planned.module == "bytes/handover"  # type: ignore[attr-defined]
+    def only(planned: Any) -> bool:
+        return bool(planned.module == "bytes/handover")
+
+    runner = run_cases.args[0]  # type: ignore[attr-defined]
     plain = runner.run(
         "ByRoom",
         "llama3_1_8b",
@@ -74,7 +77,7 @@ def test_schedulers_and_peers(run_cases: Callable[..., CellRun]) -> None:
     [
         (
             "raises",
-            r"the hand-over tests.right_connectors.proxies:raises raised KeyError: 'room' \(proxies.py:\d+\)",
+            r"the hand-over tests.handovers.proxies:raises raised KeyError: 'room' \(proxies.py:\d+\)",
         ),
         (
             "returns_a_list",
