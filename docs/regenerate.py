@@ -37,7 +37,6 @@ PAGES = {
     "settings": "authors.md",
     "features": "authors.md",
     "nightly": "operators.md",
-    "findings": "findings.md",
     "failure": "authors.md",
 }
 FAILURE = "kv::engine/bytes::sliding_window_is_complete[gemma3-P1D1-n63]"
@@ -264,14 +263,6 @@ def nightly_table() -> str:
     return _table(("family", "checkpoint, revision", "cells (GPUs)", "dtype", "published score"), rows)
 
 
-def findings_table() -> str:
-    """One row for each finding: in which minors of vLLM a run of ci/findings.py saw it."""
-    seen = tomllib.loads((DOCS / "findings.toml").read_text(encoding="utf-8"))
-    minors = sorted({minor for row in seen.values() for minor in row})
-    rows = [(name, *(row.get(minor, "not run") for minor in minors)) for name, row in seen.items()]
-    return _table(("finding", *(f"vLLM {minor}" for minor in minors)), rows)
-
-
 def failure() -> str:
     """The failure that a run of vLLM's NixlConnector prints, with the command before it."""
     with tempfile.TemporaryDirectory() as folder:  # this project's pyproject.toml must not apply
@@ -302,7 +293,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "features": features_table,
     "nightly": nightly_table,
-    "findings": findings_table,
     "failure": failure,
 }
 

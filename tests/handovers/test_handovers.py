@@ -49,6 +49,7 @@ def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, functio
 
 def test_d_may_be_asked_before_p_has_finished(run_cases: Callable[..., CellRun]) -> None:
     """The same connector does not find P's KV if the suite does not ask its proxy."""
+
     def only(planned: Any) -> bool:
         return bool(planned.module == "bytes/handover")
 

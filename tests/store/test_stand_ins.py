@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from pytest_kvconform.rigs.vllm_setup.stand_ins.device import (
     LATE,
     Event,
