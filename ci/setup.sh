@@ -91,8 +91,8 @@ install_cpu_torch() {
     "(its page 'Get started locally', Pip and CPU, shows it) as TORCH_INDEX=...," \
     "or set PIP_EXTRA_INDEX_URL to it."
 }
-# vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
 
+# vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
 # Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. That of
 # main names the commit.
 install_vllm_without_kernels() {
