@@ -93,8 +93,8 @@ install_cpu_torch() {
 }
 
 # vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
-# Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. The version
-# of main names the commit.
+# Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. That of
+# main names the commit.
 install_vllm_without_kernels() {
   local what="vllm==$vllm.0" override=$vllm.0 commit
   if [ "$vllm" = main ]; then

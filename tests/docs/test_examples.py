@@ -31,7 +31,7 @@ from .pages import PAGES, ROOT, blocks
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 8,
+        "docs/authors.md": 9,
         "docs/families.md": 2,
         "docs/rules.md": 1,
     }
@@ -47,7 +47,9 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_store(tmp_path: Path) -> None:
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "profile" in block]
+    block, same = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "profile" in block]
+    (tmp_path / "pyproject.toml").write_text(same)
+    assert resolve(load({}, {}, tmp_path)).is_same_engine
     (tmp_path / "pyproject.toml").write_text(block)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("store", "none", "my_pkg.mod")
@@ -124,12 +126,14 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
 
 
 def test_connectors_of_vllm_are_named() -> None:
-    stores = sorted(name for name, known in bundled_declarations().items() if known.profile == "store")
+    profiles = {name: known.profile for name, known in bundled_declarations().items()}
+    stores = sorted(name for name, profile in profiles.items() if profile == "store")
     authors = re.sub(r"\s+", " ", PAGES["docs/authors.md"])
-    assert f"({', '.join(stores)});" in authors
-    packages = dict.fromkeys(
-        package for known in bundled_declarations().values() for package in known.packages
-    )
+    assert f"({', '.join(stores)}; [two others](" in authors
+    assert list(profiles.values()).count("same-engine") == 2
+    packages = [
+        module.partition(".")[0] for known in bundled_declarations().values() for module in known.packages
+    ]
     exempt = sorted(name for name, known in bundled_declarations().items() if known.exempt)
     [sentence] = re.findall(r"A connector of vLLM whose package.*?one sentence\.", authors)
     assert set(re.findall(r"`(\w+)`", sentence)) == set(packages)

@@ -87,8 +87,8 @@ def test_its_keys_are_those_of_vllm(scheduler_runner: CaseRunner) -> None:
 
 WRONG = [
     Wrong("LoadsAnother", {"attention_kv_arrives": "rows of another request"}, variants="n55"),
-    Wrong("LosesLastBlock", {"attention_kv_arrives": "no byte of block 2 was written"}, variants="n55"),
-    Wrong("SavesTooLate", {"attention_kv_arrives": "rows of another request"}, variants="n55"),
+    Wrong("LosesLastBlock", {"attention_kv_arrives": "the last block was never written"}, variants="n55"),
+    Wrong("SavesTooLate", {"attention_kv_arrives": "no byte of .* was written"}, variants="n55"),
     Wrong("KeepsBlocks", {"all_blocks_are_freed": "never reported the end of a save"}, variants="n55"),
     Wrong(
         "NeverSaves",
