@@ -28,7 +28,7 @@ from pytest_kvconform.rigs.processes.guard import (
     READY_FILE,
     Order,
 )
-from pytest_kvconform.rigs.processes.linux import has_gone
+from pytest_kvconform.rigs.processes.linux import has_gone, is_ending
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.services import Service, fill, fill_text
 from pytest_kvconform.services.reading import address_of
@@ -159,7 +159,7 @@ def problem(folder: str, wait: bool = False) -> str:
     if has_gone(guard):
         return _GUARD
     deadline = time.monotonic() + TOLD_S
-    while any(has_gone(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(is_ending(pid) for pid in pids) and time.monotonic() < deadline:
         if sentence := _told(place):
             return sentence
         time.sleep(0.01)

@@ -51,6 +51,9 @@ class Handler(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is no error."""
+
 
 def main(arguments: Any) -> None:
     if arguments.shared_memory:

@@ -92,8 +92,8 @@ deadline = 60.0
     outcomes = {result["id"]: result["outcome"] for result in report["results"]}
     assert ended.returncode == 0, ended.stdout
     assert report["verdict"]["word"] == "CONFORMS"
-    assert set(outcomes.values()) == {"PASS", "NOT-APPLICABLE"}
-    assert sum(outcome == "PASS" for outcome in outcomes.values()) > 8
+    assert set(outcomes.values()) == {"PASS"}
+    assert len(outcomes) > 8
 
 
 def test_keys_without_the_salt_are_found(scheduler_runner: CaseRunner, port: int) -> None:

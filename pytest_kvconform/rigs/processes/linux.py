@@ -15,6 +15,7 @@ from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
 LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # not in every kernel
+PF_EXITING = 0x4  # linux/sched.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -47,6 +48,15 @@ def _stat(pid: int) -> tuple[int, int, str]:
 def has_gone(pid: int) -> bool:
     """Whether a process has ended, or waits to be reaped."""
     return _stat(pid)[2] in "ZX"
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has begun to end, or has ended. It has begun before its sockets are closed."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return words[0] in (b"Z", b"X") or bool(int(words[6]) & PF_EXITING)
 
 
 def _pids() -> list[int]:
