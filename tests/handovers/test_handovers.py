@@ -47,19 +47,8 @@ def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, functio
     assert {"attention_kv_arrives[n17]", "next_transfer_is_right[failed]"} <= arrived
 
 
-<<<<<<< HEAD:tests/handovers/test_handovers.py
-def test_d_may_be_asked_before_p_has_finished(run_cases: Callable[..., CellRun]) -> None:
-    """The same connector does not find P's KV if the suite does not ask its proxy."""
-
-    def only(planned: Any) -> bool:
-        return bool(planned.module == "bytes/handover")
-
-    runner = run_cases.args[0]  # type: ignore[attr-defined]
-    plain = runner.run(
-=======
 def test_the_same_connector_needs_its_proxy(case_runner: CaseRunner) -> None:
     found = case_runner.run(
->>>>>>> services:tests/right_connectors/test_handovers.py
         "ByRoom",
         "llama3_1_8b",
         setup="b16",
@@ -80,24 +69,9 @@ def test_schedulers_and_peers(run_cases: Callable[..., CellRun]) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-<<<<<<< HEAD:tests/handovers/test_handovers.py
-        (
-            "raises",
-            r"the hand-over tests.handovers.proxies:raises raised KeyError: 'room' \(proxies.py:\d+\)",
-        ),
-        (
-            "returns_a_list",
-            r"the hand-over .*:returns_a_list returned \['P'\]: expected kv_transfer_params, a dict",
-        ),
-        (
-            "forgets_p",
-            "the hand-over .*:forgets_p returned None for P, whose request needs kv_transfer_params",
-        ),
-=======
         ("raises", r"raised KeyError: 'room' \(proxies.py:\d+\)$"),
         ("returns_a_list", r"returned \['P'\]: expected kv_transfer_params, a dict that JSON can hold, or"),
         ("forgets_p", "returned None for P, whose request needs kv_transfer_params$"),
->>>>>>> services:tests/right_connectors/test_handovers.py
     ],
 )
 @pytest.mark.parametrize(
