@@ -178,8 +178,7 @@ class Settings:
         word_or_function(*HANDOVERS),
         "handoff|rendezvous|none|MODULE:FUNCTION",
         "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id "
-        "that P and D get (rendezvous, or a function that does what your proxy does), or from no parameter "
-        "(none, the default for stores)",
+        "that P and D get (rendezvous, or a function as your proxy), or from no parameter (none, for stores)",
         toml_only=True,
     )
     lease: str = row(

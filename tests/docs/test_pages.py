@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,12 +24,10 @@ from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import context
 from pytest_kvconform.rigs import launch as background
 from pytest_kvconform.rigs.engine import bench as engine_bench
-from pytest_kvconform.rigs.services import RunningServices
 from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import Subject, bundled_declarations, resolve
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers.fixtures import must_be_installed
-from tests.right_connectors import proxies
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, terms, words
 
@@ -249,38 +243,10 @@ def test_the_table_for_a_store(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_rendezvous(tmp_path: Path) -> None:
-    plain, own = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "handover" in block]
+    plain, _ = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "handover" in block]
     (tmp_path / "pyproject.toml").write_text(plain)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("p2p", "rendezvous", "my_pkg.mod")
-    (tmp_path / "pyproject.toml").write_text(own)
-    subject = resolve(load({}, {}, tmp_path))
-    assert (subject.handover, subject.way) == ("rendezvous", "my_pkg.proxy:hand_over")
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "python") if "def hand_over" in block]
-    names: dict[str, Any] = {}
-    exec(block, names)
-    for side in "PD":
-        given = side, {"transfer_id": "7"}, None
-        assert names["hand_over"](*given) == proxies.by_room(*given)
-
-
-def test_the_table_for_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example starts a server that is called my-cache, and ends it."""
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "services" in block]
-    (tmp_path / "pyproject.toml").write_text(block)
-    command = tmp_path / "my-cache"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/services/server.py"} "$2"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    settings = replace(load({}, {}, tmp_path), report=str(tmp_path / "report"))
-    services = RunningServices(resolve(settings), settings)
-    assert services.start() == ""
-    port = services.subject.config["kv_connector_extra_config"]["port"]
-    assert services.environment == {"MY_CACHE_URL": f"http://127.0.0.1:{port}"}
-    socket.create_connection(("127.0.0.1", port)).close()
-    assert services.close() == []
-    assert not services.folder.exists()
-    assert (tmp_path / "report" / "services" / "cache.log").read_text() == "listening\n"
 
 
 def test_a_known_limit_and_what_doctor_prints_of_it(tmp_path: Path) -> None:

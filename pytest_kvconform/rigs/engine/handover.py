@@ -169,11 +169,9 @@ def _hand_over(
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
-        params = (
-            decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
-            if mode == SUBJECT
-            else None
-        )
+        params = None
+        if mode == SUBJECT:
+            params = decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
@@ -223,6 +221,9 @@ def _prefill(
         tokens = (
             prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
         )
+        params = None
+        if mode == SUBJECT:
+            params = prefill_params(p.spec.handover, name, d.spec, p.process.address)
         p.add(
             Request(
                 id=f"{name}-{ON_P}",
@@ -230,9 +231,7 @@ def _prefill(
                 max_tokens=1,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=prefill_params(p.spec.handover, name, d.spec, p.process.address)
-                if mode == SUBJECT
-                else None,
+                kv_transfer_params=params,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []

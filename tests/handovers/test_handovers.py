@@ -16,7 +16,7 @@ from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import PROBE_S, CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
-PROXIES = "tests.right_connectors.proxies"
+PROXIES = "tests.handovers.proxies"
 PEERS = "protocol/peers/unreachable"
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.designs", "bytes", ("llama3_1_8b",), "quick"),
