@@ -165,13 +165,12 @@ def _hand_over(
     _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
     if run.stuck or scenario.abort == "prefill":
         return run
+    way, zygote = p.spec.handover, p.process.address
     handed = {name: _params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
-        params = None
-        if mode == SUBJECT:
-            params = decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
+        given = way, source, p.spec, handed[source], zygote
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
@@ -179,7 +178,7 @@ def _hand_over(
                 max_tokens=scenario.max_tokens,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=params,
+                kv_transfer_params=decode_params(*given) if mode == SUBJECT else None,
                 allowed=tuple(VOCABULARY[i :: scenario.n]) if scenario.n > 1 else (),  # samples differ
                 oracle=run.source[name] if mode == ORACLE else None,
             )
@@ -221,9 +220,7 @@ def _prefill(
         tokens = (
             prompt.tokens[:-1] if mode == ORACLE and has_state and len(prompt.tokens) > 1 else prompt.tokens
         )
-        params = None
-        if mode == SUBJECT:
-            params = prefill_params(p.spec.handover, name, d.spec, p.process.address)
+        given = p.spec.handover, name, d.spec, p.process.address
         p.add(
             Request(
                 id=f"{name}-{ON_P}",
@@ -231,7 +228,7 @@ def _prefill(
                 max_tokens=1,
                 salt=salt,
                 watch=True,
-                kv_transfer_params=params,
+                kv_transfer_params=prefill_params(*given) if mode == SUBJECT else None,
             )
         )
         run.outputs[f"{name}-{ON_P}"] = []
