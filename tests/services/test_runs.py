@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,11 +43,6 @@ def run(kv, pytester):
     return run
 
 
-def folders() -> set[str]:
-    """The folders of services that are there."""
-    return {str(path) for path in Path("/tmp").glob("kvconform-services-*")}
-
-
 def of_run(run_folder: Path) -> list[int]:
     """Living processes of the services of pytest's run in this folder."""
     mark = f"PWD_OF_TEST={run_folder}".encode()
@@ -64,13 +60,20 @@ def of_run(run_folder: Path) -> list[int]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(pytester, monkeypatch):
     monkeypatch.setenv("PWD_OF_TEST", str(pytester.path))
-    before = folders()
-    yield
+    with tempfile.TemporaryDirectory(prefix="kv-") as temporary:  # no other test's folders are in it
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        yield
+        none_is_left(pytester.path, Path(temporary))
+
+
+def none_is_left(run_folder: Path, temporary: Path) -> None:
+    """Wait until no process of a service is there, and look for their folders."""
     deadline = time.monotonic() + ENDS_S
-    while left := of_run(pytester.path):
+    while left := of_run(run_folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    assert not folders() - before
+    assert [*temporary.glob("kvconform-services-*")] == []
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
@@ -148,7 +151,11 @@ def test_a_port_that_is_taken(run):
 def test_a_service_that_dies_in_the_middle(run, workers):
     deeds = {"arrive(gemma3-P1D1-n63)": "ask the service to end"}
     found = run(
-        service(), *workers, "--kv-topology=P1D1", deeds={k.replace(")", "*"): v for k, v in deeds.items()}
+        service(),
+        *workers,
+        "-v",
+        "--kv-topology=P1D1",
+        deeds={k.replace(")", "*"): v for k, v in deeds.items()},
     )
     assert (found.code, found.word) == (10, "INCOMPLETE"), found.text
     assert "FAIL" not in found.outcomes.values()
@@ -158,8 +165,9 @@ def test_a_service_that_dies_in_the_middle(run, workers):
     assert reason.startswith("the service store ended in the middle of the run (exit code 7); its command is")
     assert "its log ends with: listening | asked to end (" in reason
     if not workers:
-        ids = [*found.outcomes]
+        ids = [id.removeprefix("kv::") for id in found.ran]
         later = ids[ids.index("engine/bytes::arrive[gemma3-P1D1-n63]") :]
+        assert len(later) > 1
         assert {found.outcomes[id] for id in later} == {"BLOCKED"}
 
 
