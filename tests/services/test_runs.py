@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -43,8 +44,13 @@ def run(kv, pytester):
 
 
 def folders() -> set[str]:
-    """The folders of services that are there."""
-    return {str(path) for path in Path("/tmp").glob("kvconform-services-*")}
+    """The folders of services that are there, and whose guard has ended: other runs have theirs."""
+    found = set()
+    for path in Path("/tmp").glob("kvconform-services-*"):
+        with contextlib.suppress(OSError, ValueError):  # it has just been removed
+            if has_gone(int((path / "pid").read_text())):
+                found.add(str(path))
+    return found
 
 
 def of_run(run_folder: Path) -> list[int]:
@@ -146,10 +152,8 @@ def test_a_port_that_is_taken(run):
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
 def test_a_service_that_dies_in_the_middle(run, workers):
-    deeds = {"arrive(gemma3-P1D1-n63)": "ask the service to end"}
-    found = run(
-        service(), *workers, "--kv-topology=P1D1", deeds={k.replace(")", "*"): v for k, v in deeds.items()}
-    )
+    deeds = {"arrive(gemma3-P1D1-n63*": "ask the service to end"}
+    found = run(service(), *workers, "--kv-topology=P1D1", deeds=deeds)
     assert (found.code, found.word) == (10, "INCOMPLETE"), found.text
     assert "FAIL" not in found.outcomes.values()
     assert found.outcomes["engine/bytes::arrive[gemma3-P1D1-n63]"] == "BLOCKED"
@@ -157,10 +161,8 @@ def test_a_service_that_dies_in_the_middle(run, workers):
     [reason] = blocked
     assert reason.startswith("the service store ended in the middle of the run (exit code 7); its command is")
     assert "its log ends with: listening | asked to end (" in reason
-    if not workers:
-        ids = [*found.outcomes]
-        later = ids[ids.index("engine/bytes::arrive[gemma3-P1D1-n63]") :]
-        assert {found.outcomes[id] for id in later} == {"BLOCKED"}
+    if not workers:  # of 8 cases it is the sixth
+        assert [*found.outcomes.values()].count("BLOCKED") == 3
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
