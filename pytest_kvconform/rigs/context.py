@@ -196,7 +196,11 @@ class RunContext:
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
         if variable := self.subject.lease_variable:
-            return float((os.environ | lease_environment(self.subject, asked_s))[variable])
+            given = (os.environ | lease_environment(self.subject, asked_s))[variable]
+            try:
+                return float(given)
+            except ValueError:
+                raise Blocked(f"the environment variable {variable} is {given!r}, and not a number") from None
         key = self.subject.lease or LEASE_KEY
         extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
         children = extra.get(CHILDREN, ()) if self.subject.connector == "MultiConnector" else ()

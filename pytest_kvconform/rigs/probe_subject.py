@@ -87,8 +87,10 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     if subject.hook:
         _import_hook(address, subject.hook)
     of_vllm: dict[str, Any] = {name: facts[name] for name in ("vllm", "device", "mended", "kernels")}
-    stood_in = f"{subject.stand_in} stood in for that of a GPU (--kv-stand-in)"
-    stands_in = bool(subject.stand_in) and subject.stands_in and facts["device"] == "cpu"
+    # inside another connector what the subject uses of it is not known
+    what = subject.stand_in if subject.requires_device and subject.stand_in else "what this suite has"
+    stood_in = f"{what} stood in for a GPU's (--kv-stand-in)"
+    stands_in = subject.stands_in and facts["device"] == "cpu"
     return SubjectFacts(**answer, **of_vllm, stand_in=stood_in if stands_in else "")
 
 

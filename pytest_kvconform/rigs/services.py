@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MARK = "_KVCONFORM_SERVICES"  # variable of every process of the services of a run: its folder
 LOGS = "services"  # folder of their logs, in that of the report
-TOLD_S = 2.0  # for the guard to tell of a service that has ended
+TOLD_S = 30.0  # for the guard to tell of a service that has ended
 END_S = LEAVE_S + KILL_S + 10.0  # for the guard to end everything
 _GUARD = "the guard (the process that keeps the services) is gone; did somebody kill it?"
 
@@ -159,9 +159,11 @@ def problem(folder: str, wait: bool = False) -> str:
     if has_gone(guard):
         return _GUARD
     deadline = time.monotonic() + TOLD_S
-    while any(is_ending(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(is_ending(pid) for pid in pids):
         if sentence := _told(place):
             return sentence
+        if time.monotonic() > deadline:
+            return "a service has ended in the middle of the run, and its guard does not tell which one"
         time.sleep(0.01)
     return ""
 

@@ -106,6 +106,7 @@ def test_services(tmp_path):
             "[services.kv]\ncommand = ['kv', '{port}']\nenvironment = {A = 1}",
             "d.toml: services.kv.environment: expected a table of texts, got {'A': 1}",
         ),
+        ("lease = '$'", "d.toml: lease: expected a key of kv_connector_extra_config or $VARIABLE, got '$'"),
         ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
         ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
         ("min_load = -1", "d.toml: min_load: expected a number of tokens from 0"),

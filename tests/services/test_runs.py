@@ -113,16 +113,16 @@ def test_nothing_starts_that_no_case_needs(run):
             r"its process ended with exit code 3; .*; its log ends with: the licence has expired \(.*e.log\)",
         ),
         (
-            service(port="0", more="ready = 'tcp://127.0.0.1:{port}'\ndeadline = 1.0"),
-            r"nobody listened on 127.0.0.1:\d+ within 1 s; it listens on 127.0.0.1:\d+; its command",
+            service(port="0", more="ready = 'tcp://127.0.0.1:{port}'\ndeadline = 3"),
+            r"nobody listened on 127.0.0.1:\d+ within 3 s; it listens on 127.0.0.1:\d+; its command",
         ),
         (
-            service(more="ready = 'line:at your service'\ndeadline = 0.5"),
-            "it did not write 'at your service' within 0.5 s; its command is: .*; its log ends with: list",
+            service(more="ready = 'line:at your service'\ndeadline = 3"),
+            "it did not write 'at your service' within 3 s; its command is: .*; its log ends with: list",
         ),
         (
-            service(more="ready = 'http://127.0.0.1:{port}/health'\ndeadline = 0.5"),
-            r"http://127.0.0.1:\d+/health did not answer within 0.5 s; it listens on",
+            service(more="ready = 'http://127.0.0.1:{port}/health'\ndeadline = 3"),
+            r"http://127.0.0.1:\d+/health did not answer within 3 s; it listens on",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_key_without_the_salt_is_found(scheduler_runner: CaseRunner) -> None:
         ("OffloadingConnector", "TieringOffloadingSpec", False, "cpu", "only on cuda"),
         ("OffloadingConnector", "MySpec", False, "cpu", ""),
         ("SimpleCPUOffloadConnector", "", False, "cpu", "only on cuda.*--kv-stand-in"),
-        ("MooncakeConnector", "", False, "cpu", "--kv-stand-in lets the number 0 of no device stand in"),
+        ("MooncakeConnector", "", False, "cpu", "--kv-stand-in lets the number 0 stand in"),
         ("MooncakeConnector", "", True, "cpu", ""),
         ("HiSparseConnector", "", True, "cpu", "only on cuda, and the installed vLLM runs on cpu$"),
     ],
@@ -154,4 +154,4 @@ def test_vllms_connectors_move_bytes_on_a_cpu(copying_runner: CaseRunner, connec
     assert run.outcomes["attention_kv_arrives[n55]"] == "PASS", run.findings
     assert run.evidence["attention_kv_arrives[n55]"].bytes_moved > 1_000_000
     facts: SubjectFacts = copying_runner.known[connector]
-    assert facts.stand_in.startswith("a copy engine of this suite in host memory stood in for that of a GPU")
+    assert facts.stand_in == "a copy engine of this suite in host memory stood in for a GPU's (--kv-stand-in)"

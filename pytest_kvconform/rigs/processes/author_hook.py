@@ -5,7 +5,9 @@ Only children of the zygote import code of an author: it may import vLLM, hang, 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,7 +57,7 @@ def require(address: str, target: str) -> None:
 
 
 def _start(address: str, target: str) -> ChildProcess | str:
-    process = ChildProcess(address, f"handover-{len(_serving)}", SERVE, target, CALL_S)
+    process = ChildProcess(address, f"handover-{os.getpid()}-{len(_serving)}", SERVE, target, CALL_S)
     _serving[address, target] = process
     return process
 
@@ -96,20 +98,21 @@ def call_here(target: str, *arguments: Any) -> dict[str, Any] | None:
         raise Blocked(f"the hand-over {target} cannot be imported: {_words(error)}") from None
     try:
         returned = function(*arguments) if arguments else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Blocked(f"the hand-over {target} raised {_words(error)}") from None
-    try:
-        if returned is None or (isinstance(returned, dict) and json.loads(json.dumps(returned)) == returned):
-            return returned
-    except (TypeError, ValueError):
-        pass  # no JSON
+    with contextlib.suppress(TypeError, ValueError):  # it is no JSON
+        if returned is None or isinstance(returned, dict):
+            plain: dict[str, Any] | None = json.loads(
+                json.dumps(returned)
+            )  # as the way through HTTP makes it
+            return plain
     raise Blocked(
         f"the hand-over {target} returned {printable(repr(returned))[:_LONGEST]}: expected "
         "kv_transfer_params, a dict that JSON can hold, or None"
     )
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     """An exception in one line, with its place."""
     text = printable(" ".join(str(error).split()))[:_LONGEST]
     last = traceback.extract_tb(error.__traceback__)[-1]

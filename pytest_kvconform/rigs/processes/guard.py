@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,9 +87,12 @@ class Guard:
                 while True:
                     self._look()
             except Trouble as trouble:
-                self._write(PROBLEM_FILE, str(trouble))
-                while True:
-                    self._wait()
+                sentence = str(trouble)
+            except (OSError, ValueError) as error:
+                sentence = f"the services cannot be watched: {type(error).__name__}: {error}"
+            self._write(PROBLEM_FILE, sentence)
+            while True:
+                self._wait()
 
     def _start(self, order: Order) -> None:
         if order.address and _answers(order.address):
@@ -132,6 +136,9 @@ class Guard:
             raise LifeLineEnded
         if time.monotonic() - self.noted > NOTE_S:
             self.shared_memory.note_processes(descendants_of(os.getpid()))
+            for pid in {*children_of(os.getpid())} - {process.pid for _, process in self.running}:
+                with contextlib.suppress(ChildProcessError):  # of a service that has ended: reap it
+                    os.waitpid(pid, os.WNOHANG)
             self.noted = time.monotonic()
 
     def _elsewhere(self, order: Order) -> str:
@@ -180,7 +187,7 @@ def _answers(address: list[str | int]) -> bool:
     try:
         with socket.create_connection((str(host), int(port)), PROBE_S):
             return True
-    except OSError:
+    except (OSError, ValueError):  # nobody, or no name of a host
         return False
 
 
@@ -192,7 +199,7 @@ def _is_ready(order: Order) -> bool:
         try:
             with opener.open(order.ready, timeout=PROBE_S):
                 return True
-        except (OSError, ValueError):  # an answer that is an error, or none
+        except (OSError, ValueError, HTTPException):  # an answer that is an error, or none
             return False
     return order.address is not None and _answers(order.address)
 
@@ -240,7 +247,6 @@ def _signal(number: int) -> str:
 
 def main(folder: Path) -> int:
     """Wait for orders, and follow them until the life line ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     become_subreaper()
     guard = Guard(folder)

@@ -165,8 +165,10 @@ def drop_announced_tokens(scheduler: Any) -> bool:
     With an auxiliary output (routed experts) it takes no tokens for which it has none. Source:
     v1/core/sched/scheduler.py: Scheduler.schedule, cap_external_hit.
     """
-    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
-
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:
+        return False
     if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):  # before 0.33
         return False
     schedule = scheduler.schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.vllm_setup import compat
 from pytest_kvconform.suite.protocol._scenarios import (
@@ -22,13 +22,26 @@ from pytest_kvconform.suite.protocol.aborts import _workers_know
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
 TOKENS = 150  # that another request of D samples meanwhile
-NO_SUCH_VLLM = "the plan has a case that this vLLM cannot be brought into"
+NO_SUCH_VLLM = "this vLLM has other names for what the case brings its scheduler into"
+# connectors with which vLLM refuses the auxiliary outputs that make its scheduler drop tokens
+# (config/vllm.py: VllmConfig._verify_aux_output_compatibility)
+WITHOUT_OUTPUTS = (
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+)
 
 
 @case("KV-MATCH-011", variants=first_in_quick("no_hit", "hit"), rig="scheduler")
 def dropped_announcement_starts_no_load(rig: Rig, situation: str) -> Evidence:
     """The scheduler drops what a connector announces for a plain request. D computes the prompt."""
     needs_hand_over(rig)
+    if rig.subject.connector in WITHOUT_OUTPUTS and rig.subject.module is None:
+        raise NotApplicable(
+            f"vLLM refuses auxiliary outputs with {rig.subject.connector}, and drops no tokens"
+        )
     needs_metadata_of_loads_only(rig)
     p, d = rig.side("P"), rig.side("D")
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
@@ -36,7 +49,7 @@ def dropped_announcement_starts_no_load(rig: Rig, situation: str) -> Evidence:
         d.warm_prefix_cache(prompt, d.block_size)
     _, id = rig.hand_over(p, d, prompt)
     if not compat.drop_announced_tokens(d.scheduler):
-        raise HarnessError(NO_SUCH_VLLM)
+        raise Blocked(NO_SUCH_VLLM)
     start = len(d.steps)
     rig.step_until_matched(d, id)
     counts = [call.arguments["num_external_tokens"] for call in d.calls_of(PLACED, id)]
@@ -66,7 +79,7 @@ def load_is_ordered_when_it_may_begin(rig: Rig, when: str) -> Evidence:
     rig.asynchronous = True
     d = rig.side("D")
     if not compat.defer_loads(d.scheduler):
-        raise HarnessError(NO_SUCH_VLLM)
+        raise Blocked(NO_SUCH_VLLM)
     other = d.add(rig.prompt(p.block_size, seed=2), max_tokens=TOKENS)
     d.run(lambda: d.status(other) == "RUNNING")
     _, id = rig.hand_over(p, d, prompts[1], max_tokens=2)
