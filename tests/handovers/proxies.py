@@ -21,6 +21,10 @@ def raises(side: str, params: Params, returned: Params | None) -> Params:
     return {"room": params["room"]}
 
 
+def ends(side: str, params: Params, returned: Params | None) -> Params:
+    raise SystemExit(3)
+
+
 def returns_a_list(side: str, params: Params, returned: Params | None) -> Any:
     return [side]
 

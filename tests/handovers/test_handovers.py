@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.rigs.bench import BadSubject, probe_subject
+from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import PROBE_S, CaseRunner, CellRun
@@ -70,6 +71,7 @@ def test_schedulers_and_peers(run_cases: Callable[..., CellRun]) -> None:
     ("function", "says"),
     [
         ("raises", r"raised KeyError: 'room' \(proxies.py:\d+\)$"),
+        ("ends", r"raised SystemExit: 3 \(proxies.py:\d+\)$"),
         ("returns_a_list", r"returned \['P'\]: expected kv_transfer_params, a dict that JSON can hold, or"),
         ("forgets_p", "returned None for P, whose request needs kv_transfer_params$"),
     ],
@@ -107,3 +109,11 @@ def test_a_function_that_is_not_there(case_runner: CaseRunner, handover: str, sa
     with pytest.raises(BadSubject) as caught:
         probe_subject(case_runner.zygote.address, resolve(settings), PROBE_S)
     assert str(caught.value) == f"the hand-over {handover} is not there: {says}"
+
+
+def test_params_are_what_http_makes_of_them() -> None:
+    """P's params may have tuples, and a function may pass them on."""
+    given = {"remote_block_ids": ([1], [2])}
+    assert author_hook.call_here(f"{PROXIES}:one_after_the_other", "D", {}, given) == {
+        "remote_block_ids": [[1], [2]]
+    }
