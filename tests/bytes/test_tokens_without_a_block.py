@@ -11,10 +11,11 @@ from pytest_kvconform.kvspace.pools.classify import RUN
 from pytest_kvconform.result import Violation
 from pytest_kvconform.rigs.bytes.messages import Missing
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
+from pytest_kvconform.subject import Subject
 from pytest_kvconform.suite.bytes import pool
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
-BENCH = SimpleNamespace(subject=SimpleNamespace(profile="p2p"))
+BENCH = SimpleNamespace(subject=Subject(spec="m:C", connector="C", module="m"))
 TRANSFER = Transfer("n40", (Prompt(tokens(40)),))
 
 
