@@ -96,3 +96,40 @@ def pre_forward_arguments(scheduler_output: Any) -> tuple[Any, ...]:
         num_tokens=scheduler_output.total_num_scheduled_tokens,
     )
     return scheduler_output, batch
+
+
+def drop_announced_tokens(scheduler: Any) -> bool:
+    """Let vLLM's scheduler take none of the tokens that its connector announces from now on. Returns whether
+    this vLLM can do so.
+
+    With an auxiliary output (routed experts) it takes no tokens for which it has none. Source:
+    v1/core/sched/scheduler.py: Scheduler.schedule, cap_external_hit.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):  # before 0.33
+        return False
+    schedule = scheduler.schedule
+    auxiliary = AuxOutputSchedulerConnector(scheduler.kv_cache_manager, scheduler.connector)
+
+    def schedule_with_auxiliary_output(*args: Any) -> Any:
+        scheduler.aux_output_connector = auxiliary
+        try:
+            return schedule(*args)
+        finally:
+            scheduler.aux_output_connector = None  # no worker has such an output
+
+    scheduler.schedule = schedule_with_auxiliary_output
+    return True
+
+
+def defer_loads(scheduler: Any) -> bool:
+    """Let vLLM's scheduler call update_state_after_alloc for an asynchronous load when the steps in flight
+    have ended. Returns whether this vLLM can do so.
+
+    It does with HiSparse. Source: v1/core/sched/scheduler.py: Scheduler._drain_deferred_loads.
+    """
+    if not hasattr(scheduler, "defer_async_loads"):  # before 0.33
+        return False
+    scheduler.defer_async_loads = scheduler.defer_block_free
+    return bool(scheduler.defer_async_loads)

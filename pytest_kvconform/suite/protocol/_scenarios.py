@@ -261,6 +261,17 @@ def require_no_order_yet(rig: Rig, d: Side, id: str) -> None:
             )
 
 
+def require_no_order(rig: Rig, d: Side, id: str, since: int = 0) -> None:
+    """update_state_after_alloc got 0 tokens for a request. Raise Violation if a step of D after the first
+    `since` ones orders a load for it.
+    """
+    for step in d.steps[since:]:
+        if blocks := sorted(filter(d.owns_block, step.block_ids_for(id))):
+            raise rig.violation(
+                "", f"update_state_after_alloc got 0 tokens, and the metadata names blocks {blocks} for {id}"
+            )
+
+
 def require_d_loads_no_more(rig: Rig, p: Side, id: str, computed: int) -> None:
     """P's prompt was cut to `computed` tokens after a preemption. Raise Violation if D loads more of it."""
     d = rig.side("D")

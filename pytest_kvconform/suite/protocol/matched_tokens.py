@@ -15,6 +15,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     places_while_waiting,
     report_all,
     require_d_loads_no_more,
+    require_no_order,
     require_no_order_yet,
     token_count,
     wrong_reload,
@@ -240,12 +241,7 @@ def update_state_after_alloc_with_zero_tokens_starts_no_load(rig: Rig, why: str)
     counts = [call.arguments["num_external_tokens"] for call in d.calls_of(PLACED, d_id)]
     if counts[-1:] != [0]:
         raise NotApplicable(f"vLLM called update_state_after_alloc with {counts} tokens")
-    for step in d.steps[start:]:
-        if blocks := sorted(filter(d.owns_block, step.block_ids_for(d_id))):
-            raise rig.violation(
-                "",
-                f"update_state_after_alloc got 0 tokens, and the metadata names blocks {blocks} for {d_id}",
-            )
+    require_no_order(rig, d, d_id, start)
     report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(looked_at=len(d.steps) - start, unit="steps")
