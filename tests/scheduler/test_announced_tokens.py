@@ -32,7 +32,7 @@ WRONG = [
     (
         "KeepsWhatItAnnounced",
         f"{DEFERRED}[never]",
-        r"before update_state_after_alloc: request_finished_all_groups returned \(True, None\), and no worker",
+        r"and before update_state_after_alloc: request_finished_all_groups returned \(True, None\), and no",
     ),
 ]
 

@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.bytes.checks import PoolChecker
 from pytest_kvconform.rigs.bytes.layers import Layer, metadata
 from pytest_kvconform.rigs.bytes.looks import LayerLooks
 from pytest_kvconform.rigs.bytes.messages import StepWork
-from pytest_kvconform.rigs.vllm_setup.compat import pre_forward_arguments
+from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 
 Slots = list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # by group, see `_slots`
 
@@ -55,7 +55,7 @@ class Forward:
         attention = [name for name in self.layers if name not in self.groups.states]
         states = [name for name in self.layers if name in self.groups.states]
         with set_forward_context(self._metadata(work), self.config):
-            self.connector.pre_forward(*pre_forward_arguments(scheduler_output))
+            pre_forward(self.connector, scheduler_output)
             if work.load_checks and not work.after_load:
                 self.checker.check_loads(work)
             looks = LayerLooks(self.memory, self.groups, work) if work.after_load else None
@@ -82,9 +82,7 @@ class Forward:
 
         The connector begins loads outside of the forward context (v1/worker/gpu/model_runner.py).
         """
-        self.connector.pre_forward(
-            *pre_forward_arguments(scheduler_output), attn_metadata=self._metadata(work)
-        )
+        pre_forward(self.connector, scheduler_output, attn_metadata=self._metadata(work))
         if work.load_checks:  # the whole forward reads what is loaded now
             looks = LayerLooks(self.memory, self.groups, work)
             looks.look(self.layers)

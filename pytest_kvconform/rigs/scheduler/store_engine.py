@@ -30,7 +30,7 @@ from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.compat import pre_forward_arguments
+from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
@@ -135,7 +135,7 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
         if name in half.layers
     }
     with set_forward_context(context, half.config):
-        guard("start_load_kv", half.active.pre_forward, *pre_forward_arguments(output))
+        guard("start_load_kv", pre_forward, half.active, output)
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):
                 half.call_hook("wait_for_layer_load", name)

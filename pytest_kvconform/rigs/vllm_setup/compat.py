@@ -76,26 +76,43 @@ def server_options() -> Any:
     return cli_args
 
 
-def pre_forward_arguments(scheduler_output: Any) -> tuple[Any, ...]:
-    """The arguments of ActiveKVConnector.pre_forward by position.
+def pre_forward(active: Any, scheduler_output: Any, **more: Any) -> None:
+    """Call ActiveKVConnector.pre_forward as vLLM's second model runner does. `more`: its attn_metadata.
 
-    Since 0.32 they have the InputBatch of vLLM's second model runner. What it reads of it, it passes on to
-    start_load_kv, as keyword arguments: the ids of the requests, where the worker keeps their state, and the
-    number of tokens of the step. Source: v1/worker/gpu/kv_connector.py:
+    The connector's start_load_kv gets by name: the ids of the requests, where the worker keeps their state,
+    and the number of tokens of the step; since 0.32 also the SchedulerOutput. Sources:
+    v1/worker/gpu/model_runner.py: execute_model (connector_kwargs in 0.31); v1/worker/gpu/kv_connector.py:
     ActiveKVConnector._build_load_kwargs.
     """
     import torch
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-    if "input_batch" not in inspect.signature(ActiveKVConnector.pre_forward).parameters:
-        return (scheduler_output,)
     ids = list(scheduler_output.num_scheduled_tokens)
-    batch = SimpleNamespace(
-        req_ids=ids,
-        idx_mapping=torch.arange(len(ids), dtype=torch.int32),
-        num_tokens=scheduler_output.total_num_scheduled_tokens,
-    )
-    return scheduler_output, batch
+    states, tokens = torch.arange(len(ids), dtype=torch.int32), scheduler_output.total_num_scheduled_tokens
+    if "input_batch" not in inspect.signature(active.pre_forward).parameters:  # 0.31
+        given = {"request_state_indices": states, "request_ids": ids, "num_tokens": tokens}
+        active.pre_forward(scheduler_output, **given, **more)
+        return
+    batch = SimpleNamespace(req_ids=ids, idx_mapping=states, num_tokens=tokens)
+    active.pre_forward(scheduler_output, batch, **more)
+
+
+def defers_finalize(active: Any) -> bool:
+    """Whether vLLM's second model runner calls wait_for_save after the results if a drafter runs: since
+    0.33. Its first one always has.
+    """
+    return "defer_finalize" in inspect.signature(active.post_forward).parameters
+
+
+def post_forward(active: Any, finished: set[str], drafter: bool) -> Any:
+    """Call the hooks after the forward as vLLM's second model runner does. Returns a KVConnectorOutput.
+
+    Source: v1/worker/gpu/model_runner.py: sample_tokens.
+    """
+    if not drafter:
+        return active.post_forward(finished)
+    reported = active.post_forward(finished, defer_finalize=True)
+    active.finalize_step()
+    return reported
 
 
 def drop_announced_tokens(scheduler: Any) -> bool:

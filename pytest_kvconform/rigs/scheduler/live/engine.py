@@ -24,7 +24,7 @@ from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.compat import pre_forward_arguments
+from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 
 OWNERS = 251  # numbers of requests that words can tell apart
 LONGEST = 8  # blocks of a request
@@ -234,7 +234,7 @@ class LiveEngine:
 
     def _work(self, output: Any) -> Any:
         """One step of the worker: vLLM's order of the hooks around the words. Returns KVConnectorOutput."""
-        call, active = self.half.recorder.call, self.half.active
+        call, active, drafter = self.half.recorder.call, self.half.active, self.spec.finalize_late
         if output.new_block_ids_to_zero:
             self.memory.zero(np.array(output.new_block_ids_to_zero))
         if output.kv_cache_block_copies:
@@ -247,13 +247,13 @@ class LiveEngine:
             for id, first in positions_of(output).items()
         }
         context = self._metadata(parts)
-        if self.spec.finalize_late:
+        if drafter and not defers_finalize(active):
             return self._step_with_drafter(output, parts, context)
         with forward_context(context, self.half.config, output):
-            call("the hooks before the forward", active.pre_forward, *pre_forward_arguments(output))
+            call("the hooks before the forward", pre_forward, active, output)
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
-        return call("the hooks after the forward", active.post_forward, output.finished_req_ids)
+        return call("the hooks after the forward", post_forward, active, output.finished_req_ids, drafter)
 
     def _step_with_drafter(self, output: Any, parts: Any, context: Any) -> KVConnectorOutput | None:
         """The order of vLLM's first model runner when a drafter runs: `wait_for_save` comes after the results
