@@ -127,10 +127,10 @@ def drop_announced_tokens(scheduler: Any) -> bool:
     if not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):  # before 0.33
         return False
     schedule = scheduler.schedule
-    auxiliary = AuxOutputSchedulerConnector(scheduler.kv_cache_manager, scheduler.connector)
 
     def schedule_with_auxiliary_output(*args: Any) -> Any:
-        scheduler.aux_output_connector = auxiliary
+        given = scheduler.kv_cache_manager, scheduler.connector
+        scheduler.aux_output_connector = AuxOutputSchedulerConnector(*given)  # it remembers no earlier step
         try:
             return schedule(*args)
         finally:

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from pytest_kvconform.rigs.vllm_setup import compat
 
-from .right import Answer, Ended, Right, loads
+from .right import Answer, Ended, Right
 
 __all__ = ["KeepsWhatItAnnounced", "LoadsWhatItAnnounced", "PlansForOneStep"]
 
@@ -52,18 +52,22 @@ class PlansForOneStep(Right):
 
 
 class KeepsWhatItAnnounced(Right):
-    """Keeps the blocks of a request with announced tokens that was aborted before the workers reported it."""
+    """Takes a request with announced tokens for one whose load is under way, and waits for the workers."""
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        self.notes |= dict.fromkeys(connector_output.finished_recving or ())
-        super().update_connector_output(connector_output)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self.notes[request.request_id] = count
+        return count, is_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.notes.pop(request.request_id, None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        kept, params = super().request_finished_all_groups(request, block_ids)
-        begun = loads(request) and request.num_computed_tokens and not request.num_output_tokens
-        reported = request.request_id in self.notes
-        self.notes.pop(request.request_id, None)
-        return bool(kept or (begun and not reported)), params
+        if self.notes.pop(request.request_id, 0) and request.num_computed_tokens:
+            self.half._stop_heartbeat(request.request_id)
+            return True, None
+        return super().request_finished_all_groups(request, block_ids)
 
 
 # ---- vLLM 0.33's scheduler, in an older one ----

@@ -21,7 +21,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
 from pytest_kvconform.suite.protocol.aborts import _workers_know
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
-TOKENS = 60  # that another request of D samples meanwhile
+TOKENS = 150  # that another request of D samples meanwhile
 NO_SUCH_VLLM = "the plan has a case that this vLLM cannot be brought into"
 
 
@@ -61,16 +61,17 @@ def load_is_ordered_when_it_may_begin(rig: Rig, when: str) -> Evidence:
     """
     needs_hand_over(rig)
     p, twin = rig.side("P"), rig.side("D")
-    prompt = rig.prompt(token_count(PROMPT, p.block_size))
-    _, alone = rig.hand_over_and_load(p, twin, prompt)
+    prompts = [rig.prompt(token_count(PROMPT, p.block_size), seed=seed) for seed in range(2)]
+    _, alone = rig.hand_over_and_load(p, twin, prompts[0])
     rig.asynchronous = True
     d = rig.side("D")
     if not compat.defer_loads(d.scheduler):
         raise HarnessError(NO_SUCH_VLLM)
-    other = d.add(rig.prompt(p.block_size, seed=1), max_tokens=TOKENS)
+    other = d.add(rig.prompt(p.block_size, seed=2), max_tokens=TOKENS)
     d.run(lambda: d.status(other) == "RUNNING")
-    _, id = rig.hand_over(p, d, prompt, max_tokens=2)
+    _, id = rig.hand_over(p, d, prompts[1], max_tokens=2)
     looked_at = _later(rig, d, id, twin, alone) if when == "later" else _never(rig, d, id)
+    d.abort(other)
     d.run()
     d.end_flight()
     twin.run()
@@ -84,7 +85,7 @@ def _later(rig: Rig, d: Side, id: str, twin: Side, alone: str) -> int:
     rig.start_loads(d, id)
     hooks = [call.hook for call in d.calls if call.request in (id, "")]
     if "build_connector_meta" not in hooks[hooks.index(ASKED) : hooks.index(PLACED)]:
-        raise HarnessError("vLLM deferred no load")
+        raise NotApplicable(f"no step was in flight when {ASKED} returned {d.matched_tokens(id)}")
     announced = d.matched_tokens(id)[0]
     if _ordered(twin, alone) and not _ordered(d, id):
         raise rig.violation(
@@ -108,7 +109,7 @@ def _never(rig: Rig, d: Side, id: str) -> int:
     """Abort the request before the call. Raise Violation unless it ends at once."""
     _abort_before_the_load(d, id)
     rig.step_until_matched(d, id)
-    if d.calls_of(PLACED, id) or not d.finished:
+    if d.calls_of(PLACED, id) or id not in d.finished:
         raise NotApplicable(f"{rig.subject.connector} begins no asynchronous load: {d.matched_tokens(id)}")
     [ended] = d.calls_of(ENDED, id)
     if ended.result[0] and not _workers_know(d, id):
