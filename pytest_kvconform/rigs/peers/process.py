@@ -75,10 +75,17 @@ class PeerEngineProcess(FaultyEngineProcess):
     def add_and_abort(self, request: Request) -> None:
         """Add a request and abort it before a step.
 
-        vLLM does this with a request that its API server refuses.
+        vLLM does this with a request that its API server refuses, and since 0.33 with one that comes while
+        the engine is paused (v1/engine/core.py: EngineCoreProc._reject_add_while_paused).
         """
         self.add(request)
         self.abort(request.id)
+
+    def pause(self, paused: bool) -> None:
+        """Let the scheduler admit no request, as EngineCore.pause_scheduler does, or admit requests again."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
     def start_held_transfers(self) -> None:
         """Start the transfers that were held (`set_faults`)."""

@@ -107,6 +107,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         prefill = yield from engines.prefill(p, length)
         request = engines.make_request(prefill.number, "d", prefill.params, length)
         if why == "waiting":
+            yield from d.call("pause", True)
             yield from d.call("add_and_abort", request)
         elif why == "asked":
             yield from d.call("ask_and_keep_in_queue", request.id)
@@ -123,6 +124,8 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         held = prefill.added + engines.lease_s * KEPT - time.monotonic()
         freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
         numbers[why] = freed - prefill.added if freed else -1.0
+        if why == "waiting":
+            yield from d.call("pause", False)
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))
 
 

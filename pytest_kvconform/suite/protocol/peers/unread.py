@@ -10,7 +10,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import KEPT
 from pytest_kvconform.suite._peer_observations import completed, evidence, require_some_load, violation
 
 REASONS = {
-    "waiting": "D aborted a request before it was scheduled",
+    "waiting": "D aborted a request before it was scheduled, while D was paused",
     "asked": "D aborted a request while it waited for a block",
     "whole": "D's prefix cache had the whole prompt of a request",
     "dropped": "D computed the prompt of a request that must not read the prefix cache",
