@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.settings import Settings
-from pytest_kvconform.subject import resolve
+from pytest_kvconform.subject import Subject, resolve
+from pytest_kvconform.suite.bytes import handover
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong
@@ -155,3 +159,19 @@ def test_vllms_connectors_move_bytes_on_a_cpu(copying_runner: CaseRunner, connec
     assert run.evidence["attention_kv_arrives[n55]"].bytes_moved > 1_000_000
     facts: SubjectFacts = copying_runner.known[connector]
     assert facts.stand_in == "a copy engine of this suite in host memory stood in for a GPU's (--kv-stand-in)"
+
+
+@pytest.mark.parametrize("stood_in", ["a copy engine stood in for a GPU's", ""])
+def test_a_hang_beside_the_suites_own_copy_engine_is_blocked(
+    monkeypatch: pytest.MonkeyPatch, stood_in: str
+) -> None:
+    """It may be the copy engine that hangs."""
+    stuck = ("P's request is RUNNING",)
+    observed = SimpleNamespace(stuck=stuck, excuse="", failed=None, request_s=30.0, logged=())
+    monkeypatch.setattr(handover, "observe", lambda bench, transfer: observed)
+    subject = Subject(spec="m:C", connector="C", module="m", profile="same-engine")
+    bench: Any = SimpleNamespace(subject=subject, facts=SimpleNamespace(stand_in=stood_in))
+    with pytest.raises(Blocked if stood_in else Violation) as raised:
+        handover.completes(bench, None)  # type: ignore[arg-type]
+    if stood_in:
+        assert str(raised.value).startswith("P's request is RUNNING: a copy engine stood in")

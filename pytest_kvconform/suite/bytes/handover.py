@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Cell, Evidence, Finding, Violation
+from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
@@ -18,6 +18,10 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 def completes(bench: Bench, transfer: Transfer) -> Evidence:
     """Every request ends, no engine dies, hangs or raises, and the connector does not give a load up."""
     observed = observe(bench, transfer)
+    if observed.stuck and bench.subject.is_same_engine and bench.facts.stand_in:
+        raise Blocked(
+            f"{'; '.join(observed.stuck)}: {bench.facts.stand_in}, so whose failure it is cannot be told here"
+        )
     check_all_ended(observed)
     if observed.refused:
         first = next(r for r in observed.requests if r.finish == "error")
