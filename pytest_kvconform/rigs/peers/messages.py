@@ -13,6 +13,7 @@ import numpy as np
 # Moments at which a request is aborted: the ranks have reported its load, and the scheduler does not know it;
 # the scheduler knows it; a step has computed the request for the first time.
 REPORTED, KNOWN, COMPUTED = MOMENTS = ("reported", "known", "computed")
+FAILED = "failed"  # a rank has reported its load in a step in which another worker failed
 
 
 class RankReport(msgspec.Struct, frozen=True):

@@ -6,15 +6,19 @@ from typing import Any
 
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Request, Trace
+from pytest_kvconform.rigs.engine.messages import Request, Step, Trace
 from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
-from pytest_kvconform.rigs.peers.messages import COMPUTED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """Run the engine in a child of the zygote, see `engine.process.serve`."""
     engine_process.serve(connection, spec, PeerEngineProcess)
+
+
+class WorkerFailed(Exception):
+    """A step that is to look as if one of its workers had failed."""
 
 
 class PeerEngineProcess(FaultyEngineProcess):
@@ -65,8 +69,23 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.kept_in_queue.discard(request_id)
 
     def abort_at_end_of_load(self, request_id: str, moment: str) -> None:
-        """Abort a request at this moment (`MOMENTS`) of the step in which the ranks report its load."""
+        """Abort a request at this moment (`MOMENTS`) of the step in which the ranks report its load.
+
+        With FAILED that step fails, as soon as one rank reports the load, and every request is aborted.
+        """
         self.abort_at[request_id] = moment
+
+    def step(self, seconds: float) -> Step:
+        """As for every engine. After a failed step the requests are aborted, and the engine goes on
+        (v1/fault_tolerance/engine_core_sentinel.py: EngineCoreSentinel.on_fault).
+        """
+        from vllm.v1.request import RequestStatus
+
+        try:
+            return super().step(seconds)
+        except WorkerFailed:
+            self.scheduler.finish_requests(list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+            return Step(outputs=(), computed=0)
 
     def aborted(self) -> tuple[str, ...]:
         """Requests that were aborted at the end of their loads."""
@@ -93,6 +112,7 @@ class PeerEngineProcess(FaultyEngineProcess):
 
     def _watch_steps(self) -> None:
         super()._watch_steps()
+        self._watch_reports()
         update = self.scheduler.update_from_output
 
         def update_from_output(scheduler_output: Any, output: Any) -> Any:
@@ -105,6 +125,30 @@ class PeerEngineProcess(FaultyEngineProcess):
             return found
 
         self.scheduler.update_from_output = update_from_output
+
+    def _watch_reports(self) -> None:
+        """Let the step fail in which a rank reports the load of a request that is to be aborted at FAILED.
+
+        The reports of all ranks come with those of the next step, as vLLM's executor arranges it
+        (v1/executor/multiproc_executor.py: MultiprocExecutor.collective_rpc).
+        """
+        aggregator = self.core.model_executor.kv_output_aggregator
+        if not hasattr(aggregator, "ft_defer_kv_connector_outputs"):  # vLLM before 0.33, or one worker
+            return
+        aggregate = aggregator.aggregate
+
+        def aggregate_unless_failed(outputs: list[Any], *more: Any) -> Any:
+            reports = [out.kv_connector_output for out in outputs if out and out.kv_connector_output]
+            received = {name for report in reports for name in report.finished_recving or ()}
+            failing = [name for name in received if self.abort_at.get(name) == FAILED]
+            if not failing:
+                return aggregate(outputs, *more)
+            self.aborted_ids.append(failing[0])
+            del self.abort_at[failing[0]]
+            aggregator.ft_defer_kv_connector_outputs(reports)
+            raise WorkerFailed
+
+        aggregator.aggregate = aggregate_unless_failed
 
     def _abort(self, moment: str, requests: Any) -> None:
         """Abort those of the requests that are to be aborted at this moment."""

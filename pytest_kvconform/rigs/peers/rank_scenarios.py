@@ -10,7 +10,7 @@ import time
 from msgspec.structs import replace
 
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.peers.messages import KNOWN, MOMENTS, REPORTED
+from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTED
 from pytest_kvconform.rigs.peers.scenario_engines import (
     HELD,
     KEPT,
@@ -166,8 +166,20 @@ def aborted_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
     `numbers`: moment -> blocks that D holds then and cannot give back; -1: the request was not aborted.
     """
+    return (yield from _abort_at(engines, p, d, moments(engines.bench.context.settings.matrix)))
+
+
+def worker_fails_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """The step of D fails in which a rank reports a load. All requests are aborted, and D goes on.
+
+    `numbers`: as in `aborted_at_end_of_load`, of the moment FAILED.
+    """
+    return (yield from _abort_at(engines, p, d, (FAILED,)))
+
+
+def _abort_at(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, when: tuple[str, ...]) -> Steps:
     numbers = {}
-    for moment in moments(engines.bench.context.settings.matrix):
+    for moment in when:
         prefill = yield from engines.prefill(p)
         request = engines.make_request(prefill.number, "d", prefill.params)
         before: Usage = yield from d.call("usage")

@@ -27,6 +27,7 @@ from pytest_kvconform.rigs.peers.rank_scenarios import (
     hand_overs,
     load_on_idle_engine,
     nothing_to_load,
+    worker_fails_at_end_of_load,
 )
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
@@ -326,5 +327,7 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
         **_in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
     },
-    "P1D2": _in_turn(*_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load),
+    "P1D2": _in_turn(
+        *_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load, worker_fails_at_end_of_load
+    ),
 }

@@ -9,6 +9,7 @@ under its full name; the tests themselves do not import it.
 
 # ruff: noqa: F403
 
+from .failed_steps import *
 from .leases import *
 from .ranks import *
 from .right import *

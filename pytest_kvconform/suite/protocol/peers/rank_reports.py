@@ -8,7 +8,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.messages import COMPUTED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, moments
 from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
@@ -31,6 +31,7 @@ ABORTED = {
     REPORTED: "when the ranks of D had reported its load, before update_from_output",
     KNOWN: "when the scheduler of D knew that its load had ended",
     COMPUTED: "in the step that computed it for the first time after its load",
+    FAILED: "since a worker of D failed in the step in which a rank reported its load",
 }
 
 
@@ -261,7 +262,30 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
 @case("KV-FAIL-008", rig="peers", variants=lambda cell, matrix: moments(matrix))
 def abort_at_the_end_of_a_load_frees_blocks(bench: Bench, moment: str) -> Evidence:
     """A request that is aborted in the step in which its load ends gives its blocks back."""
-    observed = completed(bench, "aborted_at_end_of_load", "KV-FAIL-008", OWNS)
+    return _gives_back(
+        bench,
+        "aborted_at_end_of_load",
+        "KV-FAIL-008",
+        moment,
+        "the connector waits for a report of a load that the ranks have reported already",
+    )
+
+
+@case("KV-FAIL-009", rig="peers", applies=lambda cell: not one_rank(cell))
+def reports_of_a_failed_step_may_come_later(bench: Bench, variant: None) -> Evidence:
+    """The reports of a step in which a worker failed come with those of the next step."""
+    return _gives_back(
+        bench,
+        "worker_fails_at_end_of_load",
+        "KV-FAIL-009",
+        FAILED,
+        "a report of the failed step was lost, or the connector does not expect two of one rank at once",
+    )
+
+
+def _gives_back(bench: Bench, scenario: str, rule: str, moment: str, diagnosis: str) -> Evidence:
+    """Check that a request that is aborted at this moment of the end of its load gives its blocks back."""
+    observed = completed(bench, scenario, rule, OWNS)
     held = observed.numbers.get(moment)
     if held is None:
         raise Blocked("a request that was aborted at an earlier moment of this step still holds its blocks")
@@ -269,13 +293,13 @@ def abort_at_the_end_of_a_load_frees_blocks(bench: Bench, moment: str) -> Eviden
         raise NotApplicable("the connector loads within the step that reads, and no step waits for a load")
     if held:
         raise violation(
-            "KV-FAIL-008",
+            rule,
             f"a request was aborted {ABORTED[moment]}, and {RELEASE_S * bench.settings.timeout_scale:.0f} s "
             f"later D still holds {held:.0f} blocks",
             observed,
-            diagnosis="the connector waits for a report of a load that the ranks have reported already",
+            diagnosis=diagnosis,
         )
-    check_right("KV-FAIL-008", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    check_right(rule, observed, bench.peers.lease_s, {"last": "the next request of D"})
     return evidence(1, "requests", observed)
 
 
