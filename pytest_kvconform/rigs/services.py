@@ -77,8 +77,8 @@ class RunningServices:
             self._ports[service, which] = free_port()
         return self._ports[service, which]
 
-    def _filled(self, variables: dict[str, str], service: str) -> dict[str, str]:
-        return {key: fill_text(text, self._place_of, service) for key, text in variables.items()}
+    def _filled(self, texts: dict[str, str], service: str) -> dict[str, str]:
+        return {key: fill_text(text, self._place_of, service) for key, text in texts.items()}
 
     def _order(self, service: Service, scale: float) -> Order:
         ready = fill_text(service.ready, self._place_of, service.name)
@@ -90,6 +90,7 @@ class RunningServices:
             address=[*address] if address else None,
             deadline=service.deadline * scale,
             environment=self._filled(service.environment, service.name),
+            files=self._filled(service.files, service.name),
             folder=str(self.folder / service.name),
             log=str(self._logs / f"{service.name}.log"),
         )

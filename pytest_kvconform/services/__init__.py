@@ -41,6 +41,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = DEADLINE_S  # seconds until it is ready, times --kv-timeout-scale
     environment: dict[str, str] = {}  # of the service
     engine_environment: dict[str, str] = {}  # of the engines and of the connector in them
+    files: dict[str, str] = {}  # name -> text; they are in the folder of the service before it starts
 
 
 class BadPlaceholder(ValueError):

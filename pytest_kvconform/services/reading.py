@@ -12,8 +12,9 @@ from pytest_kvconform.settings import BadSetting
 from pytest_kvconform.settings.parsers import did_you_mean, parse_factor, parse_text
 from pytest_kvconform.settings.tables import refuse_unknown
 
-KEYS = ("command", "ready", "deadline", "environment", "engine_environment")
+KEYS = ("command", "ready", "deadline", "environment", "engine_environment", "files")
 _NAME = re.compile(r"[A-Za-z][\w-]{0,31}")
+_FILE = re.compile(r"[A-Za-z0-9_][\w.-]{0,63}")
 LINE = "line:"
 _EXPECTED = "expected tcp://HOST:PORT, http://HOST:PORT/PATH or line:TEXT"
 
@@ -36,7 +37,8 @@ def _service(name: str, row: Mapping[str, Any], place: str, names: list[str]) ->
             f'{place}.command: expected a list of texts such as ["server", "--port", "{{port}}"], '
             f"got {command!r}"
         )
-    variables = {key: _environment(row.get(key, {}), f"{place}.{key}") for key in KEYS[3:]}
+    variables = {key: _environment(row.get(key, {}), f"{place}.{key}") for key in KEYS[3:5]}
+    files = _files(row.get("files", {}), f"{place}.files")
     if "ready" not in row and "{port}" not in " ".join([*command, *variables["environment"].values()]):
         raise BadSetting(f"{place}.ready: is missing, and neither command nor environment has {{port}}")
     try:
@@ -45,7 +47,9 @@ def _service(name: str, row: Mapping[str, Any], place: str, names: list[str]) ->
         ready = parse_text(row.get("ready", READY))
     except ValueError as error:
         raise BadSetting(f"{place}: {error}") from None
-    service = Service(name=name, command=tuple(texts), ready=ready, deadline=deadline, **variables)
+    service = Service(
+        name=name, command=tuple(texts), ready=ready, deadline=deadline, files=files, **variables
+    )
     for key in ("command", "ready", *KEYS[3:]):
         check_placeholders(getattr(service, key), names, f"{place}.{key}", name)
     filled = fill_text(ready, lambda *place: 1 if place[1] == "port" else "/f", name)
@@ -59,6 +63,14 @@ def _environment(table: Any, place: str) -> dict[str, str]:
         raise BadSetting(f"{place}: expected a table of texts, got {table!r}")
     if wrong := next((key for key in table if not key or "=" in key or "\0" in key + table[key]), None):
         raise BadSetting(f"{place}: {wrong!r} is no variable of an environment")
+    return dict(table)
+
+
+def _files(table: Any, place: str) -> dict[str, str]:
+    if not isinstance(table, Mapping) or not all(isinstance(text, str) for text in table.values()):
+        raise BadSetting(f"{place}: expected a table of texts, got {table!r}")
+    if wrong := next((name for name in table if not _FILE.fullmatch(name)), None):
+        raise BadSetting(f"{place}: {wrong!r} is no name of a file: letters, digits, -, _ and dots")
     return dict(table)
 
 

@@ -214,7 +214,7 @@ class Settings:
         "",
         tables_as_json(dict),
         "TABLES",
-        "servers that the connector needs: command, ready, deadline, environment, engine_environment",
+        "servers that the connector needs: command, ready, deadline, environment, engine_environment, files",
         toml_only=True,
     )
     features: str = row(

@@ -75,6 +75,18 @@ def test_services(tmp_path):
         ("services = 3", "d.toml: services: expected a table for each service, got 3"),
         ("[services]\nkv = 3", "d.toml: services: expected a table for each service, got {'kv': 3}"),
         ("[services.'a b']", "d.toml: services.a b: a name has letters, digits, - and _, 32 at most"),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\nfiles = {'a/b' = ''}",
+            "d.toml: services.kv.files: 'a/b' is no name of a file: letters, digits, -, _ and dots",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\nfiles = {a = 3}",
+            "d.toml: services.kv.files: expected a table of texts, got {'a': 3}",
+        ),
+        (
+            "[services.kv]\ncommand = ['kv', '{port}']\nfiles = {a = '{prot}'}",
+            "d.toml: services.kv.files: {prot} is no placeholder",
+        ),
         ("[services.kv]", 'd.toml: services.kv.command: expected a list of texts such as ["server", '),
         ("[services.kv]\ncommand = 'kv'", "d.toml: services.kv.command: expected a list of texts such as"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -95,6 +96,14 @@ def test_a_run_has_one_service(run, workers):
     extra = found.report["subject"]["config"]["kv_connector_extra_config"]
     assert extra == {"port": "{services.store.port}"}
     assert found.report["subject"]["services"][0]["command"][-4] == "{port}"
+
+
+def test_files_of_a_service_are_there_before_it_starts(run):
+    show = f"cat {{folder}}/at.json; echo; exec {shlex.join([sys.executable, str(SERVER)])} {{port}}"
+    found = run(service(command=["sh", "-c", show], more="""files = {"at.json" = '{"at": {port}}'}"""))
+    assert (found.code, found.word) == (0, "CONFORMS"), found.text
+    written, says = (found.path.parent / "services" / "store.log").read_text().splitlines()
+    assert (json.loads(written)["at"] > 1024, says) == (True, "listening")
 
 
 def test_nothing_starts_that_no_case_needs(run):

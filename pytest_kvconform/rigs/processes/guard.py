@@ -57,6 +57,7 @@ class Order(NamedTuple):
     address: list[str | int] | None  # host and port of the readiness check; None: it is a line
     deadline: float  # seconds
     environment: dict[str, str]  # beside that of the guard
+    files: dict[str, str]  # name -> text, in the folder
     folder: str  # of the service, for its files
     log: str  # path
 
@@ -99,6 +100,8 @@ class Guard:
             host, port = order.address
             raise _down(order, f"another process listens on {host}:{port} already")
         Path(order.folder).mkdir(exist_ok=True)
+        for name, text in order.files.items():
+            (Path(order.folder) / name).write_text(text, encoding="utf-8")
         with open(order.log, "wb") as log:
             try:
                 process = subprocess.Popen(
