@@ -44,22 +44,40 @@ class Mine:
     block_hash: Any
 
 
+@dataclass(frozen=True)
+class Copy:
+    """One state that belongs to two blocks."""
+
+    group: int
+    of: int
+    to: int
+
+
+@dataclass
+class Copying(Metadata):
+    copies: list[Copy]
+
+
 class LayerWise(ReferenceConnector):
     """Loads within the step that reads them: begun in start_load_kv, waited for in wait_for_layer_load, as
     vLLM's MoRIIOConnector in mode read. No layer hook waits for a state, so that start_load_kv itself waits
     if the model has states.
 
     vLLM hashes the blocks of such a load before update_state_after_alloc, so that the local hit is known by
-    its length alone. A failed load is reported by its blocks. vLLM takes that from models with one KV cache
-    group only, so that the others read once more.
+    its length alone. A state that ends with a block belongs to that block, for the prefix cache, and to the
+    next one, which the step reads: vLLM copies states from block to block before start_load_kv
+    (v1/worker/mamba_utils.py: preprocess_mamba). A failed load is reported by its blocks. vLLM takes that
+    from models with one KV cache group only, so that the others read once more.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self.has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        self.states = [isinstance(spec, MambaSpec) for spec in specs]
         self.sizes = [spec.block_size for spec in specs]
         self.local: dict[str, int] = {}  # tokens of the local hit
+        self.copies: list[Copy] = []
+        self.caches: dict[str, Any] = {}
         self.loads: dict[str, Load] = {}  # of this step
         self.again: set[str] = set()
         self.ended: set[str] = set()
@@ -86,6 +104,14 @@ class LayerWise(ReferenceConnector):
             for table, size in zip(blocks.blocks, self.sizes, strict=True)
         ]
         self._scheduler.update_state_after_alloc(request, self._transferred(tables), num_external_tokens)
+        for group, (table, size) in enumerate(zip(blocks.blocks, self.sizes, strict=True)):
+            whole, rest = divmod(local + num_external_tokens, size)
+            if num_external_tokens and not rest and self.states[group] and len(table) > whole:
+                self.copies.append(Copy(group, table[-1].block_id, table[whole - 1].block_id))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Copying:
+        copies, self.copies = self.copies, []
+        return Copying(self._scheduler.take_orders(), copies)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self.local.pop(request.request_id, None)
@@ -100,11 +126,18 @@ class LayerWise(ReferenceConnector):
     # ---- the worker half
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if isinstance(metadata := self._get_connector_metadata(), Metadata):
+        if isinstance(metadata := self._get_connector_metadata(), Copying):
             self.loads = metadata.orders.loads
         super().start_load_kv(forward_context, **kwargs)
-        if self.has_states:
+        if any(self.states):
             self.wait_for_layer_load("")
+        for copy in metadata.copies if isinstance(metadata, Copying) else ():
+            for name in self._kv_cache_config.kv_cache_groups[copy.group].layer_names:
+                self.caches[name][copy.to] = self.caches[name][copy.of]
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.caches = kv_caches
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         worker, deadline = self._worker, time.monotonic() + WAIT_S

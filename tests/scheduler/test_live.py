@@ -137,7 +137,7 @@ RIGHT = {
     "PacksBlocks": "preemption numbers roles",
     "RemembersSome": "many",
     "Rendezvous": "preemption numbers roles",
-    "LayerWise": "preemption many numbers",
+    "LayerWise": "preemption many numbers roles",
     "NixlConnector": "preemption many numbers roles kinds",
 }
 

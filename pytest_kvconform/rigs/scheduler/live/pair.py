@@ -79,9 +79,16 @@ class RemoteEngine:
             self._line.send((name, args, kwargs))
 
     def _answer(self, name: str) -> Any:
+        """What the engine has answered to a call. Raises what it has raised."""
         deadline = Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))
-        while self.peer and name == "step" and not self._line.poll(ALONE_S) and not deadline.over():
-            self.peer.side.step()
+        if self.peer is None or name != "step" or self._line.poll(ALONE_S):
+            return self._received(name, deadline)
+        with self.stepping():  # when its own step is over: the peer may load within a step, too
+            while not self._line.poll(ALONE_S) and not deadline.over():
+                self.peer.side.step()
+            return self._received(name, deadline)
+
+    def _received(self, name: str, deadline: Deadline) -> Any:
         if not poll(self._line, deadline):
             raise self.rig.violation(
                 "KV-HOOK-002", f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
