@@ -58,6 +58,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     stands_in: bool = False  # whether it does
     packages: dict[str, str] = {}  # modules that its class imports -> where to get their packages
     exempt: str = ""  # why the suite does not apply to the connector
+    asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     services: tuple[Service, ...] = ()  # started once a run; `config` may have placeholders for them
     features: dict[str, str] = {}  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
@@ -146,6 +147,7 @@ def resolve(settings: Settings) -> Subject:
         stands_in=settings.stand_in,
         packages=bundled.packages,
         exempt=bundled.exempt,
+        asks_worker=bundled.asks_worker,
         services=services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
@@ -171,6 +173,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     stand_in: str = ""
     packages: dict[str, str] = {}
     exempt: str = ""
+    asks_worker: bool = False
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
     services: dict[str, Any] = {}  # as in a user's declaration
     features: dict[str, Any]

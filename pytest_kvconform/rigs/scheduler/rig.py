@@ -122,6 +122,10 @@ class Rig:
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         change_groups(kv_config)
+        if self.subject.asks_worker and not self._sides:
+            from pytest_kvconform.rigs.scheduler.worker_beside import start_worker_beside
+
+            start_worker_beside(self, role)
         ports = self.host.spec.ports
         os.environ.update(port_environment(ports[len(self._sides) % len(ports)], RANKS))
         index = sum(side.role == role for side in self._sides)
