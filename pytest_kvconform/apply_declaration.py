@@ -5,6 +5,7 @@
 | unsupported | declines cleanly | NOT-APPLICABLE |
 | unsupported | works | WARNING (KV-DECLARE-002); a claim is then INCOMPLETE |
 | unsupported | delivers wrong bytes, dies or hangs | FAIL (KV-DECLARE-003) |
+| unsupported, and cannot be refused | does whatever | NOT-APPLICABLE |
 | supported | declines | FAIL under the rule of the case, and KV-DECLARE-001 for the feature |
 | unsupported | fails so that other cases cannot run | these other cases: NOT-APPLICABLE |
 | known failure | fails | KNOWN |
@@ -96,7 +97,9 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
         return result
     declared = f"{lacking[0]} is declared unsupported ({criteria.features[lacking[0]]})"
     outcome, rule, observed = Outcome.NOT_APPLICABLE, "", ""
-    if result.outcome is Outcome.PASS:
+    if not all(features.load()[name].refusable for name in lacking):
+        pass
+    elif result.outcome is Outcome.PASS:
         if shows_feature_works(result, lacking):
             outcome, rule, observed = Outcome.WARNING, WORKS_THOUGH_UNSUPPORTED, ", but it works"
     elif result.outcome is Outcome.FAIL and not result.refused:
@@ -188,6 +191,8 @@ def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[
     if why == "" and observed == "refused":
         rule = REFUSED_THOUGH_SUPPORTED
         sentence = f"{name} is declared supported, but was refused, and no case shows that it works"
+    elif why and not features.load()[name].refusable:
+        pass
     elif why and observed == "works":
         rule = WORKS_THOUGH_UNSUPPORTED
         sentence = f"hidden ability: {name} is declared unsupported ({why}), but it works"

@@ -65,6 +65,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     shown_by_load: bool = False
+    refusable: bool = True
 
     @property
     def of_cell_alone(self) -> bool:

@@ -39,8 +39,11 @@ def _service(name: str, row: Mapping[str, Any], place: str, names: list[str]) ->
         )
     variables = {key: _environment(row.get(key, {}), f"{place}.{key}") for key in KEYS[3:5]}
     files = _files(row.get("files", {}), f"{place}.files")
-    if "ready" not in row and "{port}" not in " ".join([*command, *variables["environment"].values()]):
-        raise BadSetting(f"{place}.ready: is missing, and neither command nor environment has {{port}}")
+    told = " ".join([*command, *variables["environment"].values(), *files.values()])
+    if "ready" not in row and "{port}" not in told:
+        raise BadSetting(
+            f"{place}.ready: is missing, and neither command, environment nor files have {{port}}"
+        )
     try:
         texts = [parse_text(one) for one in command]
         deadline = parse_factor(row.get("deadline", DEADLINE_S))

@@ -90,6 +90,17 @@ def test_a_taken_port_or_a_leak_shows_nothing_about_attention(rule):
     assert feature_results(broken, criteria)[0].observed == "fails"
 
 
+@pytest.mark.parametrize(("declared", "outcome"), [("", FAIL), ("why", Outcome.NOT_APPLICABLE)])
+def test_what_cannot_be_refused_is_not_judged_if_it_is_unsupported(declared, outcome):
+    """A connector does not learn that it is one of several."""
+    criteria = Criteria(features=ALL | {"multi-connector": declared})
+    cases = [result(one, "multi-connector", rule="KV-MULTI-001") for one in (FAIL, PASS)]
+    applied = [apply_declaration(one, criteria) for one in cases]
+    assert [one.outcome for one in applied] == [outcome, outcome if declared else PASS]
+    [row] = [row for row in feature_results(applied, criteria) if row.name == "multi-connector"]
+    assert row.rule == ""
+
+
 def test_an_ability_of_the_case_itself_needs_no_bytes():
     criteria = Criteria(features=ALL | {"abort": "why"})
     [row] = [

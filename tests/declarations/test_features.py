@@ -27,8 +27,10 @@ def test_the_list_is_closed():
         assert feature.facts or feature.rules, name
 
 
-def test_every_glob_is_for_a_case_of_the_suite():
-    planned = plan.make_plan(Settings(tier=("interface", "protocol", "bytes")), ()).selected
+def test_every_glob_is_for_a_case_of_the_suite(monkeypatch):
+    monkeypatch.setattr(plan, "version", lambda *names: "0.33.0")  # rules of the newest minor, too
+    tiers = ("interface", "protocol", "bytes")
+    planned = plan.make_plan(Settings(tier=tiers, matrix="full"), ()).selected
     for name, feature in features.load().items():
         assert all(any(features.matches(glob, one.case.rule) for one in planned) for glob in feature.rules), (
             name

@@ -95,7 +95,7 @@ def test_services(tmp_path):
         ),
         (
             "[services.kv]\ncommand = ['kv']",
-            "d.toml: services.kv.ready: is missing, and neither command nor environment has {port}",
+            "d.toml: services.kv.ready: is missing, and neither command, environment nor files have {port}",
         ),
         (
             "[services.kv]\ncommand = ['kv', '{prot}']\nready = 'line:up'",

@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
 # blocks beyond those that a transfer needs; different, so that no address fits both by accident
 ROOM = {"P": 4, "D": 9}
+KEEPING = 6  # times the blocks of a P that keeps some: engines that are half full are started anew
 
 
 def byte_engine_spec(
@@ -30,12 +31,13 @@ def byte_engine_spec(
     `folder`, `lease_s` and `policy`: see `rigs.context.transfer_config`.
     """
     geometry, side = load_geometries()[cell.family], side_of(cell, role)
+    blocks = blocks_for(geometry, block_size(cell, role), longest)
     return ByteEngineSpec(
         role=role,
         geometry=geometry.id,
         tensor_parallel=dict(zip("PD", parse_topology(cell.topology), strict=True))[role],
         block_size=side.block,
-        num_blocks=blocks_for(geometry, block_size(cell, role), longest) + ROOM[role],
+        num_blocks=blocks * (KEEPING if role == "P" and cell in context.keeping else 1) + ROOM[role],
         max_model_len=longest,
         max_batched_tokens=2 * longest,
         kv_transfer_config=context.transfer_config(

@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.processes.cores import Deadline
 
-SOON_S = 0.1  # for engines that have kept something before; a release takes milliseconds
+SOON_S = 0.05  # for engines that have kept something before; a release takes milliseconds
 PAUSE_S = 0.001
 
 

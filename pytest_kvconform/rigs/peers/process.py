@@ -129,7 +129,7 @@ class PeerEngineProcess(FaultyEngineProcess):
     def _watch_reports(self) -> None:
         """Let the step fail in which a rank reports the load of a request that is to be aborted at FAILED.
 
-        The reports of all ranks come with those of the next step, as vLLM's executor arranges it
+        The reports of all ranks come with those of the next step, as those of workers that have answered
         (v1/executor/multiproc_executor.py: MultiprocExecutor.collective_rpc).
         """
         aggregator = self.core.model_executor.kv_output_aggregator

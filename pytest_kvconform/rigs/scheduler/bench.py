@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
+from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
@@ -53,6 +54,8 @@ class SchedulerBench:
             self.context.missing.append(end.reason)
         elif not in_time:
             self._hung.append(function)
+        found = end.finding.happened if end.finding else ""
+        self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
 
     def drop(self) -> None:

@@ -83,7 +83,9 @@ class RemoteEngine:
         deadline = Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))
         if self.peer is None or name != "step" or self._line.poll(ALONE_S):
             return self._received(name, deadline)
-        with self.stepping():  # when its own step is over: the peer may load within a step, too
+        # when its own step is over, it goes on: the peer may load within a step, too
+        loads = self.peer.side.scheduler.has_requests()
+        with self.stepping() if loads else contextlib.nullcontext():
             while not self._line.poll(ALONE_S) and not deadline.over():
                 self.peer.side.step()
             return self._received(name, deadline)
@@ -174,7 +176,7 @@ class Live:
                 engine.step()
             if (now := [engine.statuses() for engine in self.engines]) != before:
                 before, deadline, steps = now, Deadline(limit, pids), 0
-            elif deadline.over() and steps > SETTLE_STEPS:
+            elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
                 keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
                 raise self.rig.violation(
