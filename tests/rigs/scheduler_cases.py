@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 from pytest_kvconform.case import case
@@ -159,7 +160,8 @@ def fails(rig: Rig, how: str) -> Evidence:
     if how == "exit":
         os._exit(3)
     if how == "hang":
-        time.sleep(1000)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        time.sleep(1000)  # here it hangs
     if how == "state":
         runs.append(1)
         raise NotApplicable(str(len(runs)))

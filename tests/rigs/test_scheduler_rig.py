@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.rigs import scheduler_cases
 
+BEFORE = inspect.getsource(scheduler_cases).partition("# here it hangs")[0]
+HANGS = rf"outside of any hook \(scheduler_cases\.py:{1 + BEFORE.count(chr(10))}\)"
 PASSED = CaseEnd(outcome=Outcome.PASS, evidence=scheduler_cases.DONE)
 Run = Callable[..., CaseEnd]
 
@@ -108,7 +111,10 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
     ("how", "says"),
     [
         ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
-        ("hang", r"^the process of vLLM's scheduler did not end within 1 s, outside of any hook"),
+        (
+            "hang",
+            rf"^the process of vLLM's scheduler did not end within 1 s, {HANGS}",
+        ),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str) -> None:

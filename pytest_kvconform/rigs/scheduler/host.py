@@ -12,7 +12,6 @@ import gc
 import importlib
 import mmap
 import os
-import re
 import signal
 import time
 import traceback
@@ -39,7 +38,7 @@ from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.stacks import most_telling_stack
+from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
@@ -51,7 +50,6 @@ from pytest_kvconform.subject import Subject
 NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
 LOG_LINES = 12
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
 STACK_S = 0.5  # that a process which hangs may take to write its stack
 
@@ -281,9 +279,9 @@ class Host:
         hook = self._hook[:].rstrip(b"\0 ").decode()
         text = _log_text(log_from)
         ours = f"{os.sep}pytest_kvconform{os.sep}"
-        # faulthandler begins with the innermost frame.
-        frame = next((m for m in _FRAME.finditer(text) if ours not in m["file"]), None)
-        where = f" ({frame['file'].rpartition('/')[2]}:{frame['line']})" if frame else ""
+        # of the thread that died or hangs: the threads of a connector only wait meanwhile
+        frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)
+        where = f" ({frame[0].rpartition('/')[2]}:{frame[1]})" if frame else ""
         place = f"in {hook}{where}" if hook else f"outside of any hook{where}"
         return Finding(
             rule=DIES,
