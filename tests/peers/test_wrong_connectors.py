@@ -252,7 +252,7 @@ def test_a_full_p_is_waited_for_once(run_cases: Callable[..., Reported]) -> None
         re.search(r"P had no room for a prompt of \d+ tokens within (\S+) s: \d of", why) for why in blocked
     ]
     assert all(waited), blocked
-    assert sorted({float(match[1]) for match in waited if match})[:-1] == [0.05]
+    assert sorted({float(match[1]) for match in waited if match})[:-1] == [0.1]
 
 
 # Connectors that read over connections of their own to the port that P's params name; and one that takes

@@ -199,6 +199,8 @@ def test_the_end_of_pytest_ends_the_service(pytester, monkeypatch, workers, numb
         },
         stdout=(output := pytester.path / "output").open("wb"),
         stderr=subprocess.STDOUT,
+        # `nohup` and jobs in the background ignore it, and so would the run
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     log = pytester.path / "kv-report" / "services" / "store.log"
     deadline = time.monotonic() + 60

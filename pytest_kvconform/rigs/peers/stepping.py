@@ -20,7 +20,6 @@ from typing import Any
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
-from pytest_kvconform.rigs.engine.release import SOON_S
 from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.processes.cores import Deadline
 
@@ -28,6 +27,7 @@ BLOCK = 16  # tokens
 IDLE_S = 0.002  # pause after a round in which no engine computed anything
 # Pauses of an engine after empty steps, the first and the longest: a dozen engines share the cores.
 EMPTY_STEP_S = (0.01, 0.12)
+ROOM_S = 0.1  # for a full engine that has made no room before
 Steps = Generator[None, None, Any]
 
 
@@ -186,14 +186,14 @@ def until_computed(engine: SteppedEngine, request: ByteRequest, seconds: float, 
     """Wait until an engine has computed the prompt of a request. Returns why it has not, or "".
 
     `seconds`: at most. `release_s`: at most, while fewer blocks are free than the prompt has, since other
-    requests keep them. An engine that has kept them for so long is given SOON_S the next time.
+    requests keep them. An engine that has kept them for so long is given ROOM_S the next time.
     """
 
     def computed() -> bool:
         return request.id in engine.outputs
 
     deadline = engine.deadline(seconds)
-    room_s = SOON_S if engine.full else min(seconds, release_s)
+    room_s = ROOM_S if engine.full else min(seconds, release_s)
     if (yield from until(computed, engine.deadline(room_s))):
         engine.full = False
         return ""
