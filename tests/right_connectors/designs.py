@@ -133,7 +133,9 @@ class LayerWise(ReferenceConnector):
             self.wait_for_layer_load("")
         for copy in metadata.copies if isinstance(metadata, Copying) else ():
             for name in self._kv_cache_config.kv_cache_groups[copy.group].layer_names:
-                self.caches[name][copy.to] = self.caches[name][copy.of]
+                found = self.caches[name]
+                for cache in found if isinstance(found, list | tuple) else [found]:
+                    cache[copy.to] = cache[copy.of]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
