@@ -5,7 +5,7 @@
 | unsupported | declines cleanly | NOT-APPLICABLE |
 | unsupported | works | WARNING (KV-DECLARE-002); a claim is then INCOMPLETE |
 | unsupported | delivers wrong bytes, dies or hangs | FAIL (KV-DECLARE-003) |
-| unsupported, and cannot be refused | does whatever | NOT-APPLICABLE |
+| unsupported, and it cannot refuse | passes or fails | NOT-APPLICABLE |
 | supported | declines | FAIL under the rule of the case, and KV-DECLARE-001 for the feature |
 | unsupported | fails so that other cases cannot run | these other cases: NOT-APPLICABLE |
 | known failure | fails | KNOWN |
@@ -97,8 +97,9 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
         return result
     declared = f"{lacking[0]} is declared unsupported ({criteria.features[lacking[0]]})"
     outcome, rule, observed = Outcome.NOT_APPLICABLE, "", ""
-    if not all(features.load()[name].refusable for name in lacking):
-        pass
+    judged = result.outcome in (Outcome.PASS, Outcome.FAIL)
+    if judged and not all(features.load()[name].refusable for name in lacking):
+        observed = ", and a connector cannot refuse it"
     elif result.outcome is Outcome.PASS:
         if shows_feature_works(result, lacking):
             outcome, rule, observed = Outcome.WARNING, WORKS_THOUGH_UNSUPPORTED, ", but it works"

@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.extras import import_error
 from pytest_kvconform.services import Service
-from pytest_kvconform.services.reading import check_placeholders, read_services
+from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -118,8 +117,7 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
-    services = declared.services or _bundled_services(bundled, name, config)
-    check_placeholders(config, [service.name for service in services], "--kv-config")
+    check_placeholders(config, [service.name for service in declared.services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -146,7 +144,7 @@ def resolve(settings: Settings) -> Subject:
         stands_in=settings.stand_in,
         packages=bundled.packages,
         exempt=bundled.exempt,
-        services=services,
+        services=declared.services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
     )
@@ -172,23 +170,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     packages: dict[str, str] = {}
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
-    services: dict[str, Any] = {}  # as in a user's declaration
     features: dict[str, Any]
-
-
-def _bundled_services(bundled: BundledDeclaration, name: str, config: dict[str, Any]) -> tuple[Service, ...]:
-    """Return the services of our declaration, without those that the user brings.
-
-    The user brings a service if the environment has a variable that would lead engines to ours, or if nothing
-    leads there: the user's configuration has replaced what did.
-    """
-    text = json.dumps(config)
-    return tuple(
-        one
-        for one in read_services(bundled.services, f"{name}.toml: services")
-        if not one.engine_environment.keys() & os.environ.keys()
-        and (one.engine_environment or f"{{services.{one.name}." in text)
-    )
 
 
 def _required_device(bundled: BundledDeclaration, config: dict[str, Any]) -> str:

@@ -99,6 +99,8 @@ def test_what_cannot_be_refused_is_not_judged_if_it_is_unsupported(declared, out
     assert [one.outcome for one in applied] == [outcome, outcome if declared else PASS]
     [row] = [row for row in feature_results(applied, criteria) if row.name == "multi-connector"]
     assert row.rule == ""
+    ours = apply_declaration(result(Outcome.HARNESS, "multi-connector"), criteria)
+    assert ours.outcome is Outcome.HARNESS
 
 
 def test_an_ability_of_the_case_itself_needs_no_bytes():
