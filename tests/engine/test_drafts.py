@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from model_matrix import ensure_checkpoint, load_families, speculative_config
-from model_matrix.families import checkpoint_tensors
+from model_matrix.families import Family, checkpoint_tensors
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
@@ -32,15 +33,12 @@ BLOCK = 16
 ROUNDING = 1e-4  # of a word; measured: 5e-6 between equal rows, 3 and more between others
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.id)
-def prefiller(request: pytest.FixtureRequest, case_runner: CaseRunner) -> Iterator[ModelEngineHandle]:
-    """An engine that drafts, without a connector."""
-    family = request.param
-    folder = ensure_checkpoint(family)
+def start(case_runner: CaseRunner, family: Family, arguments: dict[str, Any]) -> ModelEngineHandle:
+    """An engine of a family, without a connector."""
     wait_for_zygote(case_runner.zygote.address, 90.0)
     spec = EngineSpec(
         role="P",
-        checkpoint=str(folder),
+        checkpoint=str(ensure_checkpoint(family)),
         tensor_parallel=1,
         dtype=family.dtype,
         block_size=BLOCK,
@@ -49,11 +47,43 @@ def prefiller(request: pytest.FixtureRequest, case_runner: CaseRunner) -> Iterat
         max_batched_tokens=16 * BLOCK,
         kv_transfer_config=NO_CONNECTOR,
         environment={},
-        engine_arguments={"speculative_config": speculative_config(family, folder)},
+        engine_arguments=arguments,
     )
     engine = ModelEngineHandle(case_runner.zygote.address, f"drafts-{family.id}", spec, 60.0, 60.0)
     engine.wait_ready()
+    return engine
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.id)
+def prefiller(request: pytest.FixtureRequest, case_runner: CaseRunner) -> Iterator[ModelEngineHandle]:
+    """An engine that drafts, without a connector."""
+    family = request.param
+    draft = speculative_config(family, ensure_checkpoint(family))
+    engine = start(case_runner, family, {"speculative_config": draft})
     yield engine
+    engine.end()
+
+
+def backends_with_amx(worker: Any) -> list[str]:
+    """What vLLM chooses for latent attention on a CPU with AMX: as this engine asks, and without asking."""
+    import torch
+    from vllm.platforms import current_platform
+
+    asked = worker.model_runner.vllm_config.attention_config.backend
+    latent: Any = SimpleNamespace(use_sparse=False, use_mla=True)
+    supported, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
+    paths = [current_platform.get_attn_backend_cls(backend, latent) for backend in (asked, None)]
+    torch.cpu._is_amx_tile_supported = supported
+    return [path.rpartition(".")[2] for path in paths]
+
+
+def test_a_model_with_latent_attention_runs_without_its_draft_on_cpus_with_amx(
+    case_runner: CaseRunner,
+) -> None:
+    """AMX_MLA takes no float32. The engine that teaches a canary runs such a model without its draft."""
+    engine = start(case_runner, load_families()["kimi_k2_5_eagle3"], {})
+    assert engine.facts.backend == "CPU_MLA"
+    assert engine.call("_workers", backends_with_amx) == [["CPUMLABackend", "AMXMLABackend"]]
     engine.end()
 
 

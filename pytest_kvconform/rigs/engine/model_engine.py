@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
-from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, speculate_on_cpu
+from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
 
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
@@ -54,7 +54,7 @@ class ModelEngineProcess(EngineProcess):
             tensor_parallel=spec.tensor_parallel,
             kv_transfer=spec.kv_transfer_config,
             num_blocks=spec.num_blocks,
-            more=speculate_on_cpu(more) if "speculative_config" in more else more,
+            more=arguments_on_cpu(more),
         )
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pytest_kvconform.rigs.serving.messages import ServerSpec
 from pytest_kvconform.rigs.vllm_setup import openai_server
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_arguments
-from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits, speculate_on_cpu
+from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
 
 
 def serve(connection: Connection, spec: ServerSpec) -> None:
@@ -33,7 +33,7 @@ def serve(connection: Connection, spec: ServerSpec) -> None:
         kv_transfer=spec.kv_transfer_config,
         num_blocks=spec.num_blocks,
         prefix_caching=False,
-        more=speculate_on_cpu(more) if "speculative_config" in more else more,
+        more=arguments_on_cpu(more),
     )
     openai_server.run(arguments, spec.port, spec.records)
 

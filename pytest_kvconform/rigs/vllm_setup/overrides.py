@@ -203,25 +203,29 @@ def reason_not_to_speculate(device: str) -> str:
     )
 
 
-def speculate_on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Let a model and its draft, one of which has latent attention, run on CPU. Returns their EngineArgs.
+def arguments_on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Let models with latent attention, and a model with its draft, run on CPU. Returns their EngineArgs.
 
-    CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples of 32 and on x86 runs with 16, too, so that
-    both can share a KV cache group. AMX_MLA takes no float32, and a draft has a backend of its own. vLLM
-    checks the head size of the model where the draft has latent attention (docs/findings.md).
+    On CPUs with AMX vLLM chooses AMX_MLA for latent attention, which takes no float32. CPU_MLA takes it, and
+    vLLM ignores this choice for other attention. CPU_MLA has blocks of 16 tokens. CPU_ATTN declares multiples
+    of 32 and on x86 runs with 16, too, so that a model and its draft can share a KV cache group although one
+    of them has latent attention. A draft has a backend of its own. vLLM checks the head size of the model
+    where the draft has latent attention (docs/findings.md).
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or reason_not_to_speculate(current_platform.device_type):
+    if not current_platform.is_cpu():
         return arguments
+    backend = {"attention_backend": "CPU_MLA"}
+    if "speculative_config" not in arguments or reason_not_to_speculate(current_platform.device_type):
+        return backend | arguments
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
     MLACommonMetadata.__post_init__ = lambda self: None
-    backend = {"attention_backend": "CPU_MLA"}
-    return arguments | backend | {"speculative_config": arguments["speculative_config"] | backend}
+    return backend | arguments | {"speculative_config": arguments["speculative_config"] | backend}
 
 
 def release_cores(worker: Any) -> None:
