@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -15,6 +16,15 @@ from pytest_kvconform.rigs.scheduler.rig import Rig, WorkerReport
 RULE = "KV-LOAD-001"
 runs: list[int] = []
 DONE = Evidence(looked_at=1, unit="things")
+
+
+class Left:
+    """What a connector left unclosed: its __del__ waits for ever, as that of a zmq.Context may."""
+
+    itself: object
+
+    def __del__(self) -> None:
+        threading.Event().wait()
 
 
 @case(RULE, rig="scheduler")
@@ -162,6 +172,11 @@ def fails(rig: Rig, how: str) -> Evidence:
     if how == "hang":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         time.sleep(1000)  # here it hangs
+    if how == "collect":
+        left = Left()
+        left.itself = left
+        del left
+        gc.collect()
     if how == "state":
         runs.append(1)
         raise NotApplicable(str(len(runs)))

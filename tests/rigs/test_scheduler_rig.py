@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.case_outcome import CaseEnd
-from pytest_kvconform.result import Cell, Outcome
+from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
+from pytest_kvconform.suite.interface.shutdown import shutdown_twice_is_harmless
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.rigs import scheduler_cases
@@ -113,14 +114,35 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
         ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
         (
             "hang",
-            rf"^the process of vLLM's scheduler did not end within 1 s, {HANGS}",
+            rf"^the process of vLLM's scheduler did not end within [0-9.]+ s, {HANGS}",
+        ),
+        (
+            "collect",
+            r" did not end within [0-9.]+ s, in garbage collection \(threading\.py:\d+\)",
         ),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str) -> None:
-    end = run("fails", how, scale=0.1 if how == "hang" else 3.0)
+    end = run("fails", how, scale=3.0 if how == "exit" else 0.1)
     assert end.outcome is Outcome.FAIL and end.finding is not None and end.finding.rule == "KV-HOOK-002"
     assert re.search(says, end.finding.happened)
+    left = "an object waits in its __del__: shutdown() has not closed it, such as a zmq.Context"
+    assert end.finding.diagnosis == (left if how == "collect" else "")
+    if how != "exit":  # the innermost frames, and none of the rig
+        assert any("scheduler_cases.py" in line for line in end.finding.log)
+        assert not any("/rigs/scheduler/" in line for line in end.finding.log)
+
+
+def test_cases_that_hang_end_those_of_their_module_alone(
+    run: Run, benches: Callable[[str, float], Bench]
+) -> None:
+    short = 0.11  # a bench of its own
+    assert [run("fails", "hang", scale=short).outcome for _ in range(2)] == [Outcome.FAIL] * 2
+    no_other = "the first is fails: no other case of it is started"
+    with pytest.raises(Blocked, match=f"^2 cases of scheduler_cases did not end in time, {no_other}$"):
+        run("fails", "hang", scale=short)
+    other: Any = shutdown_twice_is_harmless
+    assert other(benches("P1D1", short), "half_built").outcome is not Outcome.BLOCKED
 
 
 def test_a_case_that_is_killed_is_no_violation_and_ends_the_run(run: Run) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.logs import exceptions_in, printable, reason_of_start
+from pytest_kvconform.rigs.processes.logs import exceptions_in, last_lines, reason_of_start
 from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
 
-LOG_LINES = 12
 END_S = 60.0  # for the zygote to kill and reap a process
 POLL_S = 1.0  # between two looks at whether the process could run
 GONE = (
@@ -99,8 +98,7 @@ class ChildProcess:
 
     def last_lines(self) -> tuple[str, ...]:
         """The last lines of the log. Bytes that are no text are shown as escapes."""
-        lines = self._text(0, 20_000).splitlines()
-        return tuple(printable(line)[:160] for line in lines[-LOG_LINES:])
+        return last_lines(self._text(0, 20_000))
 
     def stack(self, functions: Collection[str]) -> tuple[Frame, ...]:
         """The stack since the last `mark` that tells most, see `stacks.most_telling_stack`."""

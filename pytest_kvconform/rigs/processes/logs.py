@@ -13,6 +13,11 @@ _END = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Failure))(?:: (?
 # Who logs a line, and where: "(EngineCore pid=12)", "core.py:1510".
 _LOGGED = re.compile(r"^(?P<who>\([^)]*\) )?[A-Z]+ [\d:. -]+\[(?P<where>[^\]]*)\] .*", re.MULTILINE)
 _START = re.compile(_LOGGED.pattern[:-2] + r"(?:EngineCore|WorkerProc) failed to start\.$", re.MULTILINE)
+# faulthandler's line of a frame of the rigs. It is at the outer end of a stack, and so comes last.
+_RIG = re.compile(
+    r'^  File "(?:[^"]*/pytest_kvconform/rigs/[^"]*|<frozen runpy>)", line \d+ in .*\n?', re.MULTILINE
+)
+LOG_LINES = 12  # of a log, in a finding
 LONGEST = 240  # characters of one sentence
 
 
@@ -54,6 +59,11 @@ def reason_of_start(text: str) -> str:
     logged = (_LOGGED.match(line) for line in text[start.start() :].splitlines())
     lines = [line[0] for line in logged if line and line.groups() == start.groups()]
     return next(reversed(exceptions_in("\n".join(lines))), "")
+
+
+def last_lines(text: str) -> tuple[str, ...]:
+    """The last lines of a log, as a finding shows them: without frames of the rigs, cut to 160 characters."""
+    return tuple(printable(line)[:160] for line in _RIG.sub("", text).splitlines()[-LOG_LINES:])
 
 
 def printable(line: str) -> str:

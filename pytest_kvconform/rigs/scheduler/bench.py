@@ -23,7 +23,9 @@ CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
-HANGS = 3  # after so many cases that did not end in time, no other case is started
+# After so many cases of a module that did not end in time no other case of it is started, and after so many
+# modules with such a case none at all. A shutdown that hangs says nothing about loads.
+HANGS, MODULES = 2, 3
 
 
 class SchedulerBench:
@@ -34,7 +36,7 @@ class SchedulerBench:
         self._host: ChildProcess | None = None
         self._cell: Cell | None = None
         self._failed: dict[Cell, CaseEnd] = {}  # cells for which the host does not start
-        self._hung: list[str] = []
+        self._hung: dict[str, list[str]] = {}  # module -> cases that did not end in time
 
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
@@ -43,20 +45,31 @@ class SchedulerBench:
         host.
         """
         self.context.require_nothing_missing()
-        if len(self._hung) >= HANGS:
-            raise Blocked(
-                f"{HANGS} cases did not end in time, the first is {self._hung[0]}: no other case is started"
-            )
+        self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
         end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
         if not in_time and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
         elif not in_time:
-            self._hung.append(function)
+            self._hung.setdefault(module, []).append(function)
         found = end.finding.happened if end.finding else ""
         self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
+
+    def _require_few_hangs(self, module: str) -> None:
+        """Raise Blocked after many cases that hung."""
+        if len(self._hung) >= MODULES:
+            [first, *_] = self._hung.values()
+            raise Blocked(
+                f"cases of {MODULES} modules did not end in time, the first is {first[0]}: no other case is "
+                "started"
+            )
+        if len(hung := self._hung.get(module, [])) >= HANGS:
+            raise Blocked(
+                f"{HANGS} cases of {module.rpartition('.')[2]} did not end in time, the first is {hung[0]}: "
+                "no other case of it is started"
+            )
 
     def drop(self) -> None:
         """End the host."""

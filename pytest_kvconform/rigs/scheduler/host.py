@@ -38,6 +38,7 @@ from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.logs import last_lines
 from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
@@ -49,8 +50,8 @@ from pytest_kvconform.subject import Subject
 
 NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
-LOG_LINES = 12
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
+COLLECTS = "  Garbage-collecting\n"  # faulthandler, before the innermost frame
 STACK_S = 0.5  # that a process which hangs may take to write its stack
 
 
@@ -282,15 +283,16 @@ class Host:
         # of the thread that died or hangs: the threads of a connector only wait meanwhile
         frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)
         where = f" ({frame[0].rpartition('/')[2]}:{frame[1]})" if frame else ""
-        place = f"in {hook}{where}" if hook else f"outside of any hook{where}"
+        waits = COLLECTS in text.rpartition("Current thread")[2]
+        place = "in garbage collection" if waits else f"in {hook}" if hook else "outside of any hook"
+        diagnosis = f"the connector's {hook} ends or stops the engine's process" if hook else ""
+        if waits:
+            diagnosis = "an object waits in its __del__: shutdown() has not closed it, such as a zmq.Context"
         return Finding(
             rule=DIES,
-            happened=f"the process of vLLM's scheduler {how}, {place}",
-            diagnosis=f"the connector's {hook} ends or stops the engine's process" if hook else "",
-            log=tuple(
-                "".join(c if c.isprintable() else "·" for c in line)[:160]
-                for line in text.splitlines()[-LOG_LINES:]
-            ),
+            happened=f"the process of vLLM's scheduler {how}, {place}{where}",
+            diagnosis=diagnosis,
+            log=last_lines(text),
         )
 
 
