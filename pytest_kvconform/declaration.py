@@ -35,7 +35,7 @@ from pytest_kvconform.settings.tables import refuse_unknown
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
 AMOUNTS = ("load_granularity", "min_load")  # how much is loaded
-KEYS = ("profile", "handover", "lease", *AMOUNTS, "services", "features", "known")
+KEYS = ("profile", "handover", "lease", *AMOUNTS, "asks_worker", "services", "features", "known")
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _LEASE = re.compile(r"[^$].*|\$[A-Za-z_]\w*|")
 _URL = re.compile(r"https?://[^\s/]+\S*")
@@ -74,6 +74,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     lease: str = ""
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
+    asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     services: tuple[Service, ...] = ()
     # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
     features: dict[str, str] = {}
@@ -102,6 +103,9 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
             words[key] = parse(value) if (value := table.get(key, "")) != "" else ""
         except ValueError as error:
             raise BadSetting(f"{place}{dot}{key}: {error}") from None
+    words["asks_worker"] = asks = table.get("asks_worker", False)
+    if not isinstance(asks, bool):
+        raise BadSetting(f"{place}{dot}asks_worker: expected true or false, got {asks!r}")
     for key in AMOUNTS:
         words[key] = _tokens(table.get(key, 0), f"{place}{dot}{key}")
     return Declaration(

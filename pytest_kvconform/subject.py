@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -15,6 +14,7 @@ import msgspec
 
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
+from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.extras import import_error
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.reading import check_placeholders
@@ -52,6 +52,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     lease: str = ""
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
+    asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
     stand_in: str = ""  # what of this suite can stand in for that device where vLLM runs on a CPU
     stands_in: bool = False  # whether it does
@@ -117,7 +118,8 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
-    check_placeholders(config, [service.name for service in declared.services], "--kv-config")
+    services = declared.services or bundled.services_for(name, config)
+    check_placeholders(config, [service.name for service in services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -139,55 +141,16 @@ def resolve(settings: Settings) -> Subject:
         lease=declared.lease or bundled.lease,
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
-        requires_device=_required_device(bundled, config),
+        asks_worker=declared.asks_worker or bundled.asks_worker,
+        requires_device=bundled.device_for(config),
         stand_in=bundled.stand_in,
         stands_in=settings.stand_in,
         packages=bundled.packages,
         exempt=bundled.exempt,
-        services=declared.services,
+        services=services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
     )
-
-
-class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Our declaration of a connector that vLLM registers: declarations/<its registered name>.toml.
-
-    See `Subject` for the keys.
-    """
-
-    profile: str = "p2p"
-    handover: str = ""
-    folder: str = ""
-    lease: str = ""
-    load_granularity: int = 0
-    min_load: int = 0
-    requires_device: str = ""
-    # key of kv_connector_extra_config -> its values for which that device is required, the default first;
-    # with another value a class of the user's moves the bytes
-    required_for: dict[str, list[str]] = {}
-    stand_in: str = ""
-    packages: dict[str, str] = {}
-    exempt: str = ""
-    config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
-    features: dict[str, Any]
-
-
-def _required_device(bundled: BundledDeclaration, config: dict[str, Any]) -> str:
-    """Return the device without which the worker half cannot run with this configuration; "": none."""
-    extra = config.get("kv_connector_extra_config", {})
-    own = any(extra.get(key, values[0]) not in values for key, values in bundled.required_for.items())
-    return "" if own else bundled.requires_device
-
-
-@functools.cache
-def bundled_declarations() -> dict[str, BundledDeclaration]:
-    """Return registered name -> our declaration."""
-    folder = Path(__file__).with_name("declarations")
-    return {
-        path.stem: msgspec.toml.decode(path.read_bytes(), type=BundledDeclaration)
-        for path in sorted(folder.glob("*.toml"))
-    }
 
 
 def reason_not_runnable(subject: Subject) -> str:
@@ -215,7 +178,7 @@ def _read_declaration(settings: Settings) -> Declaration:
     table: dict[str, Any] = {
         key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
-    table |= {key: getattr(settings, key) for key in ("lease", *declaration.AMOUNTS)}
+    table |= {key: getattr(settings, key) for key in ("lease", "asks_worker", *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 

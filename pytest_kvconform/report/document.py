@@ -26,9 +26,10 @@ from pytest_kvconform.declaration import (
     read_known,
     version,
 )
+from pytest_kvconform.declarations import bundled_declarations
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
-from pytest_kvconform.subject import Subject, bundled_declarations
+from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import Verdict, decide_verdict
 
 FILE = "report.json"

@@ -53,6 +53,7 @@ CONNECTOR_SETTINGS = (
     "lease",
     "load_granularity",
     "min_load",
+    "asks_worker",
     "services",
     "features",
     "known",
@@ -208,6 +209,14 @@ class Settings:
         parse_tokens,
         "TOKENS",
         "a load of fewer tokens is not made, and D computes them; 0: not declared",
+        toml_only=True,
+    )
+    asks_worker: bool = row(
+        False,
+        parse_switch,
+        "",
+        "the scheduler half asks the worker half of rank 0 over a socket, and waits for the answer; the tier "
+        "protocol then starts one beside it",
         toml_only=True,
     )
     services: str = row(

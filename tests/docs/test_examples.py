@@ -17,13 +17,14 @@ from model_matrix.cells import EngineMatrices, read_matrices
 from model_matrix.limits import load_limits
 from pytest_kvconform import rules
 from pytest_kvconform.declaration import check_known
+from pytest_kvconform.declarations import bundled_declarations
 from pytest_kvconform.doctor import cpu_lines
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs import context
 from pytest_kvconform.rigs.services import RunningServices
 from pytest_kvconform.settings import Settings, load
-from pytest_kvconform.subject import bundled_declarations, resolve
+from pytest_kvconform.subject import resolve
 from tests.handovers import proxies
 
 from .pages import PAGES, ROOT, blocks

@@ -7,11 +7,13 @@ cache group.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
 import threading
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,41 @@ class Evicts(WholeBlocks):
         for path in sorted(ages, key=lambda path: ages[path])[: max(0, len(ages) - CAPACITY * self.ranks)]:
             os.unlink(path)
         return orders
+
+
+class AsksRankZero(WholeBlocks):
+    """The scheduler half waits for an answer of rank 0: as MooncakeStoreConnector, with LookupKeyClient."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.address = f"\0look-up-{self._kv_transfer_config.engine_id}"
+        self.server: Any = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self.rank == 0:
+            self.server = threading.Thread(target=self.serve, args=[Listener(self.address)], daemon=True)
+            self.server.start()
+
+    def serve(self, listener: Listener) -> None:
+        with listener:
+            while True:
+                with listener.accept() as line:
+                    if not (keys := line.recv()):  # shutdown
+                        return
+                    line.send(super().found(keys))
+
+    def found(self, keys: list[str]) -> int:
+        while keys:  # until rank 0 has registered its KV caches
+            with contextlib.suppress(OSError), Client(self.address) as line:
+                line.send(keys)
+                return int(line.recv())
+        return 0
+
+    def shutdown(self) -> None:
+        if self.server:
+            Client(self.address).send([])
+            self.server = self.server.join()
 
 
 class LooksUpInTheBackground(WholeBlocks):

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
-STORES = ("WholeBlocks", "Evicts", "LooksUpInTheBackground", "WritesBehind")
+STORES = ("WholeBlocks", "Evicts", "AsksRankZero", "LooksUpInTheBackground", "WritesBehind")
 VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1 full_graphs"
 MODULE = "tests.right_connectors.stores"
 
@@ -41,6 +41,7 @@ def run(
     folder: Path,
     variants: str = "",
     profile: str = "store",
+    asks_worker: bool = True,
 ) -> CellRun:
     return runner.run(
         store,
@@ -49,6 +50,7 @@ def run(
         profile=profile,
         config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(folder)}}),
         variants=variants,
+        declared={"asks_worker": asks_worker and store == "AsksRankZero"},
         only=lambda planned: planned.module.startswith(modules),
     )
 
@@ -78,3 +80,18 @@ def test_the_keys_of_a_right_store_are_those_of_vllm(
 ) -> None:
     found = run(scheduler_runner, store, ("protocol/stores/",), tmp_path)
     assert set(found.outcomes.values()) == {"PASS"}, found.findings
+
+
+def test_a_store_whose_scheduler_half_asks_a_worker_has_one(
+    scheduler_runner: CaseRunner, tmp_path: Path
+) -> None:
+    modules = ("protocol/matched_tokens", "protocol/request_finished")
+    found = run(scheduler_runner, "AsksRankZero", modules, tmp_path)
+    assert set(found.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, found.findings
+    assert "PASS" in found.outcomes.values()
+
+
+def test_without_a_worker_such_a_store_waits_in_vain(scheduler_runner: CaseRunner, tmp_path: Path) -> None:
+    modules = ("protocol/request_finished",)
+    found = run(scheduler_runner, "AsksRankZero", modules, tmp_path, asks_worker=False)
+    assert {finding.rule for finding in found.findings.values()} == {"KV-HOOK-002"}, found.findings

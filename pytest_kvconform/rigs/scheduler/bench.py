@@ -20,7 +20,7 @@ from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
-AGAIN = 0.5  # of a case's deadline, after a case that did not end in time
+AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
@@ -46,7 +46,7 @@ class SchedulerBench:
         """
         self.context.require_nothing_missing()
         self._require_few_hangs(module)
-        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if self._hung else 1.0)
+        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
         end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
         if not in_time and end.outcome is Outcome.BLOCKED:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
+BESIDE = "pytest_kvconform.rigs.scheduler.worker_beside"  # few connectors need it
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
@@ -64,19 +65,24 @@ def _call(rig: Rig, module: str, function: str, variant: Any) -> object:
 
 
 def _has_worker_half() -> bool:
-    """Whether the case has built a worker half that it has not shut down."""
+    """Whether the case has built worker halves that it has not shut down."""
     state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    return state is not None and state.has_kv_transfer_group()
+    beside = sys.modules.get(BESIDE)
+    return (state is not None and state.has_kv_transfer_group()) or (
+        beside is not None and beside.has_workers_beside()
+    )
 
 
 def _shut_down() -> None:
-    """Let vLLM shut the worker half down, so that it signs off where it has signed on."""
+    """Let vLLM shut worker halves down, so that they sign off where they have signed on."""
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     try:
         ensure_kv_transfer_shutdown()
     except BaseException:
         traceback.print_exc()  # to the log: cases about shutdown judge it
+    if beside := sys.modules.get(BESIDE):
+        beside.end_workers_beside()
     sys.stdout.flush()
     sys.stderr.flush()
 

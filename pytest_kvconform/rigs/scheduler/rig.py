@@ -38,6 +38,7 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import SHORTER, declared_addition, declared_amount, port_environment
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
@@ -123,10 +124,22 @@ class Rig:
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         change_groups(kv_config)
         ports = self.host.spec.ports
-        os.environ.update(port_environment(ports[len(self._sides) % len(ports)], RANKS))
+        number = len(self._sides) % len(ports)
+        os.environ.update(port_environment(ports[number], RANKS))
+        self.start_asked_worker(role, vllm_config, number)
         index = sum(side.role == role for side in self._sides)
         self._sides.append(Side(self, role, index, vllm_config, kv_config, first))
         return self._sides[-1]
+
+    def start_asked_worker(self, role: str, engine: Any, port: int) -> None:
+        """Start a worker half beside the scheduler of an engine, if the scheduler half asks one.
+
+        `engine`: the VllmConfig of the scheduler. `port`: number of its port.
+        """
+        if self.subject.asks_worker:
+            from pytest_kvconform.rigs.scheduler.worker_beside import start_worker_beside
+
+            start_worker_beside(self, role, engine, port)
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
@@ -240,9 +253,15 @@ class Rig:
         )
 
     def require_no_leaks(self, *sides: Side) -> None:
-        """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended."""
+        """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended.
+
+        A store may hold blocks in vLLM's pool until its workers have saved them.
+        """
         for side in sides:
-            if left := side.leaks():
+            deadline = Deadline(self.settle_s)
+            while (left := side.leaks()) and side.worker is not None and not deadline.over():
+                pass  # looking takes a step
+            if left:
                 side.require_standard_reports()
                 raise self.violation(
                     LEFT,

@@ -57,7 +57,7 @@ def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None 
 
 
 def start_scheduler_half(rig: Rig, other: str = "") -> Side:
-    """Start the scheduler of a second engine, without a worker.
+    """Start the scheduler of a second engine, without a worker that takes steps.
 
     `other`: "model" or "dtype", in which the engine differs; "": in nothing.
     """
@@ -69,6 +69,7 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
         half = torch.float16
         config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
+    rig.start_asked_worker("P", config, 1)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 
 

@@ -103,10 +103,11 @@ class RemoteEngine:
             ) from None
         if word == "returned":
             return value
-        raise _error(value)
+        raise error_of(value)
 
 
-def _error(end: CaseEnd) -> Exception:
+def error_of(end: CaseEnd) -> Exception:
+    """The exception with which something ended in another process."""
     if end.finding is not None:
         return Violation(end.finding)
     kinds = {Outcome.BLOCKED: Blocked, Outcome.NOT_APPLICABLE: NotApplicable}

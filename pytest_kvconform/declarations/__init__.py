@@ -1,0 +1,65 @@
+"""Our declarations of connectors that vLLM registers: <registered name>.toml in this folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pytest_kvconform.services import Service
+from pytest_kvconform.services.reading import read_services
+
+
+class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of them. See `Subject` for the keys."""
+
+    profile: str = "p2p"
+    handover: str = ""
+    folder: str = ""
+    lease: str = ""
+    load_granularity: int = 0
+    min_load: int = 0
+    asks_worker: bool = False
+    requires_device: str = ""
+    # key of kv_connector_extra_config -> its values for which that device is required, the default first;
+    # with another value a class of the user's moves the bytes
+    required_for: dict[str, list[str]] = {}
+    stand_in: str = ""
+    packages: dict[str, str] = {}
+    exempt: str = ""
+    config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
+    services: dict[str, Any] = {}  # as in a user's declaration
+    features: dict[str, Any]
+
+    def device_for(self, config: dict[str, Any]) -> str:
+        """Return the device without which the worker half cannot run with this configuration; "": none."""
+        extra = config.get("kv_connector_extra_config", {})
+        own = any(extra.get(key, values[0]) not in values for key, values in self.required_for.items())
+        return "" if own else self.requires_device
+
+    def services_for(self, name: str, config: dict[str, Any]) -> tuple[Service, ...]:
+        """Return the services, without those that the user brings. `name`: of the connector.
+
+        The user brings a service if the environment has a variable that would lead engines to ours, or if
+        nothing leads there: the user's configuration has replaced what did.
+        """
+        text = json.dumps(config)
+        return tuple(
+            one
+            for one in read_services(self.services, f"{name}.toml: services")
+            if not one.engine_environment.keys() & os.environ.keys()
+            and (one.engine_environment or f"{{services.{one.name}." in text)
+        )
+
+
+@functools.cache
+def bundled_declarations() -> dict[str, BundledDeclaration]:
+    """Return registered name -> our declaration."""
+    return {
+        path.stem: msgspec.toml.decode(path.read_bytes(), type=BundledDeclaration)
+        for path in sorted(Path(__file__).parent.glob("*.toml"))
+    }
