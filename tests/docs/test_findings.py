@@ -81,8 +81,12 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
 
 @pytest.mark.parametrize(
     ("of", "begins"),
-    [("prompt_embeds", ("NixlPull", "NixlPush")), ("KeyMetadata", ("fields: ", "key: "))],
-    ids=["embeddings", "keys"],
+    [
+        ("prompt_embeds", ("NixlPull", "NixlPush")),
+        ("KeyMetadata", ("fields: ", "key: ")),
+        ("LookupKeyClient(", ("still in: ",)),
+    ],
+    ids=["embeddings", "keys", "collection"],
 )
 def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
     must_be_installed()

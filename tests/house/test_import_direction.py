@@ -20,7 +20,7 @@ HEAVY = ("torch", "vllm", "transformers", "nixl")
 LOWER = ("services", "result", "case", "case_outcome", "extras", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
-    for name in """plugin pytest_hooks settings declaration apply_declaration features
+    for name in """plugin pytest_hooks settings declaration declarations apply_declaration features
                    plan loading rules verdict report cli doctor suite""".split()
 )
 LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace", "rigs")))

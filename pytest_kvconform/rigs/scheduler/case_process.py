@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-BESIDE = "pytest_kvconform.rigs.scheduler.worker_beside"  # few connectors need it
+BESIDE = "pytest_kvconform.rigs.scheduler.live.worker_beside"  # few connectors need it
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 

@@ -137,7 +137,7 @@ class Rig:
         `engine`: the VllmConfig of the scheduler. `port`: number of its port.
         """
         if self.subject.asks_worker:
-            from pytest_kvconform.rigs.scheduler.worker_beside import start_worker_beside
+            from pytest_kvconform.rigs.scheduler.live.worker_beside import start_worker_beside
 
             start_worker_beside(self, role, engine, port)
 
