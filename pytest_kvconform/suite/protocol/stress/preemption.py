@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prompts_of, settle
 
@@ -21,8 +22,11 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
         prompts = prompts_of(live, (6 * b + 3, 5 * b + 7))
         p.set_token_budget(4 * b, each=2 * b)
         ids = {owner: p.add(prompt, owner, rig.prefill_params() or None) for owner, prompt in prompts.items()}
+        p.step()
+        deadline = Deadline(rig.settle_s)
         # a store may look prompts up for some steps before vLLM computes them
-        live.settle(lambda: set(p.statuses().values()) <= {"RUNNING"}, "look-ups of prompts")
+        while set(p.statuses().values()) - {"RUNNING"} and not deadline.over():
+            p.step()
         if len(p.statuses()) < len(ids):
             raise NotApplicable("one of two prefills ended before vLLM began the other")
         p.preempt_for_another(ids[1])
