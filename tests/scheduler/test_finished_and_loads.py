@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -192,13 +193,14 @@ def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
     check_mistake(run_cases, wrong)
 
 
-def test_a_hook_that_stands_still_is_waited_for_three_times_and_no_more(
+def test_a_hook_that_stands_still_is_waited_for_twice_in_a_module_and_no_more(
     run_cases: Callable[..., CellRun],
 ) -> None:
     wrong = Wrong("StandsStill", on("every_hook_returns_soon[loading]", ""), rules="KV-HOOK-002", scale=SHORT)
     run = run_cases(wrong.connector, **wrong.cell, only=chosen(wrong))
     said = [finding.happened for finding in run.findings.values()]
-    assert len(said) == 3 and "BLOCKED" in run.outcomes.values()
+    hung = Counter(result.id.split("::")[1] for result in run.results if result.finding)
+    assert len(hung) <= 3 and max(hung.values()) == 2 and "BLOCKED" in run.outcomes.values()
     for happened in said:
         assert re.search(
             r"did not end within \S+ s, in update_state_after_alloc \(failures\.py:\d+\)",
