@@ -42,10 +42,11 @@ def selected(names: list[str]) -> dict[str, str]:
 def declaration(lines: str) -> str:
     """The declaration of the reference connector below these lines: in TOML, tables come last.
 
-    `lines` may also be the name of a file beside the list, which then is the whole declaration.
+    The last line may be the name of a file beside the list, whose declaration then takes its place.
     """
-    if lines.endswith(".toml"):
-        return TABLE.with_name(lines).read_text()
+    more, _, file = lines.rpartition("\n")
+    if file.endswith(".toml"):
+        return f"{more}\n{TABLE.with_name(file).read_text()}"
     return f"{lines}\n{REFERENCE.read_text()}"
 
 

@@ -50,6 +50,7 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
 def test_many_runs_at_once_get_ports(monkeypatch):
     from pytest_kvconform.rigs.processes import ports
 
+    monkeypatch.setattr(ports, "FIRST", ports.FIRST + ports.APART // 2)  # other runs get other ports
     few = ports.FIRST + 8 * ports.APART
     monkeypatch.setattr(ports, "_first_ephemeral", lambda: few)
     first = [free_port() for _ in range(8)]
