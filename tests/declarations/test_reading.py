@@ -122,6 +122,7 @@ def test_services(tmp_path):
         ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
         ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
         ("min_load = -1", "d.toml: min_load: expected a number of tokens from 0"),
+        ("asks_worker = 1", "d.toml: asks_worker: expected true or false, got 1"),
         ("min-load = 1", "d.toml: min-load: there is no such key (did you mean min_load?)"),
         ("known = 3", "d.toml: known: expected a list of tables ([[known]]), got 3"),
         ("= 3", "d.toml: "),

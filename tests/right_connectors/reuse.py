@@ -1,4 +1,4 @@
-"""Right connectors that look at what vLLM tells of its pool: its size, and who gets a block next."""
+"""Connectors that look at what vLLM tells of its pool: its size, who gets a block next, who holds it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
 
 from reference_connector import ReferenceConnector
 
 from .sockets import Orders, TcpPull
+from .stores import Orders as StoreOrders
+from .stores import WholeBlocks
+
+SAVES_S = 0.05  # after the step that ordered a save
 
 
 class Right(ReferenceConnector):
@@ -87,3 +92,70 @@ class SavesBeforeReuse(TcpPull):
 
     def send(self, peer: socket.socket, request: str, layer: int, blocks: list[int]) -> None:
         peer.sendall(self.rows_of(request, layer, blocks))
+
+
+@dataclass
+class Saved(KVConnectorWorkerMetadata):
+    """Steps whose saves are made."""
+
+    steps: set[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Saved:
+        assert isinstance(other, Saved)
+        return Saved(self.steps | other.steps)
+
+
+@dataclass
+class NumberedOrders(StoreOrders):
+    """The orders of a step."""
+
+    step: int = 0
+
+
+class HoldsBlocks(WholeBlocks):
+    """A store that holds the blocks of a save in vLLM's pool until it is made, some time later and after the
+    request: as MooncakeStoreConnector and SimpleCPUOffloadConnector. For engines of one rank.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.held: dict[int, list[Any]] = {}  # scheduler half: step -> blocks
+        self.made: set[int] = set()  # worker half: steps
+        self.step = 0
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.pool = gpu_block_pool
+
+    def build_connector_meta(self, scheduler_output: Any) -> NumberedOrders:
+        orders = super().build_connector_meta(scheduler_output)
+        self.step += 1
+        if saved := [block for parts in orders.saves.values() for _, block in parts]:
+            self.held[self.step] = [self.pool.blocks[block] for block in saved]
+            self.pool.touch(self.held[self.step])
+        return NumberedOrders(orders.loads, orders.saves, orders.flush, self.step)
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        if parts := [part for parts in orders.saves.values() for part in parts]:
+            threading.Timer(SAVES_S, self.save_later, [orders.step, parts]).start()
+
+    def save_later(self, step: int, parts: list[Any]) -> None:
+        self.save(parts)
+        self.made.add(step)
+
+    def build_connector_worker_meta(self) -> Saved | None:
+        made = set(self.made)
+        self.made -= made
+        return Saved(made) if made else None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(saved := connector_output.kv_connector_worker_meta, Saved):
+            for step in saved.steps:
+                self.pool.free_blocks(reversed(self.held.pop(step)))
+
+
+class HoldsBlocksForEver(HoldsBlocks):
+    """Wrong: the report that a save is made is never read."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        pass

@@ -4,11 +4,15 @@ processes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+
+import pytest
 
 from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.fixtures import fixtures
+from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
 
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.reuse", "bytes", ("llama3_1_8b",), "full"),
@@ -19,6 +23,36 @@ case_runner, run_cases = fixtures(
         only=lambda planned: planned.module in ("bytes/start", "bytes/handover", "bytes/pool"),
     ),
 )
+
+HOLDING = ("saved_prompts_load_with_a_step_in_flight", "preempted_blocks_are_never_read_again")
+
+
+@pytest.fixture(scope="module")
+def scheduler_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.right_connectors.reuse", "protocol", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.mark.parametrize("store", ["HoldsBlocks", "HoldsBlocksForEver"])
+def test_blocks_are_held_until_they_are_saved(
+    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    run = scheduler_runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        only=lambda planned: planned.case.name in HOLDING,
+    )
+    if store == "HoldsBlocks":
+        assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
+    else:
+        found = run.findings["saved_prompts_load_with_a_step_in_flight"]
+        assert found.rule == "KV-FINISH-003" and "still have owners" in found.differs
 
 
 def test_freed_blocks_may_be_read_until_another_request_gets_them(run_cases: Callable[..., CellRun]) -> None:

@@ -126,7 +126,7 @@ def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str
     end = run("fails", how, scale=3.0 if how == "exit" else 0.1)
     assert end.outcome is Outcome.FAIL and end.finding is not None and end.finding.rule == "KV-HOOK-002"
     assert re.search(says, end.finding.happened)
-    left = "an object waits in its __del__: shutdown() has not closed it, such as a zmq.Context"
+    left = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
     assert end.finding.diagnosis == (left if how == "collect" else "")
     if how != "exit":  # the innermost frames, and none of the rig
         assert any("scheduler_cases.py" in line for line in end.finding.log)

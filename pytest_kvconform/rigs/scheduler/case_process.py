@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
 
-BESIDE = "pytest_kvconform.rigs.scheduler.live.worker_beside"  # few connectors need it
 DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
@@ -40,16 +39,23 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
         module, function, rule, variant, waited = connection.recv()
     except EOFError:
         os._exit(0)  # there is no further case
+    rig = Rig(host, rule, waited)
     try:
-        end = run_case(lambda: _call(Rig(host, rule, waited), module, function, variant), function)
+        if host.spec.subject.asks_worker:
+            from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
+
+            rig.nursery = Nursery(rig)
+        end = run_case(lambda: _call(rig, module, function, variant), function)
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        leaves = _has_worker_half()
+        leaves = _has_worker_half() or rig.nursery is not None
         connection.send((end, leaves))
         if leaves:
             _shut_down()
+        if rig.nursery is not None:
+            rig.nursery.end()
         os._exit(0)
 
 
@@ -65,24 +71,19 @@ def _call(rig: Rig, module: str, function: str, variant: Any) -> object:
 
 
 def _has_worker_half() -> bool:
-    """Whether the case has built worker halves that it has not shut down."""
+    """Whether the case has built a worker half that it has not shut down."""
     state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    beside = sys.modules.get(BESIDE)
-    return (state is not None and state.has_kv_transfer_group()) or (
-        beside is not None and beside.has_workers_beside()
-    )
+    return state is not None and state.has_kv_transfer_group()
 
 
 def _shut_down() -> None:
-    """Let vLLM shut worker halves down, so that they sign off where they have signed on."""
+    """Let vLLM shut the worker half down, so that it signs off where it has signed on."""
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     try:
         ensure_kv_transfer_shutdown()
     except BaseException:
         traceback.print_exc()  # to the log: cases about shutdown judge it
-    if beside := sys.modules.get(BESIDE):
-        beside.end_workers_beside()
     sys.stdout.flush()
     sys.stderr.flush()
 

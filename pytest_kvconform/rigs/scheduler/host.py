@@ -287,7 +287,7 @@ class Host:
         place = "in garbage collection" if waits else f"in {hook}" if hook else "outside of any hook"
         diagnosis = f"the connector's {hook} ends or stops the engine's process" if hook else ""
         if waits:
-            diagnosis = "an object waits in its __del__: shutdown() has not closed it, such as a zmq.Context"
+            diagnosis = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
         return Finding(
             rule=DIES,
             happened=f"the process of vLLM's scheduler {how}, {place}{where}",

@@ -54,6 +54,7 @@ from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerRep
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
+    from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
     from pytest_kvconform.subject import Subject
 
 __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
@@ -73,6 +74,7 @@ class Rig:
     # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
+    nursery: Nursery | None = None  # where the subject asks_worker: what starts worker halves
     secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))
 
     @property
@@ -136,10 +138,8 @@ class Rig:
 
         `engine`: the VllmConfig of the scheduler. `port`: number of its port.
         """
-        if self.subject.asks_worker:
-            from pytest_kvconform.rigs.scheduler.live.worker_beside import start_worker_beside
-
-            start_worker_beside(self, role, engine, port)
+        if self.nursery is not None:
+            self.nursery.start(role, engine, port)
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No

@@ -4,6 +4,9 @@ The scheduler half of a store may look a prompt up through a worker: in Mooncake
 LookupKeyClient asks LookupKeyServer of rank 0. vLLM has registered the KV caches of all workers before its
 scheduler asks. This worker has registered them, too, and takes no step: the reports of workers are those that
 a case makes.
+
+A worker is a fork of the nursery, a process that is forked before the case begins. A connector may start
+native threads in the process of the case, and a fork of such a process may hang.
 """
 
 from __future__ import annotations
@@ -25,55 +28,71 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
 START_S = 20.0  # times --kv-timeout-scale
-_workers: list[tuple[int, Connection]] = []  # of this case: process ids, and the lines to them
 
 
-def start_worker_beside(rig: Rig, role: str, engine: Any, port: int) -> None:
-    """Start a worker half, and wait until its KV caches are registered.
+class Nursery:
+    """Starts worker halves, each in a process of its own, and ends them."""
 
-    `engine`: the VllmConfig of the scheduler. `port`: number of its port. Raises what the worker half raises,
-    and Violation if its start does not end.
-    """
-    ours, theirs = Pipe()
-    if (pid := os.fork()) == 0:
+    def __init__(self, rig: Rig):
+        self._rig = rig
+        self._line, theirs = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._line.close()
+            _serve(rig, theirs)
+        theirs.close()
+
+    def start(self, role: str, engine: Any, port: int) -> None:
+        """Start a worker half, and wait until its KV caches are registered.
+
+        `engine`: the VllmConfig of the scheduler. `port`: number of its port. Raises what the worker half
+        raises, and Violation if its start does not end.
+        """
+        self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
+        if not poll(self._line, Deadline(self._rig.scaled_seconds(START_S), (self._pid,))):
+            raise self._rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
+        failed: CaseEnd | None = self._line.recv()
+        if failed is not None:
+            raise error_of(failed)
+
+    def end(self) -> None:
+        """Let vLLM shut the worker halves down, and wait until their processes have ended."""
+        self._line.send(None)
+        os.waitpid(self._pid, 0)
+
+
+def _serve(rig: Rig, line: Connection) -> NoReturn:
+    """Start a worker half for each question, until the question is None."""
+    die_with_parent()
+    workers: list[tuple[int, Connection]] = []
+    while (question := line.recv()) is not None:
+        ours, theirs = Pipe()
+        if (pid := os.fork()) == 0:
+            for other in (line, ours, *(of for _, of in workers)):
+                other.close()
+            _work(rig, theirs, *question)
+        theirs.close()
+        workers.append((pid, ours))
+        try:
+            line.send(ours.recv())
+        except EOFError:
+            sentence = f"{question[0]}'s worker half ended its process at the start"
+            line.send(end_of(rig.violation("KV-HOOK-002", sentence)))
+    for pid, ours in workers:
         ours.close()
-        _serve(rig, role, engine, port, theirs)
-    theirs.close()
-    _workers.append((pid, ours))
-    try:
-        if not poll(ours, Deadline(rig.scaled_seconds(START_S), (pid,))):
-            raise rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
-        failed: CaseEnd | None = ours.recv()
-    except EOFError:
-        raise rig.violation("KV-HOOK-002", f"{role}'s worker half ended its process at the start") from None
-    if failed is not None:
-        raise error_of(failed)
-
-
-def has_workers_beside() -> bool:
-    """Whether `end_workers_beside` has something to do."""
-    return bool(_workers)
-
-
-def end_workers_beside() -> None:
-    """Let vLLM shut the worker halves down, and wait until their processes have ended."""
-    for pid, line in _workers:
-        line.close()
         os.waitpid(pid, 0)
+    os._exit(0)
 
 
-def _serve(rig: Rig, role: str, engine: Any, port: int, line: Connection) -> NoReturn:
-    """Start the worker half, tell so, and answer the scheduler half until the line is closed."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
+def _work(rig: Rig, line: Connection, role: str, transfer: Any, model: Any, port: int) -> NoReturn:
+    """Start the worker half, tell how that ended, and answer the scheduler half until the line is closed."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     die_with_parent()
-    kv_transfer_state._KV_CONNECTOR_AGENT = None  # the parent's, if it has one
-    for _, of_others in _workers:
-        of_others.close()
     failed = None
     try:
         config = single_rank_config(rig, role)
-        config.kv_transfer_config, config.model_config = engine.kv_transfer_config, engine.model_config
+        config.kv_transfer_config, config.model_config = transfer, model
         half = WorkerHalf(rig, role, config=config, port=port)
         half.construct()
         half.register_kv_caches(half.allocate_kv_caches())
@@ -83,7 +102,7 @@ def _serve(rig: Rig, role: str, engine: Any, port: int, line: Connection) -> NoR
     try:
         line.send(failed)
         line.poll(None)
-        kv_transfer_state.ensure_kv_transfer_shutdown()
+        ensure_kv_transfer_shutdown()
     except BaseException:
         traceback.print_exc()  # to the log: cases about shutdown judge it
     os._exit(0)

@@ -8,6 +8,7 @@ from typing import Any
 from model_matrix import parse_topology
 from model_matrix.geometries import State, load_geometries
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.suite.protocol._scenarios import one_group
 
 Prompts = dict[int, tuple[int, ...]]  # owner -> prompt
@@ -50,9 +51,19 @@ def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int
     }
     live.settle(lambda: p.ended(list(ids.values())), "prefills")
     if live.store:
-        live.settle(p.is_idle, "saves")
-        p.evict_prefix_cache()
+        await_saves(live, p)
     return ids
+
+
+def await_saves(live: Any, p: Any) -> None:
+    """Step the engine of a store until its prompts are saved, and empty its prefix cache. The store may hold
+    blocks in vLLM's pool until its workers have saved them.
+    """
+    live.settle(p.is_idle, "saves")
+    deadline = Deadline(live.rig.settle_s)
+    while p.leaks() and not deadline.over():
+        pass  # looking takes a step
+    p.evict_prefix_cache()
 
 
 def decode(

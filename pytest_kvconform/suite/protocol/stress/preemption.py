@@ -6,7 +6,14 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prompts_of, settle
+from pytest_kvconform.suite.protocol.stress._live import (
+    await_saves,
+    decode,
+    loaded,
+    plain,
+    prompts_of,
+    settle,
+)
 
 
 @case("KV-PREEMPT-001", applies=plain, rig="scheduler")
@@ -38,8 +45,7 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
         p.set_token_budget(1 << 12)
         live.settle(lambda: p.ended(list(ids.values())), "prefills")
         if live.store:
-            live.settle(p.is_idle, "saves")
-            p.evict_prefix_cache()
+            await_saves(live, p)
         found = decode(live, prompts, ids)
         settle(live, found)
         return loaded(live, found)
