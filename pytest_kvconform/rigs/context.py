@@ -24,7 +24,10 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
+from pytest_kvconform.rigs.processes.hangs import Hangs
 from pytest_kvconform.rigs.processes.ports import APART, free_port
+from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
@@ -118,6 +121,7 @@ class RunContext:
     # Kinds of waits, by their names in `Deadlines`, of which one of full length has ended in vain. The cause
     # is established then, and a connector that hangs does not make every cell wait as long.
     in_vain: set[str] = field(default_factory=set)
+    hung_in: set[Frame] = field(default_factory=set)  # hooks of the connector in which engines have hung
     keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
     # what engines have shown that this environment lacks: one attempt is enough
     missing: list[str] = field(default_factory=list)
@@ -132,6 +136,11 @@ class RunContext:
         full = Deadlines.scaled(self.settings.timeout_scale)
         part = dict.fromkeys(self.in_vain, SHORTER) | {"release": SHORTER_RELEASE}
         return replace(full, **{name: getattr(full, name) * part[name] for name in self.in_vain})
+
+    @property
+    def hangs(self) -> Hangs:
+        """The hooks of the connector in which engines of this pytest process have hung."""
+        return Hangs(IN_STACKS, self.hung_in)
 
     @functools.cached_property
     def slow(self) -> int:

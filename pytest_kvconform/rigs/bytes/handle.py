@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check
+from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
@@ -13,9 +13,10 @@ class ByteEngineHandle(EngineHandle):
 
     target = "pytest_kvconform.rigs.bytes.process:serve"
 
-    def __init__(self, address: str, name: str, spec: ByteEngineSpec, deadline_s: float, start_s: float):
-        super().__init__(address, name, spec, deadline_s, start_s)
-        self.ranks = spec.tensor_parallel
+    @property
+    def ranks(self) -> int:
+        """How many ranks the engine has."""
+        return self.spec.tensor_parallel
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
         """Return and forget the checks of a request: for each load one per rank.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from pytest_kvconform.rigs.engine.messages import (
 )
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.hangs import CallDeadline, Hangs
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -84,8 +84,18 @@ class EngineHandle:
 
     target = ""  # "module:function" that the zygote calls in the child
 
-    def __init__(self, address: str, name: str, spec: Any, deadline_s: float, start_s: float):
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        spec: Any,
+        deadline_s: float,
+        start_s: float,
+        hangs: Hangs | None = None,
+    ):
+        """`hangs`: in which hooks engines of this run have hung; None: no hook is looked for."""
         self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
+        self.hangs = hangs or Hangs()
         try:
             self.process = ChildProcess(address, name, self.target, spec, start_s)
         except ForkRefused as refused:
@@ -131,11 +141,11 @@ class EngineHandle:
         if peer is self:
             return self.step(seconds)
         self.send("step", seconds)
-        deadline = Deadline(self.deadline_s, (self.process.pid,))
+        deadline = self.call_deadline(self.deadline_s)
         wait, pause, outputs = ALONE_S, BESIDE_S, tuple[Output, ...]()
         while not self.process.connection.poll(wait):
             if deadline.over():
-                self._hung("step", self.deadline_s)
+                self._hung("step", deadline)
             outputs += peer.step().outputs
             wait, pause = pause, min(2 * pause, SELDOM_S)
         step: Step = self.answer("step")
@@ -181,11 +191,16 @@ class EngineHandle:
         self.dead = True
         self.process.end()
 
+    def call_deadline(self, seconds: float, pids: Sequence[int] = ()) -> Deadline:
+        """The deadline of a call that begins now. `pids`: other processes that have to make progress."""
+        return CallDeadline(seconds, self.process, self.hangs, pids)
+
     def _answer(self, name: str, deadline_s: float) -> Any:
+        deadline = self.call_deadline(deadline_s)
         try:
-            kind, *rest = self.process.receive(deadline_s)
+            kind, *rest = self.process.receive(deadline)
         except TimeoutError:
-            self._hung(name, deadline_s)
+            self._hung(name, deadline)
         except (EOFError, OSError):
             self._died(name)
         self.asked = False
@@ -225,20 +240,17 @@ class EngineHandle:
         lines, frames = self.process.last_lines(), self.process.last_stacks()
         raise EngineFailed(self.role, "died", sentence, lines, _lines(stack), frames)
 
-    def _hung(self, name: str, deadline_s: float) -> None:
-        self.dead = True
-        for pid in (self.process.pid, *_children(self.process.pid)):
-            try:
-                os.kill(pid, signal.SIGUSR1)  # write the Python stacks to the log
-            except OSError:
-                continue
-            time.sleep(0.2)  # one after the other: they share the log
+    def _hung(self, name: str, deadline: Deadline) -> None:
+        self.dead, seconds = True, deadline.passed()
+        hook = self.hangs.hook_of(self.process)
+        again = ", where another engine has hung" if hook in self.hangs.known else ""
+        self.hangs.known.update([hook] if hook else [])
         stack = self.process.stack(IN_STACKS)
         self.process.end()
         raise EngineFailed(
             self.role,
             "hung",
-            f"{self.role} did not answer within {deadline_s:.0f} s{_where(stack) or f' in {name}'}",
+            f"{self.role} did not answer within {seconds:.0f} s{_where(stack) or f' in {name}'}{again}",
             self.process.last_lines(),
             _lines(stack),
             self.process.last_stacks(),
@@ -269,12 +281,6 @@ class ModelEngineHandle(EngineHandle):
     def pop_snapshot(self, request_id: str) -> Snapshot | None:
         """The snapshot of a watched request, once; None if no forward has read loaded KV."""
         return self.call("pop_snapshot", request_id)
-
-
-def _children(pid: int) -> list[int]:
-    from pytest_kvconform.rigs.processes.linux import descendants_of
-
-    return descendants_of(pid)
 
 
 def _where(stack: tuple[Frame, ...], message: str = "") -> str:

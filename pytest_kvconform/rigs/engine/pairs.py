@@ -62,13 +62,14 @@ class EnginePairs(Generic[Handle]):
         engines = " and ".join(f"{role} (TP {tp[role]})" for role in self.roles)
         self.context.progress(f"starting {engines}{self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
-        call_s = self.calls * self.context.deadlines.call
+        call_s, hangs = self.calls * self.context.deadlines.call, self.context.hangs
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
             for role in self.roles:
                 made = spec(role, tp[role], str(folder))
-                pair.append(self.handle(self.context.address, f"{cell}-{role}-{name}", made, call_s, start_s))
+                known_as = f"{cell}-{role}-{name}"
+                pair.append(self.handle(self.context.address, known_as, made, call_s, start_s, hangs))
             facts = [engine.wait_ready() for engine in pair]
         except EngineFailed as failed:
             for engine in pair:

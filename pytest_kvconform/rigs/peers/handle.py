@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
+from pytest_kvconform.rigs.processes.cores import Deadline
 
 
 class PeerEngineHandle(FaultyEngineHandle):
@@ -20,6 +21,6 @@ class PeerEngineHandle(FaultyEngineHandle):
         """The answer to a call, which has arrived. Raises EngineFailed."""
         return self.wait_ready() if name == "start" else self.answer(name)
 
-    def fail_as_hung(self, name: str, seconds: float) -> None:
-        """Note that the engine has not answered a call for so long. Raises EngineFailed."""
-        self._hung(name, seconds)
+    def fail_as_hung(self, name: str, deadline: Deadline) -> None:
+        """Note that the engine has not answered a call by its deadline. Raises EngineFailed."""
+        self._hung(name, deadline)

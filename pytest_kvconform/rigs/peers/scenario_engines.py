@@ -139,6 +139,7 @@ class ScenarioEngines:
             spec,
             call_deadline(context),
             self.limits.start,
+            context.hangs,
         )
         engine = self.by_name[name] = SteppedEngine(name, handle)
         return engine

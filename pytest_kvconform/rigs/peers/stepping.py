@@ -91,7 +91,7 @@ class SteppedEngine:
         if self.pending is not None:
             if not self.handle.answered():
                 if self.limit.over():
-                    self.handle.fail_as_hung(self.pending.name, self.limit.seconds)
+                    self.handle.fail_as_hung(self.pending.name, self.limit)
                 return False
             call, self.pending = self.pending, None
             call.answer = self.handle.take_answer(call.name)
@@ -116,7 +116,8 @@ class SteppedEngine:
         return time.monotonic() - self.began - self.clock.passed()
 
     def _limit(self, call: str) -> Deadline:
-        return self.deadline(self.handle.start_s if call == "start" else self.handle.deadline_s)
+        seconds = self.handle.start_s if call == "start" else self.handle.deadline_s
+        return self.handle.call_deadline(seconds, (os.getpid(),))
 
     def _record(self, call: Call) -> bool:
         """Keep the outputs of a step. Returns whether the step was anything but an empty one."""

@@ -47,12 +47,14 @@ class ChildProcess:
             raise ForkRefused(answer[-1])
         self.pid: int = answer[1]
 
-    def receive(self, deadline_s: float) -> Any:
+    def receive(self, deadline: float | Deadline) -> Any:
         """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time.
 
-        Time in which the process waited for a core does not count.
+        `deadline`: of seconds, time in which the process waited for a core does not count.
         """
-        if not poll(self.connection, Deadline(deadline_s, (getattr(self, "pid", os.getpid()),))):
+        if not isinstance(deadline, Deadline):
+            deadline = Deadline(deadline, (getattr(self, "pid", os.getpid()),))
+        if not poll(self.connection, deadline):
             raise TimeoutError
         return self.connection.recv()
 
@@ -100,9 +102,11 @@ class ChildProcess:
         """The last lines of the log. Bytes that are no text are shown as escapes."""
         return last_lines(self._text(0, 20_000))
 
-    def stack(self, functions: Collection[str]) -> tuple[Frame, ...]:
-        """The stack since the last `mark` that tells most, see `stacks.most_telling_stack`."""
-        return most_telling_stack(self._text(self.asked_at, 60_000), functions)
+    def stack(self, functions: Collection[str], since: int = -1) -> tuple[Frame, ...]:
+        """The stack that tells most, see `stacks.most_telling_stack`, since the last `mark`, or since the log
+        was `since` bytes long.
+        """
+        return most_telling_stack(self._text(self.asked_at if since < 0 else since, 60_000), functions)
 
     def last_stacks(self) -> tuple[Frame, ...]:
         """Frames of the threads that ended or hung the process since the last `mark`."""

@@ -85,7 +85,7 @@ class ServingBench:
         exam = self._exam(cell)
         data = exam.questions.data
         try:
-            in_vain = self._hangs or self._keeps(cell)
+            in_vain = self._hangs or self._is_known(cell)
             runs = self._question(self._hasty if in_vain else self.context, cell, exam)
             if exam.canary and not runs.loaded and not declared_amount(self.context.subject):
                 self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
@@ -97,10 +97,10 @@ class ServingBench:
             return ServingObservation(data=data, model=exam.model, runs=runs, file=self._file(runs, cell))
         self._raise_unless_the_connector_failed(cell, exam, first)
         try:
-            self._question(self._hasty if self._keeps(cell) else self._patient, cell, exam)
+            self._question(self._hasty if self._is_known(cell) else self._patient, cell, exam)
         except Failed as again:
             _raise_if_the_machine_failed(again)
-            patient = not self._keeps(cell)
+            patient = not self._is_known(cell)
             self._hangs |= patient and isinstance(again, Unanswered) and TIMEOUT in str(again)
             log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
             return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
@@ -109,9 +109,11 @@ class ServingBench:
             "so whose failure it was cannot be told: run it again on a machine with less other work"
         )
 
-    def _keeps(self, cell: Cell) -> bool:
-        """Whether engines of this cell kept blocks: why servers that are soon full do not answer is known."""
-        return cell in self.context.keeping
+    def _is_known(self, cell: Cell) -> bool:
+        """Whether it is known why servers do not answer: engines of the cell kept blocks, so that the servers
+        are soon full, or engines hung in a hook of the connector.
+        """
+        return cell in self.context.keeping or bool(self.context.hung_in)
 
     def _exam(self, cell: Cell) -> Exam:
         if self.context.settings.deployed:
