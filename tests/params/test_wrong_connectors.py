@@ -81,6 +81,16 @@ WRONG = [
         rules="KV-PARAMS-002",
     ),
     Wrong(
+        "RemembersLoads",
+        on(
+            r"corrupted_params_fail_only_their_request\[\w+\]|"
+            r"corrupted_lists_fail_only_their_request\[(longer|negative|huge)\w*\]",
+            r"the connector of D\d+ remembers ever more requests that have ended, \d+ of \d+ by now: "
+            r"connector_scheduler\.loaded\.item",
+        ),
+        rules="KV-PARAMS-002",
+    ),
+    Wrong(
         "WantsEveryKey",
         {r"null_keys_may_be_left_out": r"^asked with \{'do_remote_decode': True\}, P hands nothing"},
         rules="KV-PARAMS-003",

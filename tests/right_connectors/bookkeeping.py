@@ -53,6 +53,21 @@ class ForgetsByTime(ReferenceConnector):
         return super().request_finished_all_groups(request, block_ids)
 
 
+class RemembersLoads(ReferenceConnector):
+    """Remembers the last 16 requests that it has loaded. Its memory is full only after many requests of which
+    few load something.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.loaded: collections.deque[str] = collections.deque(maxlen=16)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.loaded.append(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 # ---- what the metadata of a step names ----
 
 

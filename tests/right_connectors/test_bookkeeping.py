@@ -24,6 +24,7 @@ PROTOCOL = {
         "abort_leaves_other_requests_alone",
         "corrupted_params_fail_only_their_request",
     ),
+    "RemembersLoads": (MEMORY, "corrupted_params_fail_only_their_request"),
     "ForgetsByTime": (MEMORY, ENDS),
     "LevelTriggered": (
         "load_is_not_ordered_into_freed_blocks",

@@ -151,7 +151,8 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
     `repeat` lets further requests come and end on these sides, as the ones before. A memory that has a limit
     is right, for example one that tells late messages about an ended request from nonsense. The limit may be
     a number of requests, up to ENOUGH, or a time. So this looks for the greatest number of requests that each
-    place has named during ENOUGH repetitions, repeats as many times again, and compares.
+    place has named during ENOUGH repetitions, repeats as many times again, and compares. It goes on while a
+    place names more, up to ENOUGH: not every request need be one that the connector remembers.
     """
     sides = tuple(sides)
     if not any(map(remembered, sides)):
@@ -167,12 +168,16 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
         return found
 
     early, late = most(ENOUGH), most(ENOUGH)
-    if not late - early:
+    while (more := late - early) and max(late[where] for where in more) <= ENOUGH:
+        early, late = late, most(ENOUGH)
+    if not more:
         return ""
     set_ahead(LATER_S, monotonic=True)  # a connector may forget requests after some time
     most(A_FEW)
     now = Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
-    growing = [(now[where], *where) for where, n in late.items() if early[where] < n <= now[where]]
+    growing = [
+        (now[where], *where) for where, n in late.items() if max(early[where], ENOUGH) < n <= now[where]
+    ]
     if not growing:
         return ""
     number, side, place = max(growing, key=lambda one: one[0])

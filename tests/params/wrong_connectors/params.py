@@ -64,6 +64,15 @@ class RemembersTheUnusable(Right):
         self.named = ""
 
 
+class RemembersLoads(Right):
+    """Keeps a list of requests that have loaded: few of those whose params are corrupted."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.half.loaded = [*getattr(self.half, "loaded", []), str(request.request_id)]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 class WantsEveryKey(Right):
     """Hands over only if the question has all the keys that a router usually sends."""
 
