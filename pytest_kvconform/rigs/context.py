@@ -24,10 +24,8 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
-from pytest_kvconform.rigs.processes.hangs import Hangs
 from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
-from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
@@ -136,11 +134,6 @@ class RunContext:
         full = Deadlines.scaled(self.settings.timeout_scale)
         part = dict.fromkeys(self.in_vain, SHORTER) | {"release": SHORTER_RELEASE}
         return replace(full, **{name: getattr(full, name) * part[name] for name in self.in_vain})
-
-    @property
-    def hangs(self) -> Hangs:
-        """The hooks of the connector in which engines of this pytest process have hung."""
-        return Hangs(IN_STACKS, self.hung_in)
 
     @functools.cached_property
     def slow(self) -> int:

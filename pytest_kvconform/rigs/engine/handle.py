@@ -27,7 +27,7 @@ from pytest_kvconform.rigs.engine.messages import (
 )
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import CallDeadline, Hangs
+from pytest_kvconform.rigs.processes.hangs import CallDeadline, hook_of
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -91,11 +91,11 @@ class EngineHandle:
         spec: Any,
         deadline_s: float,
         start_s: float,
-        hangs: Hangs | None = None,
+        hung_in: set[Frame] | None = None,
     ):
-        """`hangs`: in which hooks engines of this run have hung; None: no hook is looked for."""
+        """`hung_in`: hooks in which engines have hung. They are noted there; None: nowhere."""
         self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
-        self.hangs = hangs or Hangs()
+        self.hung_in = set() if hung_in is None else hung_in
         try:
             self.process = ChildProcess(address, name, self.target, spec, start_s)
         except ForkRefused as refused:
@@ -193,7 +193,7 @@ class EngineHandle:
 
     def call_deadline(self, seconds: float, pids: Sequence[int] = ()) -> Deadline:
         """The deadline of a call that begins now. `pids`: other processes that have to make progress."""
-        return CallDeadline(seconds, self.process, self.hangs, pids)
+        return CallDeadline(seconds, self.process, IN_STACKS, self.hung_in, pids)
 
     def _answer(self, name: str, deadline_s: float) -> Any:
         deadline = self.call_deadline(deadline_s)
@@ -242,9 +242,9 @@ class EngineHandle:
 
     def _hung(self, name: str, deadline: Deadline) -> None:
         self.dead, seconds = True, deadline.passed()
-        hook = self.hangs.hook_of(self.process)
-        again = ", where another engine has hung" if hook in self.hangs.known else ""
-        self.hangs.known.update([hook] if hook else [])
+        hook = hook_of(self.process, IN_STACKS)
+        again = ", where another engine has hung" if hook in self.hung_in else ""
+        self.hung_in.update([hook] if hook else [])
         stack = self.process.stack(IN_STACKS)
         self.process.end()
         raise EngineFailed(

@@ -62,14 +62,14 @@ class EnginePairs(Generic[Handle]):
         engines = " and ".join(f"{role} (TP {tp[role]})" for role in self.roles)
         self.context.progress(f"starting {engines}{self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
-        call_s, hangs = self.calls * self.context.deadlines.call, self.context.hangs
+        call_s, hung_in = self.calls * self.context.deadlines.call, self.context.hung_in
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
             for role in self.roles:
                 made = spec(role, tp[role], str(folder))
                 known_as = f"{cell}-{role}-{name}"
-                pair.append(self.handle(self.context.address, known_as, made, call_s, start_s, hangs))
+                pair.append(self.handle(self.context.address, known_as, made, call_s, start_s, hung_in))
             facts = [engine.wait_ready() for engine in pair]
         except EngineFailed as failed:
             for engine in pair:

@@ -139,7 +139,7 @@ class ScenarioEngines:
             spec,
             call_deadline(context),
             self.limits.start,
-            context.hangs,
+            context.hung_in,
         )
         engine = self.by_name[name] = SteppedEngine(name, handle)
         return engine

@@ -12,7 +12,6 @@ import re
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_kvconform.rigs.processes.child import ChildProcess
@@ -24,39 +23,42 @@ LOOK_S = 2.0  # after which a call is looked at for the first time; each further
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 
-@dataclass
-class Hangs:
-    """The hooks of the connector in which processes have hung."""
-
-    hooks: Collection[str] = ()  # names of all hooks
-    known: set[Frame] = field(default_factory=set)  # those in which processes have hung, with the line
-
-    def hook_of(self, process: ChildProcess) -> Frame | None:
-        """The hook in which a process, or one of its ranks, stands now, with the line. None: in no hook."""
-        since = process.position()
-        for pid in (process.pid, *descendants_of(process.pid)):
-            if _writes_stacks(pid):
-                with contextlib.suppress(OSError):  # it has ended
-                    os.kill(pid, signal.SIGUSR1)
-                time.sleep(WRITE_S)
-        return next((frame for frame in process.stack(self.hooks, since) if frame[2] in self.hooks), None)
+def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:
+    """The hook in which a process, or one of its ranks, stands now, with the line. None: in no hook."""
+    since = process.position()
+    for pid in (process.pid, *descendants_of(process.pid)):
+        if _writes_stacks(pid):
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(WRITE_S)
+    return next((frame for frame in process.stack(hooks, since) if frame[2] in hooks), None)
 
 
 class CallDeadline(Deadline):
     """The deadline of one call. It is over sooner if the process stands where another one has hung."""
 
-    def __init__(self, seconds: float, process: ChildProcess, hangs: Hangs, pids: Collection[int] = ()):
-        """`pids`: watched besides the process, see Deadline."""
+    def __init__(
+        self,
+        seconds: float,
+        process: ChildProcess,
+        hooks: Collection[str],
+        known: Collection[Frame],
+        pids: Collection[int] = (),
+    ):
+        """`hooks`: names of the connector's. `known`: those in which processes have hung, with the line.
+
+        `pids`: watched besides the process, see Deadline.
+        """
         super().__init__(seconds, (*pids, process.pid))
-        self._process, self._hangs = process, hangs
-        self._look_at, self._hangs_here = LOOK_S, False
+        self._process, self._hooks, self._known = process, hooks, known
+        self._look_at, self._hangs = LOOK_S, False
 
     def over(self) -> bool:
         """Whether the deadline has passed, or the process hangs where another one did."""
-        if not self._hangs_here and self._hangs.known and self.passed() >= self._look_at:
+        if not self._hangs and self._known and self.passed() >= self._look_at:
             self._look_at *= 2
-            self._hangs_here = self._hangs.hook_of(self._process) in self._hangs.known
-        return self._hangs_here or super().over()
+            self._hangs = hook_of(self._process, self._hooks) in self._known
+        return self._hangs or super().over()
 
 
 def _writes_stacks(pid: int) -> bool:

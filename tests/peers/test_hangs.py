@@ -12,10 +12,9 @@ import pytest
 
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle
 from pytest_kvconform.rigs.launch import LIGHT_PRELOAD, launch_zygote, wait_for_zygote
-from pytest_kvconform.rigs.processes.hangs import Hangs
+from pytest_kvconform.rigs.processes.stacks import Frame
 from tests.helpers.fixtures import ROOT, importable_from
 
-HOOKS = ("start_load_kv", "wait_for_save")
 LONG_S = 600.0
 
 
@@ -28,7 +27,7 @@ class Spec:
 
 
 class Handle(EngineHandle):
-    target = "tests.rigs.test_hangs:serve"
+    target = "tests.peers.test_hangs:serve"
 
 
 def serve(connection: Connection, spec: Spec) -> None:
@@ -61,12 +60,12 @@ def address() -> Iterator[str]:
 @pytest.fixture
 def engine(address: str) -> Iterator[Callable[..., Handle]]:
     """Start an engine whose hook lasts so long. Its calls have a deadline of 1 s, or of minutes."""
-    hangs, engines = Hangs(HOOKS), list[Handle]()
+    hung_in, engines = set[Frame](), list[Handle]()
 
     def start(seconds: float, hook: str, deadline_s: float, runs: str = "") -> Handle:
         name = f"hangs-{len(engines)}-{hook}"
         spec = Spec("D", seconds, hook, runs)
-        engines.append(Handle(address, name, spec, deadline_s, 60.0, hangs))
+        engines.append(Handle(address, name, spec, deadline_s, 60.0, hung_in))
         engines[-1].wait_ready()
         return engines[-1]
 
