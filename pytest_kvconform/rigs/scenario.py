@@ -67,6 +67,15 @@ def with_other_tokens(prompt: tuple[int, ...], secret: int) -> tuple[int, ...]:
     return tuple(first + (token - first + by.randrange(size)) % size for token in prompt)
 
 
+def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """Prompts of the same lengths and shared prefixes, in tokens that no store has.
+
+    A store keeps what earlier runs have saved.
+    """
+    secret = random.SystemRandom().getrandbits(64)
+    return tuple(replace(prompt, tokens=with_other_tokens(prompt.tokens, secret)) for prompt in prompts)
+
+
 # How a transfer fails: its state is "ERR"; transfer() raises; check_xfer_state() raises.
 STATUS, POST, POLL = "status", "post", "poll"
 # What happens to notifications.

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.plan import make_plan
-from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.bench import Bench, SubjectFacts
 from pytest_kvconform.rigs.context import transfer_config
-from pytest_kvconform.rigs.engine.bench import INTRODUCTION
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _stores
@@ -161,16 +157,6 @@ def test_what_needs_a_gpu_is_blocked_with_the_reason(run_cases: Callable[..., Ce
     [reason] = set(reasons(run, "BLOCKED").values())
     assert reason.startswith("OffloadingConnector does not start where vLLM runs on cpu: ")
     assert reason.endswith("CPU Offloading is currently only supported on CUDA-alike and XPU GPUs")
-
-
-def test_the_engine_rig_hands_nothing_over_for_stores(case_runner: CaseRunner) -> None:
-    settings = Settings(connector="ExampleConnector", tier=("engine",), family=("llama",))
-    facts = SubjectFacts(name="", module="", file="", supports_hma=False, vllm="0.32.0", device="cpu")
-    bench = Bench(case_runner.zygote.address, resolve(settings), settings, facts, lambda sentence: None)
-    cell = make_plan(settings, ()).selected[0].cell
-    bench.use(cell)  # engines start without a hand-over
-    with pytest.raises(Blocked, match=r"^hand-over 'none' is declared, and the engine tier knows only 'hand"):
-        bench.engine.observe(cell, INTRODUCTION)
 
 
 def test_what_is_known_of_vllms_own_stores() -> None:

@@ -57,7 +57,7 @@ class ByteBench:
         key = (cell, transfer.name, longer)
         if key not in self._observations:
             self._require_alike(cell)
-            self.context.require_known_handover("byte", store=True)
+            self.context.require_known_handover("byte", store=True, alone=True)
             if cell in self._over:
                 reason, declined = self._over[cell]
                 raise Blocked(reason, refused=declined)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Outpu
 from pytest_kvconform.rigs.engine.release import Release, until_released
 from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scenario import Prompt, Transfer, with_other_tokens
+from pytest_kvconform.rigs.scenario import Transfer, with_new_tokens
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
@@ -217,15 +216,6 @@ def _warm(
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
     if any(prompt.warm for prompt in transfer.prompts):
         d.poison(keep_cache=True)
-
-
-def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-    """Prompts of the same lengths and shared prefixes, in tokens that no store has.
-
-    A store keeps what earlier runs have saved.
-    """
-    secret = random.SystemRandom().getrandbits(64)
-    return tuple(replace(prompt, tokens=with_other_tokens(prompt.tokens, secret)) for prompt in prompts)
 
 
 class _Requests:

@@ -25,7 +25,8 @@ The way of one hand-over:
    loaded KV, a snapshot of D's KV is taken, and unowned blocks are compared with a digest from before.
 4. Both engines are stepped until neither holds a block.
 5. The same again with the oracle: the harness copies P's KV into D's blocks, and the connector hears of no
-   request.
+   request. A store would hear of them in each step, so its oracle has engines of its own, without the
+   connector, and brings as many tokens as D has loaded.
 6. Engines of another cell start, and those of this one shut down meanwhile, as vLLM shuts down
    (`handle.leave_all`). The zygote kills what has not ended after ten seconds.
 7. The `Observation` has rows and states that differ, D's answers in both runs, traces, usage and logged

@@ -7,15 +7,21 @@ from dataclasses import replace
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
-from pytest_kvconform.rigs.engine.control import LIMIT, Control, shows_connector
+from pytest_kvconform.rigs.engine.control import (
+    LIMIT,
+    WITHOUT,
+    Control,
+    shows_connector,
+    without_connector,
+)
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
-from pytest_kvconform.rigs.engine.handover import observe
+from pytest_kvconform.rigs.engine.handover import Pair, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_half_full
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens
+from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens, with_new_tokens
 from pytest_kvconform.rigs.vllm_setup.overrides import reason_not_to_speculate
 
 BLOCKS = {"P": 96, "D": 112}  # pools of different sizes: no address of one engine fits the other by accident
@@ -25,6 +31,10 @@ PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
 # that have met answer at once, and the outcome of a case must not depend on the cases before it.
 INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
+# P's state after the prompt is not the state with which D continues
+STATES = (
+    "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
+)
 # after the engines of so many cells have died, further cells would only take long, and are not tried
 DEAD_CELLS = 3
 
@@ -36,6 +46,8 @@ class EngineBench:
         self.context = context
         self.pairs = EnginePairs(context, ModelEngineHandle)
         self.control = Control(context, ModelEngineHandle)
+        # for the oracle of a store
+        self.without = EnginePairs(context, ModelEngineHandle, remark=WITHOUT)
         self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
             None  # engines that have handed something over
         )
@@ -65,7 +77,9 @@ class EngineBench:
         """
         key = (cell, scenario.name, longer)
         if key not in self._observations:
-            self.context.require_known_handover("engine")
+            self.context.require_known_handover("engine", store=True)
+            if self.context.subject.is_store and load_families()[cell.family].has_state:
+                raise Blocked(STATES)
             self._refuse_dead(cell)
             try:
                 pair = self.engines(cell, longer)
@@ -76,7 +90,7 @@ class EngineBench:
                 [] if self._introduced is pair or (scenario.due and not scenario.abort) else [INTRODUCTION]
             )
             for one in [*(lengthened(one, longer) for one in first), scenario]:
-                observation = self._observe(cell, one, *pair, self.context.deadlines)
+                observation = self._observe(cell, one, *pair, longer)
                 if observation.failed or observation.stuck:
                     observation = self._without_connector(cell, one, longer, observation)
                     break
@@ -91,10 +105,36 @@ class EngineBench:
         scenario: Scenario,
         p: ModelEngineHandle,
         d: ModelEngineHandle,
+        longer: int,
+    ) -> Observation:
+        without = None
+        if self.context.subject.is_store:
+            scenario = replace(scenario, prompts=with_new_tokens(scenario.prompts))
+            without = self._engines_without(cell, longer, p.facts)
+        return self._observe_with(cell, scenario, p, d, self.context.deadlines, without)
+
+    def _observe_with(
+        self,
+        cell: Cell,
+        scenario: Scenario,
+        p: ModelEngineHandle,
+        d: ModelEngineHandle,
         deadlines: Deadlines,
+        without: Pair | None,
     ) -> Observation:
         dtype = load_families()[cell.family].dtype
-        return observe(scenario, p, d, dtype, deadlines, self.context.next_name)
+        return observe(scenario, p, d, dtype, deadlines, self.context.next_name, without)
+
+    def _engines_without(self, cell: Cell, longer: int, facts: EngineFacts) -> Pair:
+        """P and D of a cell without the connector, for the oracle of a store. Raises Blocked."""
+
+        def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
+            return without_connector(self._spec(cell, role, tensor_parallel, longer), facts)
+
+        try:
+            return self.without.pair(cell, spec, _word(longer))
+        except EngineFailed as failed:
+            raise Blocked(f"the oracle's engines do not start: {failed.sentence}") from None
 
     def _without_connector(
         self, cell: Cell, scenario: Scenario, longer: int, observed: Observation
@@ -108,8 +148,15 @@ class EngineBench:
         excuse = self.control.excuse(
             cell,
             observed,
-            lambda role, tp, folder: self._spec(cell, role, tp, longer),
-            lambda p, d: self._observe(cell, scenario, p, d, self.control.deadlines),
+            lambda role, tp, folder: self._spec(cell, role, tp, longer, folder),
+            lambda p, d: self._observe_with(
+                cell,
+                scenario,
+                p,
+                d,
+                self.control.deadlines,
+                (p, d) if self.context.subject.is_store else None,
+            ),
             observed.decoder,
             _word(longer),
         )
@@ -165,7 +212,7 @@ class EngineBench:
             raise Blocked(reason)
 
         def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
-            return self._spec(cell, role, tensor_parallel, longer)
+            return self._spec(cell, role, tensor_parallel, longer, folder)
 
         try:
             return self.pairs.pair(cell, spec, _word(longer))
@@ -185,8 +232,9 @@ class EngineBench:
     def _end(self, cell: Cell) -> None:
         for word in ("", LONG):
             self.pairs.end(cell, word)
+            self.without.end(cell, word)
 
-    def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int) -> EngineSpec:
+    def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int, folder: str = "") -> EngineSpec:
         self.context.require_kernels()
         family = load_families()[cell.family]
         try:
@@ -203,7 +251,7 @@ class EngineBench:
             num_blocks=BLOCKS[role] + ROOM * -(-longer // family.block_size),
             max_model_len=PROMPT_BLOCKS * family.block_size + longer,
             max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
-            kv_transfer_config=self.context.transfer_config(role, port=free_port()),
+            kv_transfer_config=self.context.transfer_config(role, port=free_port(), folder=folder),
             environment=port_environment(),
             handover=self.context.subject.way,
             engine_arguments={"speculative_config": draft} if draft else {},

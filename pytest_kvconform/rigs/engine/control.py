@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 # the folder of vLLM's own connectors: a connector may inherit from one of them, or be one of them
 OF_VLLM = os.path.join("vllm", "distributed", "kv_transfer", "kv_connector", "v1", "")
 NOT_HOOKS = (f"{os.sep}vllm{os.sep}", f"{os.sep}pytest_kvconform{os.sep}")  # other functions have such names
+WITHOUT = " without the connector"  # in the progress line
 LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
 LOADS = "REMOTE"  # in vLLM's status of a request that waits for the connector
 
@@ -60,7 +61,7 @@ class Control(Generic[Handle]):
         """`calls`: how many times as long as usual one call of an engine may take. `alone`: P is D, too."""
         # Waits of full length, whatever the connector has made shorter, and nothing noted against it.
         self.context = replace(context, in_vain=set(), keeping=set())
-        self.pairs = EnginePairs(self.context, handle, calls, " without the connector", alone=alone)
+        self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self._starts: dict[tuple[Cell, str], str] = {}
 

@@ -13,16 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_kvconform.kvspace.rows.compare import Due, compare_rows, compare_state
+import msgspec
+
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
-from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Request, Snapshot, Trace
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
     RequestObservation,
+    compared,
+    generated,
     logprob_distance,
 )
 from pytest_kvconform.rigs.engine.release import until_released
@@ -30,6 +32,7 @@ from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
 
+Pair = tuple[ModelEngineHandle, ModelEngineHandle]  # P and D
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
 FLOAT32_TOLERANCE = 1e-4  # of log-probabilities, see DESIGN.md
@@ -42,11 +45,16 @@ def observe(
     dtype: str,
     deadlines: Deadlines,
     ids: Callable[[], str],
+    without: Pair | None = None,
 ) -> Observation:
-    """Run one scenario: subject, then oracle. What fails or does not end is part of the observation."""
+    """Run one scenario: subject, then oracle. What fails or does not end is part of the observation.
+
+    `without`: of a store, P and D without the connector. The oracle uses them: the store would save and find
+    what is computed in its run, too. It brings as many tokens as D has loaded in the subject's run.
+    """
     empty = Observation(scenario, p.facts, d.facts, request_s=deadlines.request)
     try:
-        return _observe(empty, p, d, dtype, deadlines, ids)
+        return _observe(empty, (p, d), without, dtype, deadlines, ids)
     except EngineFailed as failed:
         return replace(empty, failed=failed)
     except _OracleStuck as stuck:
@@ -59,25 +67,30 @@ class _OracleStuck(Exception):
 
 def _observe(
     base: Observation,
-    p: ModelEngineHandle,
-    d: ModelEngineHandle,
+    pair: Pair,
+    without: Pair | None,
     dtype: str,
     deadlines: Deadlines,
     ids: Callable[[], str],
 ) -> Observation:
     scenario, started = base.scenario, time.monotonic()
-    logs = [(engine, engine.process.position()) for engine in (p, d)]
-    subject = _run(scenario, p, d, SUBJECT, deadlines, ids())
+    logs = [(engine, engine.process.position()) for engine in pair]
+    subject = _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=without is not None))
     logged = tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since))
     base = replace(base, logged=logged)
     if subject.stuck:
         return replace(base, stuck=tuple(subject.stuck))
-    released = until_released(p, d, deadlines.release)
+    released = until_released(*pair, deadlines.release)
     seconds = {"subject": time.monotonic() - started}
     base = replace(base, usage=released.usage, released=released, seconds=seconds)
     if scenario.abort:
         return base
-    wants = _oracle(scenario, p, d, deadlines, ids())
+    brings = tuple(subject.decode[name].first_computed for name in subject.names) if without else ()
+
+    def oracle() -> list[Generated]:
+        return _oracle(scenario, _Pass(*(without or pair), ORACLE, deadlines, ids(), brings=brings))
+
+    wants = oracle()
     observed = tuple(
         _request_observation(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded())
     )
@@ -91,22 +104,33 @@ def _observe(
     differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in observed)
     if not (differs or scenario.measure_noise):
         return replace(base, tolerance_source="equal to the last bit")
-    again = _oracle(scenario, p, d, deadlines, ids())
+    again = oracle()
     noise = max(logprob_distance(a, b) for a, b in zip(wants, again, strict=True))
     return replace(
         base, noise=noise, tolerance=noise, tolerance_source=f"two oracle runs differ by {noise:.3g}"
     )
 
 
-def _oracle(
-    scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, deadlines: Deadlines, salt: str
-) -> list[Generated]:
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through a scenario: by whom, and how D comes to the KV."""
+
+    p: ModelEngineHandle
+    d: ModelEngineHandle
+    mode: str
+    deadlines: Deadlines
+    salt: str  # of the prefix caches: passes share nothing
+    is_store: bool = False  # P saves, and D finds it
+    brings: tuple[int, ...] = ()  # tokens of each prompt that the oracle brings; (): all but the last
+
+
+def _oracle(scenario: Scenario, one: _Pass) -> list[Generated]:
     """What D generates after a perfect hand-over of each request."""
-    run = _run(scenario, p, d, ORACLE, deadlines, salt)
+    run = _run(scenario, one)
     if run.stuck:
         raise _OracleStuck("; ".join(run.stuck))
-    until_released(p, d, deadlines.release)
-    return [_generated(run.outputs[name]) for name in run.names]
+    until_released(one.p, one.d, one.deadlines.release)
+    return [generated(run.outputs[name]) for name in run.names]
 
 
 @dataclass
@@ -122,66 +146,50 @@ class _Run:
     stuck: list[str] = field(default_factory=list)
 
 
-def _run(
-    scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, mode: str, deadlines: Deadlines, salt: str
-) -> _Run:
-    """One pass.
-
-    Prefix caches are emptied first and salted, so that passes share nothing. Unowned blocks are poisoned.
-    """
-    p.poison()
-    d.poison()
-    deadline = Deadline(deadlines.request, (p.process.pid, d.process.pid))
+def _run(scenario: Scenario, one: _Pass) -> _Run:
+    """One pass. Prefix caches are emptied first. Unowned blocks are poisoned."""
+    one.p.poison()
+    one.d.poison()
+    deadline = Deadline(one.deadlines.request, (one.p.process.pid, one.d.process.pid))
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
-        run = _hand_over(replace(scenario, prompts=earlier), p, d, mode, deadline, salt, "-turn")
+        run = _hand_over(replace(scenario, prompts=earlier), replace(one, brings=()), deadline, "-turn")
         if run.stuck:
             return run
-        p.poison(keep_cache=True)
-        d.poison(keep_cache=True)
-    return _hand_over(scenario, p, d, mode, deadline, salt)
+        one.p.poison(keep_cache=True)
+        one.d.poison(keep_cache=True)
+    return _hand_over(scenario, one, deadline)
 
 
-def _hand_over(
-    scenario: Scenario,
-    p: ModelEngineHandle,
-    d: ModelEngineHandle,
-    mode: str,
-    deadline: Deadline,
-    salt: str,
-    word: str = "",
-) -> _Run:
+def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "") -> _Run:
     """Let P compute the prompts and D generate. `word`: of the requests' names."""
-    prompts = scenario.expanded()
-    run = _Run(names=[f"{salt}-{mode}{word}-{i}" for i in range(len(prompts))], outputs={})
-    for i, prompt in enumerate(prompts):
-        if prompt.warm:  # D computes a prefix by itself, and so has it in its own prefix cache
-            warm = _add(d, f"{salt}-warm-{i}", prompt.tokens[: prompt.warm], salt)
-            _until_finished(d, p, [warm], run, deadline)
-    if run.stuck:
-        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
-    if prompts[0].warm:
-        d.poison(keep_cache=True)
-    _prefill(scenario, p, d, mode, run, prompts, salt, deadline)
+    prompts, p, d = scenario.expanded(), one.p, one.d
+    run = _Run(names=[f"{one.salt}-{one.mode}{word}-{i}" for i in range(len(prompts))], outputs={})
+    if not one.is_store:
+        _warm(scenario, one, run, deadline)
+    _prefill(scenario, one, run, prompts, deadline)
     if run.stuck or scenario.abort == "prefill":
         return run
+    if one.is_store:
+        until_released(p, d, one.deadlines.release)  # saving in the background holds blocks
+        _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
     handed = {name: _params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
         params = None
-        if mode == SUBJECT:
+        if one.mode == SUBJECT:
             params = decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
         d.add(
             Request(
                 id=f"{name}-{ON_D}",
                 tokens=prompt.tokens,
                 max_tokens=scenario.max_tokens,
-                salt=salt,
+                salt=one.salt,
                 watch=True,
                 kv_transfer_params=params,
                 allowed=tuple(VOCABULARY[i :: scenario.n]) if scenario.n > 1 else (),  # samples differ
-                oracle=run.source[name] if mode == ORACLE else None,
+                oracle=_brought(one, i, run.source[name]),
             )
         )
     if scenario.abort:
@@ -199,34 +207,51 @@ def _hand_over(
     return run
 
 
+def _brought(one: _Pass, index: int, source: Snapshot) -> Snapshot | None:
+    """What the oracle puts in place on D. None: nothing, D computes the prompt."""
+    if one.mode != ORACLE:
+        return None
+    tokens = one.brings[index] if one.brings else source.tokens
+    return msgspec.structs.replace(source, tokens=tokens) if tokens > 0 else None
+
+
+def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None:
+    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them."""
+    prompts = scenario.expanded()
+    for i, prompt in enumerate(prompts):
+        if prompt.warm:
+            warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[: prompt.warm], one.salt)
+            _until_finished(one.d, one.p, [warm], run, deadline)
+    if run.stuck:
+        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
+    if prompts[0].warm:
+        one.d.poison(keep_cache=True)
+
+
 def _prefill(
-    scenario: Scenario,
-    p: ModelEngineHandle,
-    d: ModelEngineHandle,
-    mode: str,
-    run: _Run,
-    prompts: tuple[Prompt, ...],
-    salt: str,
-    deadline: Deadline,
+    scenario: Scenario, one: _Pass, run: _Run, prompts: tuple[Prompt, ...], deadline: Deadline
 ) -> None:
     """Let P compute the prompts, all at once, and note its KV.
 
     The n samples of one prompt have one prefill.
     """
+    p, d = one.p, one.d
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
     p.budget(scenario.budget)
     for name, prompt in zip(names, prompts, strict=False):
         # D computes the last prompt token itself, so the oracle needs P's state before that token.
-        cut = mode == ORACLE and has_state and len(prompt.tokens) > 1
+        cut = one.mode == ORACLE and has_state and len(prompt.tokens) > 1
         tokens = prompt.tokens[:-1] if cut else prompt.tokens
-        params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if mode == SUBJECT else None
+        params = None
+        if one.mode == SUBJECT:
+            params = prefill_params(p.spec.handover, name, d.spec, p.process.address)
         p.add(
             Request(
                 id=f"{name}-{ON_P}",
                 tokens=tokens,
                 max_tokens=1,
-                salt=salt,
+                salt=one.salt,
                 watch=True,
                 kv_transfer_params=params,
             )
@@ -302,14 +327,6 @@ def _params(outputs: list[Output]) -> dict[str, Any] | None:
     return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
 
 
-def _generated(outputs: list[Output]) -> Generated:
-    return Generated(
-        tokens=tuple(token for o in outputs for token in o.tokens),
-        finish=next((o.finish for o in outputs if o.finish), None),
-        logprobs=tuple(logprobs for o in outputs for logprobs in o.logprobs),
-    )
-
-
 def _request_observation(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:
     name = run.names[index]
     source, target = run.source.get(name), run.target.get(name)
@@ -319,32 +336,7 @@ def _request_observation(index: int, prompt: Prompt, run: _Run, want: Generated)
         prefill=run.prefill[name],
         decode=run.decode[name],
         rows=None,
-        got=_generated(run.outputs[name]),
+        got=generated(run.outputs[name]),
         want=want,
     )
-    if source is None or target is None:
-        return observed
-    return _compared(observed, source, target)
-
-
-def _compared(observed: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
-    """Compare D's cache with P's: the tokens that D's next forward reads and that D did not compute.
-
-    Tokens of D's own prefix cache are left out: D has computed them itself, with its own tensor parallel
-    size, and so not bit for bit as P has. Of a sliding window layer only the window is compared.
-    """
-    position, due = target.tokens, []
-    for group in target.groups:
-        first = max(observed.decode.local_tokens, position - group.window + 1 if group.window else 0)
-        if group.kind == "attention":
-            due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
-    given = observed.decode.external_tokens > 0 and position > 0
-    compared, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
-    return replace(
-        observed,
-        rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON),
-        state_bytes=compared,
-        state_wrong=tuple(wrong),
-        state_tokens=(source.tokens, position),
-        changed_blocks=target.changed,
-    )
+    return observed if source is None or target is None else compared(observed, source, target)

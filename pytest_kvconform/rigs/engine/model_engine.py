@@ -99,11 +99,16 @@ class ModelEngineProcess(EngineProcess):
     def _watch_connector(self) -> None:
         """Keep the hooks of the connector's scheduler half away from requests that the oracle serves."""
         super()._watch_connector()
-        self._hide_oracle("get_num_new_matched_tokens", lambda r, n: (max(0, r.num_tokens - 1 - n), False))
+        self._hide_oracle("get_num_new_matched_tokens", self._oracle_tokens)
         self._hide_oracle("update_state_after_alloc", lambda r, blocks, n: self._note_allocation(r, n))
         self._hide_oracle("request_finished", lambda r, block_ids: (False, None))
         self._hide_oracle("request_finished_all_groups", lambda r, block_ids: (False, None))
         self._hide_oracle("on_new_request", lambda r: None)
+
+    def _oracle_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens after `computed` ones the oracle brings: at most all but the last."""
+        tokens = min(request.num_tokens - 1, self.oracles[request.request_id].tokens)
+        return max(0, tokens - computed), False
 
     def _hide_oracle(self, name: str, answer: Callable[..., Any]) -> None:
         """Let a hook of the connector answer for requests of the oracle what `answer` returns."""

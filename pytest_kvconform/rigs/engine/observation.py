@@ -5,13 +5,15 @@ Cases judge an observation; nothing is judged here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pytest_kvconform.kvspace.rows.compare import RowComparison
+from pytest_kvconform.kvspace.rows.compare import Due, RowComparison, compare_rows, compare_state
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import EngineFacts, Trace, Usage
+from pytest_kvconform.rigs.engine.kv_access import POISON
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Snapshot, Trace, Usage
 from pytest_kvconform.rigs.engine.release import Release
 from pytest_kvconform.rigs.scenario import Scenario
 
@@ -113,3 +115,35 @@ def first_difference(got: Generated, want: Generated, tolerance: float) -> Outpu
                 )
             break  # a tie: both are right, and what follows cannot be compared
     return OutputDifference(largest, None)
+
+
+def generated(outputs: Sequence[Output]) -> Generated:
+    """What the outputs of a request add up to."""
+    return Generated(
+        tokens=tuple(token for o in outputs for token in o.tokens),
+        finish=next((o.finish for o in outputs if o.finish), None),
+        logprobs=tuple(logprobs for o in outputs for logprobs in o.logprobs),
+    )
+
+
+def compared(observed: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
+    """Compare D's cache with P's: the tokens that D's next forward reads and that D did not compute.
+
+    Tokens of D's own prefix cache are left out: D has computed them itself, with its own tensor parallel
+    size, and so not bit for bit as P has. Of a sliding window layer only the window is compared.
+    """
+    position, due = target.tokens, []
+    for group in target.groups:
+        first = max(observed.decode.local_tokens, position - group.window + 1 if group.window else 0)
+        if group.kind == "attention":
+            due += [Due(layer, first, position, group.block_size, group.window) for layer in group.layers]
+    given = observed.decode.external_tokens > 0 and position > 0
+    state_bytes, wrong = compare_state(source.state, target.state, POISON) if given else (0, [])
+    return replace(
+        observed,
+        rows=compare_rows(tuple(due), source.rows, target.rows, target.present, POISON),
+        state_bytes=state_bytes,
+        state_wrong=tuple(wrong),
+        state_tokens=(source.tokens, position),
+        changed_blocks=target.changed,
+    )

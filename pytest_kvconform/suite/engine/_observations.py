@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model_matrix import Family, load_families
-from pytest_kvconform.result import Blocked, HarnessError
+from model_matrix import Family, load_families, parse_topology
+from pytest_kvconform.result import Blocked, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.observation import Observation, RequestObservation
@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.scenario import Scenario, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add
 from pytest_kvconform.suite._recomputed_tokens import Loads
+from pytest_kvconform.suite.bytes._stores import UNLIKE
 from pytest_kvconform.suite.engine._scenarios import lengths
 
 
@@ -76,10 +77,18 @@ def _longest(bench: Bench, by: int) -> Observation:
 
 
 def loads_of(bench: Bench, observed: Observation) -> Loads:
-    """Return what D loaded in a scenario."""
+    """Return what D loaded in a scenario. Of a store whose D has another size than P these are the requests
+    for which D loaded something. Raises NotApplicable if there is none.
+    """
+    p, d = parse_topology(bench.cell.topology)
+    requests = observed.requests
+    if bench.subject.is_store and p != d:
+        requests = tuple(r for r in requests if r.decode.external_tokens)
+        if not requests:
+            raise NotApplicable(UNLIKE)
     return Loads(
         bench.subject,
-        observed.requests,
+        requests,
         (observed.prefiller, observed.decoder),
         lambda: loads_kv(_longest(bench, 0)),
     )

@@ -1,0 +1,83 @@
+"""Stores on real engines: P saves, D finds it, and the oracle's engines have no connector."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.wrong import Wrong
+
+HERE = Path(__file__).parent
+FAMILIES = ("llama", "gemma3")
+NO_HMA = "hybrid_allocator_stays_on"
+
+
+@pytest.fixture(scope="module")
+def case_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(HERE, ROOT):
+        runner = CaseRunner("stores", "engine", FAMILIES)
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.fixture
+def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
+    """Run the cases of a cell on a store: run_cases("Right", "llama", variants="n64")."""
+
+    def run(store: str, family: str = "llama", **more: str) -> CellRun:
+        profile = "" if store == "ExampleConnector" else "store"
+        config = json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}})
+        return case_runner.run(store, family, profile=profile, config=config, **more)
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_right_store_conforms(run_cases: Callable[..., CellRun], family: str) -> None:
+    run = run_cases("Right", family)
+    assert run.failed == ({NO_HMA} if family == "gemma3" else set()), run.findings
+    assert "BLOCKED" not in run.outcomes.values()
+    assert sum(evidence.bytes_moved for evidence in run.evidence.values()) > 100_000
+    for scenario in ("two_at_once", "partial_hit", "chunked", "two_samples"):
+        assert run.outcomes[f"outputs_match_the_oracle[{scenario}]"] == "PASS"
+        assert run.evidence[f"outputs_match_the_oracle[{scenario}]"].notes["largest difference"] == 0.0
+
+
+def test_a_miss_on_an_unlike_engine_is_right(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("Right", topology="P1D2", variants="two_at_once")
+    assert set(run.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}
+    assert run.outcomes["attention_kv_arrives[two_at_once]"] == "NOT-APPLICABLE"
+
+
+mistake = functools.partial(Wrong, variants="two_at_once")
+WRONG = [
+    mistake("NeverSaves", {"d_computes_only_missing_tokens": "announced nothing of a prompt that was saved"}),
+    mistake("LoadsNothing", {"attention_kv_arrives": r"tokens 0-95 of all 4 layers was never written"}),
+    mistake("LoadsLateByOne", {"attention_kv_arrives": r"token is mixed up"}),
+    mistake(
+        "WrongLayer", {"attention_kv_arrives": r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\."}
+    ),
+    mistake("FirstBlockOnly", {"attention_kv_arrives": r"in \d+ of \d+ wrong rows: token is mixed up"}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_store_fails(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
+    run = run_cases(wrong.connector, variants=wrong.variants)
+    [(case, pattern)] = wrong.fails.items()
+    assert case in {name.partition("[")[0] for name in run.failed}
+    finding = next(run.findings[name] for name in run.failed if name.startswith(case))
+    assert re.search(pattern, finding.diagnosis)
+
+
+def test_less_than_nothing_ends_an_engine(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("ExampleConnector", variants="n1")
+    assert run.findings["completes[n1]"].happened == "D raised IndexError in step: index out of range in self"
