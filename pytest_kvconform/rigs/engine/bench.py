@@ -11,6 +11,7 @@ from pytest_kvconform.rigs.engine.control import (
     LIMIT,
     WITHOUT,
     Control,
+    patient,
     shows_connector,
     without_connector,
 )
@@ -47,7 +48,7 @@ class EngineBench:
         self.pairs = EnginePairs(context, ModelEngineHandle)
         self.control = Control(context, ModelEngineHandle)
         # for the oracle of a store
-        self.without = EnginePairs(context, ModelEngineHandle, remark=WITHOUT)
+        self.without = EnginePairs(patient(context), ModelEngineHandle, remark=WITHOUT)
         self._introduced: tuple[ModelEngineHandle, ModelEngineHandle] | None = (
             None  # engines that have handed something over
         )
@@ -111,7 +112,11 @@ class EngineBench:
         if self.context.subject.is_store:
             scenario = replace(scenario, prompts=with_new_tokens(scenario.prompts))
             without = self._engines_without(cell, longer, p.facts)
-        return self._observe_with(cell, scenario, p, d, self.context.deadlines, without)
+        try:
+            return self._observe_with(cell, scenario, p, d, self.context.deadlines, without)
+        except Blocked:  # the oracle's engines have failed
+            self.without.end(cell, _word(longer))
+            raise
 
     def _observe_with(
         self,
@@ -162,7 +167,9 @@ class EngineBench:
         )
         if not excuse:
             self.context.note("request", bool(observed.stuck))
-            self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
+            if observed.failed and observed.failed.how == "hung":
+                self.context.note("call", True)
+                self.context.hanging.add(cell)
         if not excuse or self.control.excused[cell] >= LIMIT:
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed

@@ -20,12 +20,9 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle
-from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
-# the folder of vLLM's own connectors: a connector may inherit from one of them, or be one of them
-OF_VLLM = os.path.join("vllm", "distributed", "kv_transfer", "kv_connector", "v1", "")
-NOT_HOOKS = (f"{os.sep}vllm{os.sep}", f"{os.sep}pytest_kvconform{os.sep}")  # other functions have such names
 WITHOUT = " without the connector"  # in the progress line
 LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
 LOADS = "REMOTE"  # in vLLM's status of a request that waits for the connector
@@ -49,9 +46,17 @@ def shows_connector(frames: Iterable[Frame], facts: SubjectFacts) -> bool:
     return any(
         OF_VLLM in file
         or (not in_vllm and bool(facts.file) and file.startswith(own))
-        or (function in IN_STACKS and not any(part in file for part in NOT_HOOKS))
-        for file, _, function in frames
+        or is_hook(frame, IN_STACKS)
+        for frame in frames
+        for file in frame[:1]
     )
+
+
+def patient(context: RunContext) -> RunContext:
+    """The context of engines without the connector: waits of full length, and what these engines do is not
+    noted against the connector.
+    """
+    return replace(context, in_vain=set(), keeping=set(), hung_in=set())
 
 
 class Control(Generic[Handle]):
@@ -59,8 +64,7 @@ class Control(Generic[Handle]):
 
     def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, *, alone: bool = False):
         """`calls`: how many times as long as usual one call of an engine may take. `alone`: P is D, too."""
-        # Waits of full length, whatever the connector has made shorter, and nothing noted against it.
-        self.context = replace(context, in_vain=set(), keeping=set())
+        self.context = patient(context)
         self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self._starts: dict[tuple[Cell, str], str] = {}

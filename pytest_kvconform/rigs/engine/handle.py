@@ -93,7 +93,7 @@ class EngineHandle:
         start_s: float,
         hung_in: set[Frame] | None = None,
     ):
-        """`hung_in`: hooks in which engines have hung. They are noted there; None: nowhere."""
+        """`hung_in`: the hooks in which engines have hung; the handle adds to it. None: one of its own."""
         self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
         self.hung_in = set() if hung_in is None else hung_in
         try:

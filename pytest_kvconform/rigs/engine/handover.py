@@ -1,6 +1,7 @@
 """One hand-over on two engines: a scenario runs through the subject, and again through an oracle.
 
-The oracle uses the same two engines, in the same order of steps, without the subject: the harness reads P's
+The oracle uses the same two engines, in the same order of steps, without the subject (of a store, two other
+engines without it): the harness reads P's
 KV in logical coordinates and writes it where D's block tables place it. So a difference between the two runs
 comes from the subject, whatever the kernels do. A one-shot prefill would be the wrong control, because D
 computes the last prompt token alone, with another kernel.
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Request, Snapshot, Trace
@@ -25,6 +26,7 @@ from pytest_kvconform.rigs.engine.observation import (
     RequestObservation,
     compared,
     generated,
+    has_kv_before,
     logprob_distance,
 )
 from pytest_kvconform.rigs.engine.release import until_released
@@ -88,11 +90,30 @@ def _observe(
     brings = tuple(subject.decode[name].first_computed for name in subject.names) if without else ()
 
     def oracle() -> list[Generated]:
-        return _oracle(scenario, _Pass(*(without or pair), ORACLE, deadlines, ids(), brings=brings))
+        one = _Pass(*(without or pair), ORACLE, deadlines, ids(), brings=brings)
+        try:
+            return _oracle(scenario, one)
+        except (EngineFailed, _OracleStuck) as failed:
+            if without is None:
+                raise
+            raise Blocked(f"the oracle's engines, which have no connector, failed: {failed}") from None
 
     wants = oracle()
     observed = tuple(
-        _request_observation(i, prompt, subject, wants[i]) for i, prompt in enumerate(scenario.expanded())
+        compared(
+            RequestObservation(
+                name=f"request {i}",
+                length=len(prompt.tokens),
+                prefill=subject.prefill[name],
+                decode=subject.decode[name],
+                rows=None,
+                got=generated(subject.outputs[name]),
+                want=want,
+            ),
+            subject.source.get(name),
+            subject.target.get(name),
+        )
+        for i, (prompt, name, want) in enumerate(zip(scenario.expanded(), subject.names, wants, strict=True))
     )
     base = replace(
         base,
@@ -173,6 +194,8 @@ def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "
     if one.is_store:
         until_released(p, d, one.deadlines.release)  # saving in the background holds blocks
         _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
+        if run.stuck:
+            return run
     handed = {name: _params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
@@ -212,17 +235,21 @@ def _brought(one: _Pass, index: int, source: Snapshot) -> Snapshot | None:
     if one.mode != ORACLE:
         return None
     tokens = one.brings[index] if one.brings else source.tokens
+    if one.brings and not has_kv_before(source, tokens):
+        raise Blocked(f"P has freed KV that D reads when it continues at token {tokens}")
     return msgspec.structs.replace(source, tokens=tokens) if tokens > 0 else None
 
 
 def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None:
-    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them."""
+    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them. D may load what
+    P has saved to a store.
+    """
     prompts = scenario.expanded()
     for i, prompt in enumerate(prompts):
         if prompt.warm:
             warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[: prompt.warm], one.salt)
             _until_finished(one.d, one.p, [warm], run, deadline)
-    if run.stuck:
+    if run.stuck and not one.is_store:
         raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
     if prompts[0].warm:
         one.d.poison(keep_cache=True)
@@ -243,9 +270,8 @@ def _prefill(
         # D computes the last prompt token itself, so the oracle needs P's state before that token.
         cut = one.mode == ORACLE and has_state and len(prompt.tokens) > 1
         tokens = prompt.tokens[:-1] if cut else prompt.tokens
-        params = None
-        if one.mode == SUBJECT:
-            params = prefill_params(p.spec.handover, name, d.spec, p.process.address)
+        subject = one.mode == SUBJECT
+        params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if subject else None
         p.add(
             Request(
                 id=f"{name}-{ON_P}",
@@ -272,11 +298,8 @@ def _prefill(
         if snapshot is not None:
             run.source[name] = snapshot
     for name in run.names[len(names) :]:
-        run.prefill[name], run.source[name], run.outputs[name] = (
-            run.prefill[names[0]],
-            run.source[names[0]],
-            [],
-        )
+        run.prefill[name], run.source[name] = run.prefill[names[0]], run.source[names[0]]
+        run.outputs[name] = []
 
 
 def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: str) -> str:
@@ -325,18 +348,3 @@ def _abort_decode(scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle
 
 def _params(outputs: list[Output]) -> dict[str, Any] | None:
     return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
-
-
-def _request_observation(index: int, prompt: Prompt, run: _Run, want: Generated) -> RequestObservation:
-    name = run.names[index]
-    source, target = run.source.get(name), run.target.get(name)
-    observed = RequestObservation(
-        name=f"request {index}",
-        length=len(prompt.tokens),
-        prefill=run.prefill[name],
-        decode=run.decode[name],
-        rows=None,
-        got=generated(run.outputs[name]),
-        want=want,
-    )
-    return observed if source is None or target is None else compared(observed, source, target)

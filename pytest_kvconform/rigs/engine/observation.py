@@ -126,12 +126,18 @@ def generated(outputs: Sequence[Output]) -> Generated:
     )
 
 
-def compared(observed: RequestObservation, source: Snapshot, target: Snapshot) -> RequestObservation:
-    """Compare D's cache with P's: the tokens that D's next forward reads and that D did not compute.
+def compared(
+    observed: RequestObservation, source: Snapshot | None, target: Snapshot | None
+) -> RequestObservation:
+    """Compare D's cache with P's: the tokens that D's next forward reads and that D did not compute. Nothing
+    is compared without a snapshot of each.
 
-    Tokens of D's own prefix cache are left out: D has computed them itself, with its own tensor parallel
-    size, and so not bit for bit as P has. Of a sliding window layer only the window is compared.
+    Tokens of D's own prefix cache are left out: D has loaded them for an earlier request, or has computed
+    them itself, with its own tensor parallel size, and so not bit for bit as P has. Of a sliding window layer
+    only the window is compared.
     """
+    if source is None or target is None:
+        return observed
     position, due = target.tokens, []
     for group in target.groups:
         first = max(observed.decode.local_tokens, position - group.window + 1 if group.window else 0)
@@ -146,4 +152,14 @@ def compared(observed: RequestObservation, source: Snapshot, target: Snapshot) -
         state_wrong=tuple(wrong),
         state_tokens=(source.tokens, position),
         changed_blocks=target.changed,
+    )
+
+
+def has_kv_before(source: Snapshot, token: int) -> bool:
+    """Whether a snapshot has every row that is read when `token` is computed."""
+    return all(
+        source.present[name][max(0, token - group.window + 1) if group.window else 0 : token].all()
+        for group in source.groups
+        if group.kind == "attention"
+        for name in group.layers
     )

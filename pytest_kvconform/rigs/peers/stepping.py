@@ -3,7 +3,8 @@
 A deadline of the connector costs its time only once.
 
 A scenario is a generator. It yields where it waits, and then every other scenario and every engine goes on.
-No call blocks: an engine that stands in a hook for seconds keeps no other engine from stepping.
+No call blocks: an engine that stands in a hook for seconds keeps no other engine from stepping. Only a look
+at its stack does, for a moment, and only once an engine has hung.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from pathlib import Path
 from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import descendants_of
-from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
-LOOK_S = 2.0  # after which a call is looked at for the first time; each further time it is twice as long
+LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 
@@ -31,7 +31,7 @@ def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:
             with contextlib.suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(WRITE_S)
-    return next((frame for frame in process.stack(hooks, since) if frame[2] in hooks), None)
+    return next((frame for frame in process.stack(hooks, since) if is_hook(frame, hooks)), None)
 
 
 class CallDeadline(Deadline):
@@ -45,9 +45,8 @@ class CallDeadline(Deadline):
         known: Collection[Frame],
         pids: Collection[int] = (),
     ):
-        """`hooks`: names of the connector's. `known`: those in which processes have hung, with the line.
-
-        `pids`: watched besides the process, see Deadline.
+        """`hooks`: names of the connector's hooks. `known`: the hooks in which processes have hung, with the
+        line. `pids`: watched besides the process, see Deadline.
         """
         super().__init__(seconds, (*pids, process.pid))
         self._process, self._hooks, self._known = process, hooks, known
@@ -58,6 +57,8 @@ class CallDeadline(Deadline):
         if not self._hangs and self._known and self.passed() >= self._look_at:
             self._look_at *= 2
             self._hangs = hook_of(self._process, self._hooks) in self._known
+            if not self._hangs:
+                self._process.mark()  # these stacks say nothing about what the call may raise later
         return self._hangs or super().over()
 
 

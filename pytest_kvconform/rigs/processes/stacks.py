@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Collection
@@ -15,7 +16,16 @@ _END = re.compile(
     r"|^Traceback \(most recent call last\):\n(?P<exit>(?:  .*\n)*)(?=SystemExit|KeyboardInterrupt)",
     re.MULTILINE,
 )
+# the folder of vLLM's own connectors: a connector may inherit from one of them, or be one of them
+OF_VLLM = os.path.join("vllm", "distributed", "kv_transfer", "kv_connector", "v1", "")
+NOT_HOOKS = (f"{os.sep}vllm{os.sep}", f"{os.sep}pytest_kvconform{os.sep}")  # other functions have such names
 FRAMES = "kv_frames"  # attribute of an exception from another process, whose traceback stayed there
+
+
+def is_hook(frame: Frame, hooks: Collection[str]) -> bool:
+    """Whether a frame is a hook of a connector. `hooks`: their names, which other functions have, too."""
+    file, _, function = frame
+    return function in hooks and (OF_VLLM in file or not any(part in file for part in NOT_HOOKS))
 
 
 def most_telling_stack(text: str, functions: Collection[str]) -> tuple[Frame, ...]:

@@ -31,7 +31,7 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
 
     `waited`: another case of the cell has waited in vain for the end of something.
 
-    Sends its CaseEnd, and whether a worker half is left that this process shuts down then.
+    Sends its CaseEnd, and whether this process then shuts worker halves down.
     """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))

@@ -32,7 +32,7 @@ NOT_OURS = (
 )
 DEEP, MANY = 12, 200_000  # levels and objects of one walk
 # Requests that a connector may remember after their ends, and for how long: see growing_memory.
-ENOUGH, LATER_S, A_FEW = 80, 86_400.0, 4
+ENOUGH, LATER_S, A_FEW, ROUNDS = 80, 86_400.0, 4, 10
 Path = tuple[str, ...]
 
 
@@ -133,7 +133,7 @@ def leaks(side: Side) -> tuple[str, ...]:
 
 def remembered(side: Side) -> dict[str, int]:
     """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
-    named there. "*" stands for an id of a request in the place itself.
+    named there. "*" stands for a key of a dict, as far as it is no word: an id or a number.
     """
     if not side.finished:
         return {}
@@ -141,8 +141,14 @@ def remembered(side: Side) -> dict[str, int]:
     found: dict[str, set[str]] = {}
     for path, value in walk(side.connector_state()):
         if isinstance(value, str) and (named := ids.findall(value)):
-            found.setdefault(ids.sub("*", ".".join(path)), set()).update(named)
+            place = ".".join(part if is_word(part) else "*" for part in path)
+            found.setdefault(place, set()).update(named)
     return {place: len(named) for place, named in found.items()}
+
+
+def is_word(part: str) -> bool:
+    """Whether a part of a path is a name in the connector's code, and no id and no number."""
+    return part.isidentifier() and not any(map(str.isdigit, part))
 
 
 def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
@@ -151,8 +157,9 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
     `repeat` lets further requests come and end on these sides, as the ones before. A memory that has a limit
     is right, for example one that tells late messages about an ended request from nonsense. The limit may be
     a number of requests, up to ENOUGH, or a time. So this looks for the greatest number of requests that each
-    place has named during ENOUGH repetitions, repeats as many times again, and compares. It goes on while a
-    place names more, up to ENOUGH: not every request need be one that the connector remembers.
+    place has named during ENOUGH repetitions, repeats as many times again, and compares. A connector may
+    remember only some requests, so that its memory fills slowly. While a place names more requests than
+    before, but no more than ENOUGH, this goes on, ROUNDS times at most.
     """
     sides = tuple(sides)
     if not any(map(remembered, sides)):
@@ -168,9 +175,12 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
         return found
 
     early, late = most(ENOUGH), most(ENOUGH)
-    while (more := late - early) and max(late[where] for where in more) <= ENOUGH:
+    for _ in range(ROUNDS):
+        more = late - early
+        if not more or max(late[where] for where in more) > ENOUGH:
+            break
         early, late = late, most(ENOUGH)
-    if not more:
+    if not late - early:
         return ""
     set_ahead(LATER_S, monotonic=True)  # a connector may forget requests after some time
     most(A_FEW)

@@ -111,9 +111,9 @@ class ServingBench:
 
     def _is_known(self, cell: Cell) -> bool:
         """Whether it is known why servers do not answer: engines of the cell kept blocks, so that the servers
-        are soon full, or engines hung in a hook of the connector.
+        are soon full, or hung.
         """
-        return cell in self.context.keeping or bool(self.context.hung_in)
+        return cell in self.context.keeping or cell in self.context.hanging
 
     def _exam(self, cell: Cell) -> Exam:
         if self.context.settings.deployed:

@@ -153,6 +153,7 @@ class Live:
     p: Any
     d: Any
     others: tuple[Any, ...] = ()
+    keeps: bool = False  # a store has held blocks for longer than it may, see `await_saves`
     aborted: set[str] = field(default_factory=set)  # P's requests of which D aborted the load
 
     @property

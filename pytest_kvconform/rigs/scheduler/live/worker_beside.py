@@ -11,13 +11,16 @@ native threads in the process of the case, and a fork of such a process may hang
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import traceback
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
@@ -48,22 +51,37 @@ class Nursery:
         `engine`: the VllmConfig of the scheduler. `port`: number of its port. Raises what the worker half
         raises, and Violation if its start does not end.
         """
-        self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
-        if not poll(self._line, Deadline(self._rig.scaled_seconds(START_S), (self._pid,))):
-            raise self._rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
-        failed: CaseEnd | None = self._line.recv()
+        try:
+            self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
+            if not poll(self._line, Deadline(self._rig.scaled_seconds(START_S), (self._pid,))):
+                os.kill(self._pid, signal.SIGKILL)  # its workers end with it
+                raise self._rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
+            failed: CaseEnd | None = self._line.recv()
+        except (OSError, EOFError):
+            raise HarnessError(f"nothing starts {role}'s worker half: its nursery has ended") from None
         if failed is not None:
             raise error_of(failed)
 
     def end(self) -> None:
         """Let vLLM shut the worker halves down, and wait until their processes have ended."""
-        self._line.send(None)
+        with contextlib.suppress(OSError):  # the nursery has ended
+            self._line.send(None)
         os.waitpid(self._pid, 0)
 
 
 def _serve(rig: Rig, line: Connection) -> NoReturn:
-    """Start a worker half for each question, until the question is None."""
+    """Run the nursery. Ends the process."""
     die_with_parent()
+    try:
+        _start_workers(rig, line)
+    except BaseException:
+        traceback.print_exc()  # to the log: `start` finds that the nursery has ended
+    finally:
+        os._exit(0)
+
+
+def _start_workers(rig: Rig, line: Connection) -> None:
+    """Start a worker half for each question, until the question is None."""
     workers: list[tuple[int, Connection]] = []
     while (question := line.recv()) is not None:
         ours, theirs = Pipe()
@@ -81,7 +99,6 @@ def _serve(rig: Rig, line: Connection) -> NoReturn:
     for pid, ours in workers:
         ours.close()
         os.waitpid(pid, 0)
-    os._exit(0)
 
 
 def _work(rig: Rig, line: Connection, role: str, transfer: Any, model: Any, port: int) -> NoReturn:

@@ -60,9 +60,10 @@ def await_saves(live: Any, p: Any) -> None:
     blocks in vLLM's pool until its workers have saved them.
     """
     live.settle(p.is_idle, "saves")
-    deadline = Deadline(live.rig.settle_s)
-    while p.leaks() and not deadline.over():
+    deadline = Deadline(0.0 if live.keeps else live.rig.settle_s)
+    while (keeps := bool(p.leaks())) and not deadline.over():
         pass  # looking takes a step
+    live.keeps = keeps
     p.evict_prefix_cache()
 
 
