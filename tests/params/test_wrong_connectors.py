@@ -86,7 +86,7 @@ WRONG = [
             r"corrupted_params_fail_only_their_request\[\w+\]|"
             r"corrupted_lists_fail_only_their_request\[(longer|negative|huge)\w*\]",
             r"the connector of D\d+ remembers ever more requests that have ended, \d+ of \d+ by now: "
-            r"connector_scheduler\.loaded\.item",
+            r"connector_scheduler\.loaded\.\*",
         ),
         rules="KV-PARAMS-002",
     ),

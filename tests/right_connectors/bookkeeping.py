@@ -54,17 +54,20 @@ class ForgetsByTime(ReferenceConnector):
 
 
 class RemembersLoads(ReferenceConnector):
-    """Remembers the last 16 requests that it has loaded. Its memory is full only after many requests of which
-    few load something.
+    """Remembers the last 16 requests that it has loaded, by number. Its memory is full only after many
+    requests of which few load something.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.loaded: collections.deque[str] = collections.deque(maxlen=16)
+        self.loaded: dict[int, str] = {}
+        self.number = 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self.loaded.append(request.request_id)
+            self.number += 1
+            self.loaded[self.number] = request.request_id
+            self.loaded.pop(self.number - 16, None)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 

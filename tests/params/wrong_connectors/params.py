@@ -65,11 +65,12 @@ class RemembersTheUnusable(Right):
 
 
 class RemembersLoads(Right):
-    """Keeps a list of requests that have loaded: few of those whose params are corrupted."""
+    """Keeps the requests that have loaded, by number: few of those whose params are corrupted."""
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self.half.loaded = [*getattr(self.half, "loaded", []), str(request.request_id)]
+            loaded = getattr(self.half, "loaded", {})
+            self.half.loaded = {**loaded, len(loaded): str(request.request_id)}
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 
