@@ -96,7 +96,12 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
     monkeypatch.setattr(stepping, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     monkeypatch.setattr(cores, "core_waits", lambda pids: {pid: {"1": clock["waited"]} for pid in pids})
-    handle: Any = SimpleNamespace(process=SimpleNamespace(pid=1), start_s=60.0, deadline_s=60.0)
+    handle: Any = SimpleNamespace(
+        process=SimpleNamespace(pid=1),
+        start_s=60.0,
+        deadline_s=60.0,
+        call_deadline=lambda seconds, pids: cores.Deadline(seconds, pids),
+    )
     engine, waits = SteppedEngine("D", handle), []
     for seconds, waited in ((1.0, 0.0), (5.0, 2.0), (5.0, 0.0)):  # two processes wait
         clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
