@@ -120,7 +120,7 @@ class RunContext:
     # is established then, and a connector that hangs does not make every cell wait as long.
     in_vain: set[str] = field(default_factory=set)
     hung_in: set[Frame] = field(default_factory=set)  # hooks of the connector in which engines have hung
-    hanging: set[Cell] = field(default_factory=set)  # cells of whose models an engine has hung
+    hanging: set[Cell] = field(default_factory=set)  # cells of the engine tier whose engine has hung
     keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
     # what engines have shown that this environment lacks: one attempt is enough
     missing: list[str] = field(default_factory=list)

@@ -48,7 +48,6 @@ def test_a_right_store_conforms(run_cases: Callable[..., CellRun], family: str) 
     assert sum(evidence.bytes_moved for evidence in run.evidence.values()) > 100_000
     for scenario in ("two_at_once", "partial_hit", "chunked", "two_samples"):
         assert run.outcomes[f"outputs_match_the_oracle[{scenario}]"] == "PASS"
-        assert run.evidence[f"outputs_match_the_oracle[{scenario}]"].notes["largest difference"] == 0.0
 
 
 def test_a_miss_on_an_unlike_engine_is_right(run_cases: Callable[..., CellRun]) -> None:

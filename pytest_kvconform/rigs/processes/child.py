@@ -50,7 +50,7 @@ class ChildProcess:
     def receive(self, deadline: float | Deadline) -> Any:
         """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time.
 
-        `deadline`: of seconds, time in which the process waited for a core does not count.
+        `deadline`: or its seconds. Time in which the process waited for a core does not count among these.
         """
         if not isinstance(deadline, Deadline):
             deadline = Deadline(deadline, (getattr(self, "pid", os.getpid()),))

@@ -133,7 +133,7 @@ def leaks(side: Side) -> tuple[str, ...]:
 
 def remembered(side: Side) -> dict[str, int]:
     """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
-    named there. "*" stands for a key of a dict, as far as it is no word: an id or a number.
+    named there. "*" stands for a key of a dict that is an id or a number.
     """
     if not side.finished:
         return {}
