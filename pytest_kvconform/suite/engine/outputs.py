@@ -17,8 +17,8 @@ def outputs_match_the_oracle(bench: Bench, scenario: Scenario) -> Evidence:
     """Tokens and log-probabilities are those of the oracle's run: the harness copies the KV there.
 
     Both runs use the same two engines; of a store, the oracle's are others, without the connector. A prompt
-    is not compared if nothing of it is due or loaded, and D computes more than its last token: after a perfect
-    hand-over D computes the last token alone, which rounds otherwise.
+    is not compared if nothing of it is due or loaded, and D computes more than its last token: after a
+    perfect hand-over D computes the last token alone, which rounds otherwise.
     """
     observed = completed(bench, scenario)
     loads, worst = loads_of(bench, observed), 0.0
