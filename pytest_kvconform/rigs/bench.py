@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvconform.result import Blocked, Cell
@@ -14,6 +15,7 @@ from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
 from pytest_kvconform.rigs.processes import author_hook
+from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from pytest_kvconform.rigs.serving.bench import ServingBench
 
@@ -59,7 +61,13 @@ class Bench:
             )
         self.subject, self.settings, self.facts = subject, settings, facts
         self.cell = Cell("", "")
-        self.context = RunContext(address, subject, settings, facts, progress)
+        run = Path(address).parent
+        self.context = RunContext(
+            *(address, subject, settings, facts, progress),
+            in_vain=Marks(run / "in_vain"),
+            hanging=Marks(run / "hanging"),
+            keeping=Marks(run / "keeping"),
+        )
         self.engine = EngineBench(self.context)
         self.bytes = ByteBench(self.context)
         self.faults = FaultBench(self.context)

@@ -24,6 +24,7 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
+from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.subject import merge_config
@@ -118,10 +119,12 @@ class RunContext:
     running: RunningEngines = field(default_factory=RunningEngines)
     # Kinds of waits, by their names in `Deadlines`, of which one of full length has ended in vain. The cause
     # is established then, and a connector that hangs does not make every cell wait as long.
-    in_vain: set[str] = field(default_factory=set)
+    in_vain: set[str] | Marks = field(default_factory=set)
     hung_in: set[Frame] = field(default_factory=set)  # hooks of the connector in which engines have hung
-    hanging: set[Cell] = field(default_factory=set)  # cells of the engine tier whose engine has hung
-    keeping: set[Cell] = field(default_factory=set)  # cells whose engines kept something at their end
+    # cells of the engine tier whose engine has hung
+    hanging: set[Cell] | Marks = field(default_factory=set)
+    # cells whose engines kept something at their end
+    keeping: set[Cell] | Marks = field(default_factory=set)
     # what engines have shown that this environment lacks: one attempt is enough
     missing: list[str] = field(default_factory=list)
     # names that are unique in the run: of requests, engines and folders

@@ -10,13 +10,13 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
-from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec
+from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import LIMIT, Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import is_half_full
+from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
@@ -78,7 +78,7 @@ class ByteBench:
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
                 if not found.excuse or self.control.excused[cell] >= LIMIT:
                     self._over[cell] = found.excuse or on, found.declined
-            elif is_half_full(p):
+            elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")
             self._observations[key] = found
         return self._observations[key]

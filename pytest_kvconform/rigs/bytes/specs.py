@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
 # blocks beyond those that a transfer needs; different, so that no address fits both by accident
 ROOM = {"P": 4, "D": 9}
-KEEPING = 6  # times the blocks of a P that keeps some: engines that are half full are started anew
+KEEPING = 6  # times the blocks of a P that keeps some: engines that are full are started anew
 
 
 def byte_engine_spec(
@@ -31,7 +31,7 @@ def byte_engine_spec(
     `folder`, `lease_s` and `policy`: see `rigs.context.transfer_config`.
     """
     geometry, side = load_geometries()[cell.family], side_of(cell, role)
-    blocks = blocks_for(geometry, block_size(cell, role), longest)
+    blocks = needed_blocks(cell, role, longest)
     return ByteEngineSpec(
         role=role,
         geometry=geometry.id,
@@ -75,6 +75,11 @@ def block_size(cell: Cell, role: str) -> int:
     tp = dict(zip("PD", parse_topology(cell.topology), strict=True))[role]
     kernel = side.kernel or (16 if side.content == PACKED else 32)
     return block_size_of(load_geometries()[cell.family], tp, side.block, side.dtype, kernel_block=kernel)
+
+
+def needed_blocks(cell: Cell, role: str, longest: int) -> int:
+    """Return how many blocks `longest` tokens need on one side of a cell."""
+    return blocks_for(load_geometries()[cell.family], block_size(cell, role), longest)
 
 
 def blocks_for(geometry: Geometry, size: int, tokens: int) -> int:

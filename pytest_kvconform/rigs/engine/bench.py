@@ -20,7 +20,7 @@ from pytest_kvconform.rigs.engine.handover import Pair, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import is_half_full
+from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens, with_new_tokens
 from pytest_kvconform.rigs.vllm_setup.overrides import reason_not_to_speculate
@@ -96,7 +96,7 @@ class EngineBench:
                     observation = self._without_connector(cell, one, longer, observation)
                     break
             self._observations[key], self._introduced = replace(observation, scenario=scenario), pair
-            if is_half_full(pair[0]):
+            if is_full(pair[0]):
                 self.pairs.end(cell, _word(longer))
         return self._observations[key]
 

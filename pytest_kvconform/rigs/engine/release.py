@@ -54,8 +54,13 @@ def note_kept(p: EngineHandle, usage: tuple[Usage, Usage], seconds: float) -> No
         p.kept = usage
 
 
-def is_half_full(p: EngineHandle) -> bool:
-    """Whether P or D keeps so much that there is soon no room for requests."""
+def is_full(p: EngineHandle, needs: int = 0) -> bool:
+    """Whether P or D keeps so much that there is soon no room for requests.
+
+    `needs`: blocks of the longest request on P; 0: P has room for many.
+    """
+    if p.kept and p.kept[0].free_blocks < needs:
+        return True
     return any(2 * usage.free_blocks < usage.total_blocks for usage in p.kept or ())
 
 

@@ -17,7 +17,7 @@ from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import (
     SOON_S,
     Release,
-    is_half_full,
+    is_full,
     note_kept,
     seconds_to_wait,
 )
@@ -118,7 +118,7 @@ class FaultBench:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
                 self.pairs.end(cell, _word(transfer.policy, longer))
-            elif is_half_full(p) and not self.context.has_long_lease(self._asked_lease_s):
+            elif is_full(p) and not self.context.has_long_lease(self._asked_lease_s):
                 self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
                 self.pairs.end(cell, _word(transfer.policy, longer))
         return self._observations[key]

@@ -40,7 +40,7 @@ class ServingBench:
         # it is
         self._patient = replace(context, in_vain=set())
         self._hasty = replace(context, in_vain={"request"})
-        self._hangs = False  # questions were not answered within a deadline of full length
+        self._hangs = False  # questions of a cell were not answered in time, twice
         self._seen: dict[Cell, ServingObservation | Exception] = {}
         self._chain: Chain | None = None
         self._progress = Progress(context, 0, 0)
@@ -85,8 +85,8 @@ class ServingBench:
         exam = self._exam(cell)
         data = exam.questions.data
         try:
-            in_vain = self._hangs or self._is_known(cell)
-            runs = self._question(self._hasty if in_vain else self.context, cell, exam)
+            known = self._hangs or self._is_known(cell)
+            runs = self._question(self._hasty if known else self.context, cell, exam)
             if exam.canary and not runs.loaded and not declared_amount(self.context.subject):
                 self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
                 exam = exam_of(self.context, cell, LONGER)
@@ -97,11 +97,11 @@ class ServingBench:
             return ServingObservation(data=data, model=exam.model, runs=runs, file=self._file(runs, cell))
         self._raise_unless_the_connector_failed(cell, exam, first)
         try:
-            self._question(self._hasty if self._is_known(cell) else self._patient, cell, exam)
+            # one wait in vain was of full length, here or where the cause is known from
+            self._question(self._hasty if _in_vain(first) else self._patient, cell, exam)
         except Failed as again:
             _raise_if_the_machine_failed(again)
-            patient = not self._is_known(cell)
-            self._hangs |= patient and isinstance(again, Unanswered) and TIMEOUT in str(again)
+            self._hangs |= _in_vain(first) and _in_vain(again)
             log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
             return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
         raise Blocked(
@@ -232,6 +232,11 @@ class ServingBench:
         except Failed as error:
             return str(error)
         return ""
+
+
+def _in_vain(failed: Exception) -> bool:
+    """Whether a question was not answered in time."""
+    return isinstance(failed, Unanswered) and TIMEOUT in str(failed)
 
 
 def _raise_if_the_machine_failed(error: Exception) -> None:

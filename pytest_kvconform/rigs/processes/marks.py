@@ -1,0 +1,29 @@
+"""Names that the pytest processes of a run note for each other, each as an empty file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Marks:
+    """A set of names, or of what `str` names, that all pytest processes of a run share.
+
+    With pytest-xdist, the cases of a cell run in several processes. What one has found out, the others need
+    not wait for.
+    """
+
+    def __init__(self, folder: Path):
+        """`folder`: made with the first name."""
+        self._folder = folder
+
+    def add(self, name: object) -> None:
+        """Add a name. Raises OSError."""
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / str(name)).touch()
+
+    def __contains__(self, name: object) -> bool:
+        return (self._folder / str(name)).exists()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self._folder.iterdir()) if self._folder.exists() else iter(())
