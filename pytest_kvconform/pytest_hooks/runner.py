@@ -137,7 +137,10 @@ class CaseRunner:
         if self._bench is None:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
-            self._bench = module.Bench(self.link.address, self.subject, self.settings, facts, self.progress)
+            run = Path(self.link.address).parent
+            self._bench = module.Bench(
+                self.link.address, self.subject, self.settings, facts, self.progress, shared=run
+            )
         if self.subject.requires_device and item.planned.case.tier in MOVING_TIERS:
             device = getattr(self._bench.facts, "device", "")
             if lacks := self.subject.lacks(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,9 @@ class Bench:
         settings: Settings,
         facts: SubjectFacts,
         progress: Callable[[str], None],
+        shared: Path | None = None,
     ):
-        """`address`: of the zygote.
+        """`address`: of the zygote. `shared`: folder for what the pytest processes of a run tell each other.
 
         Raises Blocked if the installed vLLM does not run on the device that was asked for.
         """
@@ -61,13 +63,14 @@ class Bench:
             )
         self.subject, self.settings, self.facts = subject, settings, facts
         self.cell = Cell("", "")
-        run = Path(address).parent
-        self.context = RunContext(
-            *(address, subject, settings, facts, progress),
-            in_vain=Marks(run / "in_vain"),
-            hanging=Marks(run / "hanging"),
-            keeping=Marks(run / "keeping"),
-        )
+        self.context = RunContext(address, subject, settings, facts, progress)
+        if shared is not None:
+            self.context = replace(
+                self.context,
+                in_vain=Marks(shared / "in_vain"),
+                hanging=Marks(shared / "hanging"),
+                keeping=Marks(shared / "keeping"),
+            )
         self.engine = EngineBench(self.context)
         self.bytes = ByteBench(self.context)
         self.faults = FaultBench(self.context)

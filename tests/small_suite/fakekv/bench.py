@@ -64,7 +64,8 @@ def probe_subject(address, subject, deadline_s):
 
 
 class Bench:
-    def __init__(self, address, subject, settings, facts, progress):
+    def __init__(self, address, subject, settings, facts, progress, shared):
+        assert shared.is_dir()
         assert address == Zygote.address
         assert isinstance(facts, SubjectFacts)
         self.progress, self.cell, self.did, self.config = progress, None, [], subject.config
