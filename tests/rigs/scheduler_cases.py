@@ -172,6 +172,12 @@ def fails(rig: Rig, how: str) -> Evidence:
     if how == "hang":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         time.sleep(1000)  # here it hangs
+    if how in ("slow", "busy"):  # 2 s, or for ever, at a deadline of 1.2 s
+        began = time.monotonic()
+        while how == "busy" or time.monotonic() < began + 2:
+            rig.host.note_running_hook("request_finished")
+            time.sleep(0.01)
+        return DONE
     if how == "collect":
         left = Left()
         left.itself = left

@@ -133,6 +133,14 @@ def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str
         assert not any("/rigs/scheduler/" in line for line in end.finding.log)
 
 
+def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:
+    """A store may need some milliseconds for each of hundreds of requests."""
+    assert run("fails", "slow", scale=0.12) == PASSED
+    end = run("fails", "busy", scale=0.12)
+    still = "after 7.2 s the case still calls hooks"
+    assert (end.outcome, end.reason) == (Outcome.BLOCKED, still)
+
+
 def test_cases_that_hang_end_those_of_their_module_alone(
     run: Run, benches: Callable[[str, float], Bench]
 ) -> None:

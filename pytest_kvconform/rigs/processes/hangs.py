@@ -1,26 +1,77 @@
 """How soon it is known that a call of a child process hangs.
 
 Once a process has hung in a hook of the connector, the cause is established. Another process that stands at
-the same line of the same hook has no long wait.
+the same line of the same hook has no long wait. A process that goes on calling hooks does not hang.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import signal
 import time
 from collections.abc import Collection
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pytest_kvconform.rigs.processes.child import ChildProcess
+from pytest_kvconform.rigs.processes.child import ChildProcess, poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import descendants_of
 from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
+PATIENCE = 6  # times the deadline of a process in which hooks are still called
+PAUSE_S = 0.5  # between two looks at the hooks that a process calls
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
+
+NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
+QUIET, BUSY = "quiet", "busy"  # how a process is late
+
+
+class RunningHook:
+    """Which hook of the connector a forked process runs, and how many it has begun or ended.
+
+    The memory is shared with the process that forked it.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, NAME_BYTES + COUNT_BYTES)
+
+    def note(self, hook: str) -> None:
+        """Note which hook runs now; "": none."""
+        self._memory[:NAME_BYTES] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        self._memory[NAME_BYTES:] = (self.count() + 1).to_bytes(COUNT_BYTES, "little")
+
+    def name(self) -> str:
+        """The hook that runs now; "": none."""
+        return self._memory[:NAME_BYTES].rstrip(b"\0 ").decode()
+
+    def is_start(self) -> bool:
+        """Whether the connector is being made."""
+        return self.name().startswith("__init__")
+
+    def count(self) -> int:
+        """How often one was noted."""
+        return int.from_bytes(self._memory[NAME_BYTES:], "little")
+
+    def wait(self, line: Connection, seconds: float, pids: tuple[int, ...]) -> str:
+        """Wait for a message of the process. Returns "" if it came.
+
+        QUIET: no hook began or ended for so many seconds. BUSY: they did, for PATIENCE times as long. `pids`:
+        see Deadline.
+        """
+        quiet, total = Deadline(seconds, pids), Deadline(PATIENCE * seconds, pids)
+        count = self.count()
+        while not poll(line, Deadline(min(PAUSE_S, seconds))):
+            if (now := self.count()) != count:
+                quiet, count = Deadline(seconds, pids), now
+            if quiet.over():
+                return QUIET
+            if total.over():
+                return BUSY
+        return ""
 
 
 def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:

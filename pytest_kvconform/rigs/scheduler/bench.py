@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
+from pytest_kvconform.rigs.processes.hangs import PATIENCE
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
@@ -48,7 +49,7 @@ class SchedulerBench:
         self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
-        end, in_time = self._ask(cell, question, MOST * deadline_s + GRACE_S)
+        end, in_time = self._ask(cell, question, MOST * PATIENCE * deadline_s + GRACE_S)
         if not in_time and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
         elif not in_time:

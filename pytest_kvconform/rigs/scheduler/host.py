@@ -10,7 +10,6 @@ import contextlib
 import copy
 import gc
 import importlib
-import mmap
 import os
 import signal
 import time
@@ -36,8 +35,8 @@ from pytest_kvconform.result import (
 )
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
-from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.hangs import BUSY, PATIENCE, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines
 from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -48,7 +47,6 @@ from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_c
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
-NAME_BYTES = 64  # of the hook that runs, in memory that the child and the host share
 LONGEST = 8192  # tokens of a request
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
 COLLECTS = "  Garbage-collecting\n"  # faulthandler, before the innermost frame
@@ -116,7 +114,7 @@ class Host:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.spec = spec
-        self._hook = mmap.mmap(-1, NAME_BYTES)
+        self._hook = RunningHook()
         self._configs: dict[tuple[str, bool], Any] = {}
         self._specs: dict[tuple[str, bool], dict[str, Any]] = {}
         self._kv_configs: dict[tuple[str, bool, int], Any] = {}
@@ -187,7 +185,7 @@ class Host:
 
     def note_running_hook(self, hook: str) -> None:
         """Note which hook of the connector runs now; "": none."""
-        self._hook[:] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        self._hook.note(hook)
 
     def _make(self, role: str, prefix_caching: bool) -> None:
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
@@ -222,7 +220,8 @@ class Host:
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        in_time, end, leaves = poll(line, Deadline(deadline_s, (pid, os.getpid()))), None, False
+        late, end, leaves = self._hook.wait(line, deadline_s, (pid, os.getpid())), None, False
+        in_time = not late
         if in_time:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
@@ -242,9 +241,11 @@ class Host:
         self._killed, status = [], os.waitpid(pid, 0)[1]
         if in_time and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
-        if not in_time and self._hook[:].startswith(b"__init__") and waits_for_server(_stack_lines(log_from)):
+        if not in_time and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
             waits = "its start waits for a server: start it, or configure its address"
             return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), in_time
+        if late == BUSY:
+            return end_of(Blocked(f"after {PATIENCE * deadline_s:g} s the case still calls hooks")), True
         how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
         return end_of(Violation(self._died(how, log_from))), in_time
 
@@ -277,7 +278,7 @@ class Host:
         return pid, ours
 
     def _died(self, how: str, log_from: int) -> Finding:
-        hook = self._hook[:].rstrip(b"\0 ").decode()
+        hook = self._hook.name()
         text = _log_text(log_from)
         ours = f"{os.sep}pytest_kvconform{os.sep}"
         # of the thread that died or hangs: the threads of a connector only wait meanwhile
