@@ -118,7 +118,8 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
-    check_placeholders(config, [service.name for service in declared.services], "--kv-config")
+    services = declared.services or bundled.services_for(name, config)
+    check_placeholders(config, [service.name for service in services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:
@@ -146,7 +147,7 @@ def resolve(settings: Settings) -> Subject:
         stands_in=settings.stand_in,
         packages=bundled.packages,
         exempt=bundled.exempt,
-        services=declared.services,
+        services=services,
         features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
         known=declared.known,
     )

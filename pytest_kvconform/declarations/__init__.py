@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from pytest_kvconform.services import Service
+from pytest_kvconform.services.reading import read_services
 
 
 class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +32,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     packages: dict[str, str] = {}
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
+    services: dict[str, Any] = {}  # as in a user's declaration
     features: dict[str, Any]
 
     def device_for(self, config: dict[str, Any]) -> str:
@@ -34,6 +40,20 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         extra = config.get("kv_connector_extra_config", {})
         own = any(extra.get(key, values[0]) not in values for key, values in self.required_for.items())
         return "" if own else self.requires_device
+
+    def services_for(self, name: str, config: dict[str, Any]) -> tuple[Service, ...]:
+        """Return the services, without those that the user brings. `name`: of the connector.
+
+        The user brings a service if the environment has a variable that would lead engines to ours, or if
+        nothing leads there: the user's configuration has replaced what did.
+        """
+        text = json.dumps(config)
+        return tuple(
+            one
+            for one in read_services(self.services, f"{name}.toml: services")
+            if not one.engine_environment.keys() & os.environ.keys()
+            and (one.engine_environment or f"{{services.{one.name}." in text)
+        )
 
 
 @functools.cache
