@@ -16,7 +16,8 @@ _ABSENT = re.compile(r"\bnot (?:installed|available)\b|\binstall\b", re.IGNORECA
 _LIBRARY = re.compile(r"(?P<name>lib[\w.+-]+): cannot open shared object file")
 _GPU = re.compile(
     r"no nvidia driver|not compiled with cuda|no cuda gpus|no cuda-capable|cuda driver version|libcuda|"
-    r"cuda is not available|no hip gpus|no (?:gpu|rdma device|infiniband)",
+    r"cuda is not available|no hip gpus|no (?:gpu|rdma device|infiniband)|"
+    r"'_EventPlaceholder' object",  # vLLM's torch.cuda.Event without CUDA (v1/worker/cpu)
     re.IGNORECASE,
 )
 _SERVER = re.compile(
@@ -27,6 +28,7 @@ _VARIABLE = re.compile(r"\b(?P<name>[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b")
 _UNSET = re.compile(
     r"environment variable|env(?:ironment)? var|\bunset\b|not set\b|(?:must|should) be set", re.IGNORECASE
 )
+_CONFIGURATION = re.compile(r"(?:must|has to|needs to) be configured|\bis not configured\b", re.IGNORECASE)
 _FILE = re.compile(r"No such file or directory: '(?P<path>[^']+\.(?:json|ya?ml|toml|conf|cfg|ini|env))'")
 _IMPORTS = ("ImportError", "ModuleNotFoundError")
 # Files of the modules in which a process waits for a server, innermost frames of a stack.
@@ -55,6 +57,8 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
         return f"no server answers; start it, or configure its address: {text}"
     if found := _FILE.search(text):
         return f"there is no file {found['path']}: write this configuration"
+    if _CONFIGURATION.search(text):
+        return f"its configuration lacks something; add it to --kv-config or to the environment: {text}"
     if (kind == "KeyError" and _VARIABLE.fullmatch(text.strip("'"))) or _UNSET.search(text):
         for found in _VARIABLE.finditer(text):
             if found["name"] not in os.environ:

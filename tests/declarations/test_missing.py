@@ -16,6 +16,8 @@ from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
         ("OSError", "libibverbs.so.1: cannot open shared object file", "library libibverbs.so.1 is not"),
         ("RuntimeError", "Found no NVIDIA driver on your system.", "needs a device"),
         ("AssertionError", "Torch not compiled with CUDA enabled", "needs a device"),
+        ("AttributeError", "'_EventPlaceholder' object has no attribute 'cuda_event'", "needs a device"),
+        ("PanicException", "At least one cache tier must be configured.", "add it to --kv-config"),
         ("ConnectionRefusedError", "[Errno 111] Connection refused", "no server answers; start it"),
         (
             "ConnectionError",
@@ -45,6 +47,7 @@ def test_what_is_missing_is_named(kind: str, message: str, sentence: str) -> Non
         ("TypeError", "unsupported operand type(s) for +: 'int' and 'str'"),
         ("FileNotFoundError", "[Errno 2] No such file or directory: '/tmp/shared/42.bin'"),
         ("ValueError", "block_size must be set to a multiple of 16"),
+        ("AssertionError", "block 7 was configured twice"),
         ("RuntimeError", ""),
     ],
 )
