@@ -119,3 +119,23 @@ def test_a_lease_can_be_an_environment_variable(monkeypatch, theirs):
     assert lease_environment(found, 0) == {}
     extra = transfer_config(found, "P", "cpu", lease_s=3.2)["kv_connector_extra_config"]
     assert not any("ABORT" in key for key in extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "config", "started"),
+    [
+        ("MooncakeStoreConnector", "", "{}", ["mooncake_master"]),
+        ("MooncakeStoreConnector", "MOONCAKE_CONFIG_PATH", "{}", []),
+        ("LMCacheMPConnector", "", "{}", ["lmcache"]),
+        ("LMCacheMPConnector", "", '{"kv_connector_extra_config": {"lmcache.mp.port": 5655}}', []),
+        ("NixlConnector", "", "{}", []),
+    ],
+)
+def test_the_servers_that_a_connector_needs_are_started_unless_the_user_has_some(
+    monkeypatch, name, variable, config, started
+):
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "mine.json")
+    found = subject.resolve(Settings(connector=name, config=config))
+    assert [service.name for service in found.services] == started

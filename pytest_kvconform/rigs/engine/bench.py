@@ -79,14 +79,14 @@ class EngineBench:
         key = (cell, scenario.name, longer)
         if key not in self._observations:
             self.context.require_known_handover("engine", store=True)
-            if self.context.subject.is_store and load_families()[cell.family].has_state:
-                raise Blocked(STATES)
             self._refuse_dead(cell)
             try:
                 pair = self.engines(cell, longer)
             except EngineFailed as failed:
                 on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
+            if self.context.subject.is_store and load_families()[cell.family].has_state:
+                raise Blocked(STATES)
             first = (
                 [] if self._introduced is pair or (scenario.due and not scenario.abort) else [INTRODUCTION]
             )
