@@ -118,7 +118,7 @@ def resolve(settings: Settings) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
-    services = declared.services or bundled.services_for(name, config)
+    services = (*bundled.services_for(name, config, declared.services), *declared.services)
     check_placeholders(config, [service.name for service in services], "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)

@@ -41,17 +41,21 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         own = any(extra.get(key, values[0]) not in values for key, values in self.required_for.items())
         return "" if own else self.requires_device
 
-    def services_for(self, name: str, config: dict[str, Any]) -> tuple[Service, ...]:
-        """Return the services, without those that the user brings. `name`: of the connector.
+    def services_for(
+        self, name: str, config: dict[str, Any], theirs: tuple[Service, ...] = ()
+    ) -> tuple[Service, ...]:
+        """Return our services, without those that the user brings. `name`: of the connector.
 
-        The user brings a service if the environment has a variable that would lead engines to ours, or if
-        nothing leads there: the user's configuration has replaced what did.
+        The user brings a service if `theirs` has one of the name, if his environment or one of `theirs` sets
+        a variable that would lead engines to ours, or if his configuration leads there no more.
         """
         text = json.dumps(config)
+        variables = {*os.environ, *(variable for one in theirs for variable in one.engine_environment)}
         return tuple(
             one
             for one in read_services(self.services, f"{name}.toml: services")
-            if not one.engine_environment.keys() & os.environ.keys()
+            if one.name not in {their.name for their in theirs}
+            and not one.engine_environment.keys() & variables
             and (one.engine_environment or f"{{services.{one.name}." in text)
         )
 

@@ -121,7 +121,7 @@ class RunContext:
     # is established then, and a connector that hangs does not make every cell wait as long.
     in_vain: set[str] | Marks = field(default_factory=set)
     hung_in: set[Frame] = field(default_factory=set)  # hooks of the connector in which engines have hung
-    # cells of the engine tier whose engine has hung
+    # cells of the engine tier in which an engine has hung, or a request has not ended
     hanging: set[Cell] | Marks = field(default_factory=set)
     # cells whose engines kept something at their end
     keeping: set[Cell] | Marks = field(default_factory=set)
@@ -136,8 +136,8 @@ class RunContext:
     def deadlines(self) -> Deadlines:
         """The deadlines of this run. Kinds of waits in `in_vain` are shorter."""
         full = Deadlines.scaled(self.settings.timeout_scale)
-        part = dict.fromkeys(self.in_vain, SHORTER) | {"release": SHORTER_RELEASE}
-        return replace(full, **{name: getattr(full, name) * part[name] for name in self.in_vain})
+        part = {"release": SHORTER_RELEASE}
+        return replace(full, **{kind: getattr(full, kind) * part.get(kind, SHORTER) for kind in self.in_vain})
 
     @functools.cached_property
     def slow(self) -> int:

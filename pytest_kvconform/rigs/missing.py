@@ -28,7 +28,9 @@ _VARIABLE = re.compile(r"\b(?P<name>[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b")
 _UNSET = re.compile(
     r"environment variable|env(?:ironment)? var|\bunset\b|not set\b|(?:must|should) be set", re.IGNORECASE
 )
-_CONFIGURATION = re.compile(r"(?:must|has to|needs to) be configured|\bis not configured\b", re.IGNORECASE)
+_CONFIGURATION = re.compile(
+    r"(?:must|has to|needs to) be configured[.!]?$|\bis not configured\b", re.IGNORECASE
+)
 _FILE = re.compile(r"No such file or directory: '(?P<path>[^']+\.(?:json|ya?ml|toml|conf|cfg|ini|env))'")
 _IMPORTS = ("ImportError", "ModuleNotFoundError")
 # Files of the modules in which a process waits for a server, innermost frames of a stack.
@@ -57,12 +59,12 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
         return f"no server answers; start it, or configure its address: {text}"
     if found := _FILE.search(text):
         return f"there is no file {found['path']}: write this configuration"
-    if _CONFIGURATION.search(text):
-        return f"its configuration lacks something; add it to --kv-config or to the environment: {text}"
     if (kind == "KeyError" and _VARIABLE.fullmatch(text.strip("'"))) or _UNSET.search(text):
         for found in _VARIABLE.finditer(text):
             if found["name"] not in os.environ:
                 return f"the environment variable {found['name']} is not set: {text}"
+    if _CONFIGURATION.search(text):
+        return f"its configuration lacks something; add it to --kv-config or to the environment: {text}"
     return ""
 
 

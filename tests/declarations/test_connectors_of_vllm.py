@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -139,3 +140,28 @@ def test_the_servers_that_a_connector_needs_are_started_unless_the_user_has_some
         monkeypatch.setenv(variable, "mine.json")
     found = subject.resolve(Settings(connector=name, config=config))
     assert [service.name for service in found.services] == started
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "started"),
+    [
+        ("LMCacheMPConnector", {"more": {"command": ["more", "{port}"]}}, ["lmcache", "more"]),
+        ("LMCacheMPConnector", {"lmcache": {"command": ["mine", "{port}"]}}, ["lmcache"]),
+        (
+            "MooncakeStoreConnector",
+            {
+                "mine": {
+                    "command": ["mine", "{port}"],
+                    "engine_environment": {"MOONCAKE_CONFIG_PATH": "mine.json"},
+                }
+            },
+            ["mine"],
+        ),
+    ],
+)
+def test_servers_that_the_user_declares_are_started_too(monkeypatch, name, theirs, started):
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    found = subject.resolve(Settings(connector=name, services=json.dumps(theirs)))
+    assert [service.name for service in found.services] == started
+    commands = {service.name: service.command[0] for service in found.services}
+    assert all(commands[one] == table["command"][0] for one, table in theirs.items())

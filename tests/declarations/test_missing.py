@@ -47,7 +47,7 @@ def test_what_is_missing_is_named(kind: str, message: str, sentence: str) -> Non
         ("TypeError", "unsupported operand type(s) for +: 'int' and 'str'"),
         ("FileNotFoundError", "[Errno 2] No such file or directory: '/tmp/shared/42.bin'"),
         ("ValueError", "block_size must be set to a multiple of 16"),
-        ("AssertionError", "block 7 was configured twice"),
+        ("ValueError", "kv_role must be configured as kv_both"),
         ("RuntimeError", ""),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:
     """A store may need some milliseconds for each of hundreds of requests."""
     assert run("fails", "slow", scale=0.12) == PASSED
     end = run("fails", "busy", scale=0.12)
-    still = "after 7.2 s the case still calls hooks"
+    still = "after 7.2 s the case still calls hooks of the connector: try --kv-timeout-scale"
     assert (end.outcome, end.reason) == (Outcome.BLOCKED, still)
 
 

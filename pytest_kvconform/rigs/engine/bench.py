@@ -169,6 +169,7 @@ class EngineBench:
             self.context.note("request", bool(observed.stuck))
             if observed.failed and observed.failed.how == "hung":
                 self.context.note("call", True)
+            if observed.stuck or (observed.failed and observed.failed.how == "hung"):
                 self.context.hanging.add(cell)
         if not excuse or self.control.excused[cell] >= LIMIT:
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]

@@ -57,7 +57,7 @@ def note_kept(p: EngineHandle, usage: tuple[Usage, Usage], seconds: float) -> No
 def is_full(p: EngineHandle, needs: int = 0) -> bool:
     """Whether P or D keeps so much that there is soon no room for requests.
 
-    `needs`: blocks of the longest request on P; 0: P has room for many.
+    `needs`: blocks on P of the largest transfer, with all its requests; 0: P has room for many.
     """
     if p.kept and p.kept[0].free_blocks < needs:
         return True

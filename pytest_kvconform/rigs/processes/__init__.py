@@ -6,6 +6,8 @@
 | `child` | a child as its caller sees it: a connection, a log, an end with a deadline |
 | `guard` | the parent of the services of a run, which starts, watches and ends them |
 | `author_hook` | a function of a connector's author, called in a child |
+| `hangs` | how soon it is known that a child hangs |
+| `marks` | names that the pytest processes of a run note for each other |
 | `stacks`, `logs` | Python stacks and exceptions, read from the log of a child |
 | `cores` | how long threads waited for a core, and deadlines that do not count this time |
 | `linux` | facts from /proc: children, sessions, shared memory, threads, listening sockets |

@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
 PATIENCE = 6  # times the deadline of a process in which hooks are still called
-PAUSE_S = 0.5  # between two looks at the hooks that a process calls
+FEW = 40  # of a process that works for its deadline: a hook takes half a second then
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
@@ -56,22 +56,19 @@ class RunningHook:
         """How often one was noted."""
         return int.from_bytes(self._memory[NAME_BYTES:], "little")
 
-    def wait(self, line: Connection, seconds: float, pids: tuple[int, ...]) -> str:
-        """Wait for a message of the process. Returns "" if it came.
+    def wait(self, line: Connection, seconds: float, pids: tuple[int, ...]) -> tuple[str, float]:
+        """Wait for a message of the process. Returns how it is late, "" if it is not, and after how long.
 
-        QUIET: no hook began or ended for so many seconds. BUSY: they did, for PATIENCE times as long. `pids`:
+        QUIET: fewer than FEW hooks began or ended in so many seconds. BUSY: more did, PATIENCE times. `pids`:
         see Deadline.
         """
-        quiet, total = Deadline(seconds, pids), Deadline(PATIENCE * seconds, pids)
-        count = self.count()
-        while not poll(line, Deadline(min(PAUSE_S, seconds))):
-            if (now := self.count()) != count:
-                quiet, count = Deadline(seconds, pids), now
-            if quiet.over():
-                return QUIET
-            if total.over():
-                return BUSY
-        return ""
+        for times in range(1, PATIENCE + 1):
+            before = self.count()
+            if poll(line, Deadline(seconds, pids)):
+                return "", 0.0
+            if self.count() < before + FEW:
+                return QUIET, times * seconds
+        return BUSY, PATIENCE * seconds
 
 
 def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:

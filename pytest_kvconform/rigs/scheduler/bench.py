@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
-from pytest_kvconform.rigs.processes.hangs import PATIENCE
+from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
@@ -49,10 +49,10 @@ class SchedulerBench:
         self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._hung else 1.0)
         question = (module, function, rule, variant, deadline_s)
-        end, in_time = self._ask(cell, question, MOST * PATIENCE * deadline_s + GRACE_S)
-        if not in_time and end.outcome is Outcome.BLOCKED:
+        end, late = self._ask(cell, question, MOST * PATIENCE * deadline_s + GRACE_S)
+        if late == QUIET and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
-        elif not in_time:
+        elif late:
             self._hung.setdefault(module, []).append(function)
         found = end.finding.happened if end.finding else ""
         self.context.note("release", f"releases {NOT_ENDED}" in found)
@@ -78,13 +78,13 @@ class SchedulerBench:
             leave(self.context.address, [self._host], LEAVE_S)
         self._host = self._cell = None
 
-    def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, bool]:
+    def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, str]:
         host = self._failed.get(cell) or self._start(cell)
         if isinstance(host, CaseEnd):
-            return host, True
+            return host, ""
         try:
             host.connection.send(question)
-            answer: tuple[CaseEnd, bool] = host.receive(deadline_s)
+            answer: tuple[CaseEnd, str] = host.receive(deadline_s)
         except (OSError, EOFError, TimeoutError):
             log = "; ".join(host.last_lines()[-2:])
             self.drop()

@@ -36,7 +36,7 @@ from pytest_kvconform.result import (
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import BUSY, PATIENCE, RunningHook
+from pytest_kvconform.rigs.processes.hangs import BUSY, QUIET, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines
 from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -72,7 +72,7 @@ def serve(connection: Connection, spec: HostSpec) -> None:
     """Run the host in a child of the zygote.
 
     Sends ("ready", None) or ("failed", CaseEnd), then answers each (module, function, rule, variant,
-    deadline) with (CaseEnd, whether it ended in time), until the connection ends.
+    deadline) with (CaseEnd, how it was late), until the connection ends.
     """
     try:
         host = Host(spec)
@@ -210,8 +210,8 @@ class Host:
 
     def run(
         self, module: str, function: str, rule: str, variant: Any, deadline_s: float
-    ) -> tuple[CaseEnd, bool]:
-        """Run one case in a child. Returns its end, and whether it ended within the deadline."""
+    ) -> tuple[CaseEnd, str]:
+        """Run one case in a child. Returns its end, and how it was late: see RunningHook.wait."""
         importlib.import_module(module)  # so that the next child has it
         self._reap()
         pid, line = self._spare or self._fork()
@@ -220,9 +220,8 @@ class Host:
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        late, end, leaves = self._hook.wait(line, deadline_s, (pid, os.getpid())), None, False
-        in_time = not late
-        if in_time:
+        end, leaves, (late, waited_s) = None, False, self._hook.wait(line, deadline_s, (pid, os.getpid()))
+        if not late:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
         else:
@@ -233,21 +232,22 @@ class Host:
         if leaves:
             assert end is not None
             self._killed, self._leaving = [], [(pid, Deadline(self._leave_s, (pid,)))]
-            return end, in_time
-        hangs = end is None and in_time and not has_ended(pid, Deadline(GONE_S, (pid,)))
+            return end, late
+        hangs = end is None and not late and not has_ended(pid, Deadline(GONE_S, (pid,)))
         _kill(pid)
         if end is not None:
-            return end, in_time
+            return end, late
         self._killed, status = [], os.waitpid(pid, 0)[1]
-        if in_time and status == signal.SIGKILL and not hangs:
-            return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), in_time
-        if not in_time and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
+        if not late and status == signal.SIGKILL and not hangs:
+            return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), late
+        if late == QUIET and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
             waits = "its start waits for a server: start it, or configure its address"
-            return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), in_time
+            return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), late
         if late == BUSY:
-            return end_of(Blocked(f"after {PATIENCE * deadline_s:g} s the case still calls hooks")), True
-        how = _death(status) if in_time else f"did not end within {deadline_s:g} s"
-        return end_of(Violation(self._died(how, log_from))), in_time
+            hooks = "the case still calls hooks of the connector: try --kv-timeout-scale"
+            return end_of(Blocked(f"after {waited_s:g} s {hooks}")), late
+        how = _death(status) if not late else f"did not end within {waited_s:g} s"
+        return end_of(Violation(self._died(how, log_from))), late
 
     def _reap(self) -> None:
         """Wait for the ends of earlier children.

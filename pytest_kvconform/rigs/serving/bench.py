@@ -84,24 +84,25 @@ class ServingBench:
         remove_answers(Path(self.context.settings.report), cell)
         exam = self._exam(cell)
         data = exam.questions.data
+        known = self._hangs or self._is_known(cell)
+        context = self._hasty if known else self._patient
         try:
-            known = self._hangs or self._is_known(cell)
-            runs = self._question(self._hasty if known else self.context, cell, exam)
+            runs = self._question(context, cell, exam)
             if exam.canary and not runs.loaded and not declared_amount(self.context.subject):
                 self.context.progress("D loaded nothing: asking with longer prompts, which it may load alone")
                 exam = exam_of(self.context, cell, LONGER)
-                runs = self._question(self.context, cell, exam)
+                runs = self._question(context, cell, exam)
         except Failed as failed:
             first = failed
         else:
             return ServingObservation(data=data, model=exam.model, runs=runs, file=self._file(runs, cell))
         self._raise_unless_the_connector_failed(cell, exam, first)
         try:
-            # one wait in vain was of full length, here or where the cause is known from
+            # the first wait was of full length, or one from which the cause is known
             self._question(self._hasty if _in_vain(first) else self._patient, cell, exam)
         except Failed as again:
             _raise_if_the_machine_failed(again)
-            self._hangs |= _in_vain(first) and _in_vain(again)
+            self._hangs |= not known and _in_vain(first) and _in_vain(again)
             log, refusal = (again.log, again.refusal) if isinstance(again, EngineFailed) else ((), "")
             return ServingObservation(data=data, failed=str(again), refusal=refusal, log=log)
         raise Blocked(
