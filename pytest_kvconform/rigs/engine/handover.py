@@ -220,11 +220,11 @@ def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "
         return run
     _until_finished(d, p, [f"{name}-{ON_D}" for name in run.names], run, deadline)
     for name, prompt in zip(run.names, prompts, strict=True):
-        run.decode[name] = d.trace(f"{name}-{ON_D}")
-        if prompt.warm >= d.facts.block_size and not run.stuck and not run.decode[name].local_tokens:
-            raise HarnessError(
-                f"{scenario}: D computed a prefix by itself and found nothing of it in its own prefix cache"
-            )
+        trace = run.decode[name] = d.trace(f"{name}-{ON_D}")
+        # a request whose load failed has computed nothing, and vLLM forgets its hit
+        lost = trace.computed_tokens and not trace.local_tokens
+        if prompt.warm >= d.facts.block_size and lost and not run.stuck:
+            raise HarnessError(f"{scenario}: D computed a prefix by itself and found nothing of it again")
         run.target[name] = d.pop_snapshot(f"{name}-{ON_D}")
         run.outputs[name] = run.outputs.pop(f"{name}-{ON_D}", [])
     return run
