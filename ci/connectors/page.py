@@ -94,7 +94,10 @@ def _details(name: str, entry: dict[str, Any], found: dict[str, Any]) -> str:
     lines.append(f"vLLM {found['vllm']}, {found['seconds']} s on {found['cores']} cores.")
     if rules := found["rules"]:
         broken = ", ".join(f"{rule} {number}" for rule, number in rules.items())
-        lines += ["", *textwrap.wrap(f"Cases that failed or warned, by rule: {broken}.", WIDTH)]
+        lines += [
+            "",
+            *textwrap.wrap(f"Cases that failed or warned, by rule: {broken}.", WIDTH, break_on_hyphens=False),
+        ]
     if blocked := found["blocked"]:
         lines += ["", "Blocked:", ""]
         for reason, number in blocked.items():
