@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import CALL_S, REQUEST_S, SHORTER, RunContext, SubjectFacts
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.serving import bench as serving
@@ -90,6 +91,20 @@ def test_processes_of_a_run_see_each_others_marks(tmp_path: Path) -> None:
     assert B not in mine
     assert sorted(mine) == ["llama-P1D1", "request"]
     assert "request" not in Marks(tmp_path / "hanging")
+
+
+def test_what_one_process_of_a_run_waited_for_another_need_not(context: RunContext, tmp_path: Path) -> None:
+    def bench(shared: Path | None) -> Bench:
+        return Bench("", context.subject, context.settings, FACTS, lambda sentence: None, shared)
+
+    mine, theirs, alone = bench(tmp_path), bench(tmp_path), bench(None)
+    theirs.context.note("request", True)
+    theirs.context.keeping.add(A)
+    theirs.context.hanging.add(B)
+    assert mine.context.deadlines.request == SHORT
+    assert A in mine.context.keeping and B in mine.context.hanging
+    assert alone.context.deadlines.request == FULL
+    assert A not in alone.context.keeping and B not in alone.context.hanging
 
 
 def test_a_mark_that_cannot_be_written_is_lost(tmp_path: Path) -> None:

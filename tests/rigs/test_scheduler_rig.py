@@ -141,6 +141,12 @@ def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:
     assert (end.outcome, end.reason) == (Outcome.BLOCKED, still)
 
 
+def test_a_case_whose_hooks_take_long_hangs(run: Run) -> None:
+    end = run("fails", "few", scale=0.13)
+    assert end.outcome is Outcome.FAIL and end.finding is not None and end.finding.rule == "KV-HOOK-002"
+    assert "did not end within 1.3 s, in request_finished" in end.finding.happened
+
+
 def test_cases_that_hang_end_those_of_their_module_alone(
     run: Run, benches: Callable[[str, float], Bench]
 ) -> None:
