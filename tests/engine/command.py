@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.case_runner import CONFIG
+from tests.helpers.case_runner import CONFIG, HIDDEN
 
 HERE = Path(__file__).parent
 MARK = "PYTEST_KVCONFORM_TEST"  # environment variable by which the processes of a run are known
@@ -47,6 +47,7 @@ class Command:
                 # a shell that starts a command in the background lets it ignore SIGINT
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
                 env=keep
+                | ({"KVCONFORM_HIDE_CPU": ",".join(HIDDEN)} if HIDDEN else {})
                 | {
                     MARK: self.mark,
                     "TMPDIR": str(self.temporary),

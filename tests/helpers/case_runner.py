@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from pytest_kvconform.verdict import Verdict, decide_verdict
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
+# Features of the CPU that every run of the tests hides from vLLM: TESTS_HIDE_CPU=avx512 make test
+HIDDEN = tuple(filter(None, os.environ.get("TESTS_HIDE_CPU", "").split(",")))
 # registered names
 OF_VLLM = (
     "NixlConnector",
@@ -95,6 +98,7 @@ class CaseRunner:
             family=families,
             matrix=matrix,
             stand_in=stand_in,
+            hide_cpu=HIDDEN,
         )
         self.zygote = start_zygote(settings)
         self.known: dict[str, SubjectFacts] = {}  # by --kv-connector
@@ -141,6 +145,7 @@ class CaseRunner:
             matrix=matrix,
             timeout_scale=scale,
             stand_in=self.stand_in,
+            hide_cpu=HIDDEN,
             report=str(self.zygote.run_dir / "report"),
             **(declared or {}),
         )
