@@ -20,6 +20,7 @@ from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import connect
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.zygote import SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
@@ -42,6 +43,7 @@ GEOMETRY_MODULES = (
 STAND_IN = "pytest_kvconform.rigs.vllm_setup.stand_ins.install:install"
 SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
+LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
 PREFIX = "kvconform-"
 
 
@@ -250,10 +252,13 @@ def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[An
     try:
         with connect(address, deadline_s) as connection:
             connection.send(question)
-            if not connection.poll(deadline_s):
-                raise HarnessError(
-                    f"vLLM was not imported within {deadline_s:.0f} s (--kv-timeout-scale gives it more time)"
-                )
+            deadline = Deadline(deadline_s, [int((Path(address).parent / "pid").read_text())])
+            while not connection.poll(LOOK_S):
+                if deadline.over():
+                    raise HarnessError(
+                        f"vLLM was not imported within {deadline_s:.0f} s (--kv-timeout-scale gives it more "
+                        "time)"
+                    )
             answer: tuple[Any, ...] = connection.recv()
             return answer
     except (OSError, EOFError) as error:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import deque
 
 import pytest
 
@@ -57,7 +58,28 @@ def test_many_runs_at_once_get_ports(monkeypatch):
     later = [free_port() for _ in range(8)]  # every port was given to an engine of this run
     assert set(first) == set(later) <= set(range(ports.FIRST, few, ports.APART))
     while ports._taken:
-        ports._taken.popleft().close()
+        ports._taken.popleft()[1].close()
+
+
+def test_a_port_is_kept_until_its_engine_has_bound_it(monkeypatch):
+    """A run that starts many engines keeps the port of one that is slow to bind it, and not of those that have
+    bound theirs.
+    """
+    import socket
+
+    from pytest_kvconform.rigs.processes import ports
+
+    monkeypatch.setattr(ports, "_taken", deque())
+    slow, *given = (free_port() for _ in range(ports.MOST))
+    listening = [socket.create_server(("127.0.0.1", port)) for port in given[:8]]
+    try:
+        free_port()
+        kept = {port for port, _ in ports._taken}
+        assert slow in kept and kept.isdisjoint(given[:8])
+        assert ports._token(slow) is None
+    finally:
+        for one in (*listening, *(token for _, token in ports._taken)):
+            one.close()
 
 
 def test_without_a_port_a_smaller_run_is_suggested(monkeypatch):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import subprocess
 import sys
+import threading
+import time
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.rigs.launch import ENGINE_MODULES, GEOMETRY_MODULES, PRELOAD, Zygote
-from pytest_kvconform.rigs.processes import linux
+from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.launch import ENGINE_MODULES, GEOMETRY_MODULES, PRELOAD, Zygote, wait_for_zygote
+from pytest_kvconform.rigs.processes import cores, linux
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.zygote import SOCKET
 
 
 @pytest.mark.parametrize("module", [PRELOAD.partition(":")[0], *ENGINE_MODULES, *GEOMETRY_MODULES])
@@ -36,6 +43,32 @@ def test_an_early_end_is_reported(tmp_path: Path, code: str, ends: list[str]) ->
     name = f"the zygote (process {process.pid}, from which engines are forked)"
     assert Zygote(process, run_dir).close() == [f"{name} had ended before, with {end}" for end in ends]
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(("starved", "ready"), [(False, False), (True, True)])
+def test_seconds_without_a_core_do_not_count_for_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starved: bool, ready: bool
+) -> None:
+    (tmp_path / "pid").write_text(str(os.getpid()))
+    monkeypatch.setattr(cores, "core_waits", lambda pids: {1: {"1": time.monotonic() if starved else 0.0}})
+
+    def import_slowly() -> None:
+        with listener.accept() as connection, contextlib.suppress(BrokenPipeError):
+            connection.recv()
+            time.sleep(2.0)
+            connection.send(("ready", {"vllm": "0"}))
+
+    with Listener(str(tmp_path / SOCKET), "AF_UNIX") as listener:
+        thread = threading.Thread(target=import_slowly)
+        thread.start()
+        try:
+            if ready:
+                assert wait_for_zygote(str(tmp_path / SOCKET), 0.8) == {"vllm": "0"}
+            else:
+                with pytest.raises(HarnessError, match="vLLM was not imported within 1 s"):
+                    wait_for_zygote(str(tmp_path / SOCKET), 0.8)
+        finally:
+            thread.join(10)
 
 
 @pytest.mark.parametrize("lists_children", [True, False])

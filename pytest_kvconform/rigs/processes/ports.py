@@ -11,17 +11,17 @@ from pathlib import Path
 
 FIRST = 10240
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
-YOUNGEST = 16  # engines whose ports a run keeps from others; an older engine has bound its port, or has ended
-# Names of abstract Unix sockets that keep other runs off these ports. They end with this process.
-_taken: deque[socket.socket] = deque(maxlen=YOUNGEST)
+MOST = 48  # ports that a run keeps from others: an engine has two or three, and six runs leave some free
+# Ports, and names of abstract Unix sockets that keep other runs off them. They end with this process.
+_taken: deque[tuple[int, socket.socket]] = deque()
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 
 
 def free_port() -> int:
     """A TCP port on which no process listens.
 
-    No other call of this function, in any process, returns the port as long as the engine that gets it is
-    young, and the system does not choose it either.
+    No other call of this function, in any process, returns the port before its engine has bound it (see
+    `_keep`), and the system does not choose it either.
 
     An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to
     port 0) can by then be one end of a connection. Raises OSError if every port is taken.
@@ -31,13 +31,26 @@ def free_port() -> int:
         for _ in range(FIRST, end, APART):
             port = FIRST + next(_next) * APART % (end - FIRST)
             if token := _token(port):
-                _taken.append(token)
+                _keep(port, token)
                 return port
         if not _taken:
             raise OSError(
                 errno.EADDRINUSE, "no TCP port is free: a smaller -n, or fewer runs at once, need less"
             )
-        _taken.popleft().close()  # many runs at once: the next engine gets what the oldest one had
+        _taken.popleft()[1].close()  # many runs at once: the next engine gets what the oldest one had
+
+
+def _keep(port: int, token: socket.socket) -> None:
+    """Keep other runs off a port until its engine has bound it, or MOST younger ones are kept.
+
+    On a busy machine an engine may need a minute for that, while this run starts many others.
+    """
+    _taken.append((port, token))
+    if len(_taken) > MOST:
+        bound = [one for one in _taken if not _is_free(one[0])]
+        for one in bound or [_taken[0]]:
+            _taken.remove(one)
+            one[1].close()
 
 
 def _token(port: int) -> socket.socket | None:
@@ -45,12 +58,23 @@ def _token(port: int) -> socket.socket | None:
     token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         token.bind(f"\0kvconform-port-{port}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
     except OSError:
         token.close()
         return None
-    return token
+    if _is_free(port):
+        return token
+    token.close()
+    return None
+
+
+def _is_free(port: int) -> bool:
+    """Whether no process listens on a port."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _first_ephemeral() -> int:
