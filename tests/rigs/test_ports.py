@@ -62,9 +62,7 @@ def test_many_runs_at_once_get_ports(monkeypatch):
 
 
 def test_a_port_is_kept_until_its_engine_has_bound_it(monkeypatch):
-    """A run that starts many engines keeps the port of one that is slow to bind it, and not of those that have
-    bound theirs.
-    """
+    """The port of an engine that is slow to bind it is kept, and not those of engines that have bound theirs."""
     import socket
 
     from pytest_kvconform.rigs.processes import ports
