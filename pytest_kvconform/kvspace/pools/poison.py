@@ -94,6 +94,15 @@ def unpoison_word(words: Array) -> tuple[Array, Array]:
     return (words & QUIET_NANS) == QUIET_NANS, _unmix(_join(words))
 
 
+def is_nan(rows: Array) -> Array:
+    """Whether stretches of 2 bytes, uint8 [..., byte], are the quiet NaNs of which poison is: [..., stretch].
+
+    Words of data may look like it by accident in a few of their stretches; zeros never do.
+    """
+    whole = np.ascontiguousarray(rows[..., : rows.shape[-1] // 8 * 8]).view(np.uint64)
+    return (whole & QUIET_NANS) == QUIET_NANS
+
+
 def same_place(offsets: Array | int, others: Array | int) -> Any:
     """Whether offsets in a storage, bytes, are of one place as poison tells it."""
     return (np.asarray(offsets) - others) % WRAP == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy as np
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
 from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import compare_pool
+from pytest_kvconform.kvspace.pools.poison import is_nan
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.kvspace.pools.words import decode
 from pytest_kvconform.rigs.bytes.memory import Memory
-from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, StepWork
+from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, Stale, StepWork
 
 LOOKS = 5  # at a pool that another process writes to; each takes milliseconds
 
@@ -29,6 +31,8 @@ class Groups:
     states: frozenset[str]  # layers that keep a state
     windows: dict[str, int]  # layer -> tokens of its sliding window; 0: all
     of: dict[str, int]  # layer -> group, in the order of the model
+    # layers of which vLLM zeroes new blocks, unless the connector names their group as loaded
+    zeroed: frozenset[str] = frozenset()
 
     def is_state(self, group: int) -> bool:
         return self.layers[group][0] in self.states
@@ -88,7 +92,10 @@ class PoolChecker:
             loaded = replace(
                 check, request=load.request, local=load.local, computed=load.computed, seconds=seconds
             )
-            self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
+            stale = tuple(self._stale(load, work))
+            self.checks.append(
+                replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing), stale=stale)
+            )
 
     def audit(self, groups: Array, loading: Array) -> Check:
         """Compare the pool with its shadow now.
@@ -240,6 +247,30 @@ class PoolChecker:
                         engine,
                         int(ranks[start]),
                     )
+
+    def _stale(self, load: LoadCheck, work: StepWork) -> Iterator[Stale]:
+        """What vLLM would have zeroed of the blocks of a load, and what the load left as it was.
+
+        Tokens that this step computes are not counted: they are written before attention reads them.
+        """
+        end = next((part.end for part in work.parts if part.request == load.request), load.computed)
+        new = load.loaded if load.computed > load.local else load.loaded[:0]
+        new = np.setdiff1d(new, sorted(self.failed))
+        for name, group in self.groups.of.items():
+            size, window = self.groups.block_sizes[group], self.groups.windows.get(name, 0)
+            at = np.flatnonzero(np.isin(load.tables[group], new))
+            if name not in self.groups.zeroed or not len(at):
+                continue
+            first = max(load.local, load.computed - window + 1 if window else 0)
+            tokens = (at[:, None] * size + np.arange(size)).ravel()
+            tokens = tokens[(tokens < first) | (tokens >= end)]
+            (region,) = self.memory.regions[name]
+            ratio = region.shape[0] // self.memory.num_blocks
+            blocks = load.tables[group][tokens // size] * ratio + tokens % size // region.block_size
+            rows = region.of(self.memory.storage)[blocks, tokens % region.block_size]
+            nan = is_nan(rows).any(axis=tuple(range(1, rows.ndim))) if len(tokens) else tokens
+            if len(left := tokens[nan.astype(bool)]):
+                yield Stale(name, tuple(left.tolist()), (first, load.computed - 1))
 
     def _writer_of_state(self, region: Region, slot: int) -> int:
         """The engine that must have computed a state: P, or from a store also D itself."""

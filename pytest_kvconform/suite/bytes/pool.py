@@ -16,6 +16,8 @@ from pytest_kvconform.suite.bytes._observations import completed, finding, moved
 from pytest_kvconform.suite.bytes._stores import check_nothing_invented, is_store
 from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
 
+FIRST_BLOCK = "first", "begin with its first token"
+
 
 @case("KV-BYTES-001", variants=transfers)
 def attention_kv_arrives(bench: Bench, transfer: Transfer) -> Evidence:
@@ -94,6 +96,31 @@ def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
         unit="blocks",
         bytes_moved=moved(observed),
     )
+
+
+@case("KV-ZERO-001", applies=has_state, variants=transfers)
+def rest_of_new_blocks_is_not_stale(bench: Bench, transfer: Transfer) -> Evidence:
+    """Rows of D's new blocks around the loaded tokens hold no poison, where vLLM would zero them."""
+    observed = with_loaded_kv(bench, transfer)
+    for r in observed.requests:
+        for check in r.checks:
+            if not check.stale:
+                continue
+            stale = check.stale[0]
+            more = f" and {len(check.stale) - 1} more layers" if check.stale[1:] else ""
+            which, what = ("last", "reach its end") if stale.tokens[-1] > stale.loaded[1] else FIRST_BLOCK
+            tokens = intervals(stale.tokens)
+            raise Violation(
+                Finding(
+                    rule="KV-ZERO-001",
+                    happened=f"{r.name} of {r.length} tokens: on rank {check.rank} of D the rows of tokens "
+                    f"{tokens} of {stale.layer}{more} hold what was there before the load of "
+                    f"tokens {stale.loaded[0]} to {stale.loaded[1]}",
+                    diagnosis=f"the {which} block of a load is new, and the load does not {what}; vLLM did "
+                    "not zero it, since get_loaded_kv_cache_group_ids names its group",
+                )
+            )
+    return _evidence(observed)
 
 
 @case("KV-BYTES-003", variants=transfers)
