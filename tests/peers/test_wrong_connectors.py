@@ -95,6 +95,22 @@ WRONG = [
         "GivesUpForGood",
         on(BROKEN, "a later request, without resets, ended with an error"),
     ),
+    Wrong(
+        "BelievesAnyModel",
+        on(
+            "kv_of_another_model_is_not_loaded[model] kv_of_another_model_is_not_loaded[dtype] "
+            "kv_of_another_model_is_not_loaded[rope]",
+            r"D has another (model|dtype|rotary embedding) than P: a request of D loaded what P had computed"
+            r"\nthe connector does not compare the (model|dtype|rotary embedding)",
+        ),
+    ),
+    Wrong(
+        "ForgetsRope",
+        on(
+            "kv_of_another_model_is_not_loaded[rope]",
+            "D has another rotary embedding than P: a request of D loaded what P had computed",
+        ),
+    ),
     Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
     Wrong("LooksBefore", on("load_after_the_lease_is_detected[lease_ends_during_load]", STOOD_THERE)),
     Wrong(
@@ -234,7 +250,7 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Repor
         assert re.search(pattern, reported[name][1], re.DOTALL), reported[name]
 
 
-@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 33), ("P1D2", 14)])
+@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 36), ("P1D2", 14)])
 def test_a_right_connector_passes_every_case(
     run_cases: Callable[..., Reported], topology: str, cases: int
 ) -> None:

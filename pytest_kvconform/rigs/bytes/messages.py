@@ -37,6 +37,8 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"  # "cpu" or "cuda"
     handover: str = "handoff"  # how D learns which KV to load: "handoff", "rendezvous" or "none"
     store: bool = False  # loads may bring what either engine has computed and saved
+    # what another engine of the same geometry has otherwise: "model", "dtype" or "rope"
+    differs_in: str = ""
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
-from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
+from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, let_differ
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
@@ -77,6 +77,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             prefix_caching=spec.prefix_caching,
             more=spec.engine_arguments,
         )
+        let_differ(config, spec.differs_in)
         config.scheduler_config.async_scheduling = spec.in_flight  # vLLM turns it off on CPUs
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
         return config

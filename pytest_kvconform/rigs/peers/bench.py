@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import msgspec
+
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
@@ -75,10 +77,11 @@ class PeerBench:
         """A wait inside a scenario: longer with --kv-timeout-scale, never shorter."""
         return self.context.scaled_seconds(seconds)
 
-    def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
-        """How an engine of a role is built."""
+    def spec(self, name: str, cell: Cell) -> ByteEngineSpec:
+        """How an engine is built. Its name begins with its role; "D-dtype" differs from P in its dtype."""
         longest = AT_ONCE * prompt_length(self.context)
-        return byte_engine_spec(self.context, cell, role, longest, lease_s=self._asked_lease_s)
+        spec = byte_engine_spec(self.context, cell, name[0], longest, lease_s=self._asked_lease_s)
+        return msgspec.structs.replace(spec, differs_in=name.partition("-")[2])
 
     @property
     def _asked_lease_s(self) -> float:

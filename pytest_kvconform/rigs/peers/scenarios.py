@@ -43,6 +43,7 @@ ATTEMPTS = 3  # of a request after a failure: it may wait for what the request b
 CUT = {"accepted": -1, "answering": 512}  # bytes of P after which a connection to it is cut
 DELIVERY_S = 0.2  # in which messages arrive
 LEASES_WAITED = 1.3  # leases that a request waits
+OTHERS = ("model", "dtype", "rope")  # in which a D differs that must not use P's KV
 NO_PORT = "its kv_transfer_params name no port on which P listens"
 
 
@@ -162,6 +163,16 @@ def restarted_peer(
     }
     decodes["new"] = yield from engines.decode(d, (yield from engines.prefill(new)))
     decodes["new_stranger"] = yield from engines.decode(stranger, (yield from engines.prefill(new)))
+    return ScenarioObservation(decodes)
+
+
+def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D's of another model, dtype and rotary embedding get what P hands over, and one of P's model."""
+    decodes = {"same": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    for what in OTHERS[:1] if engines.bench.context.settings.matrix == "quick" else OTHERS:
+        other = engines.start(f"D-{what}")
+        yield from other.call("usage")  # it is up: P's lease is short
+        decodes[what] = yield from engines.decode(other, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes)
 
 
@@ -319,6 +330,7 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         ),
         "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
         "cut_connections": PeerScenario(cut_connections, ("P", "D10"), starts_early=True),
+        "another_model": PeerScenario(another_model, ("P", "D")),
         "loading_past_lease": PeerScenario(loading_past_lease, ("P", "D6"), waits_for_lease=True),
         "queued_past_lease": PeerScenario(queued_past_lease, ("P", "D6"), waits_for_lease=True),
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),

@@ -13,7 +13,6 @@ It has one rank and no model. Its KV memory holds nothing in particular: the byt
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 from typing import Any
@@ -31,6 +30,7 @@ from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
+from pytest_kvconform.rigs.vllm_setup.engine_config import let_differ
 
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
@@ -62,12 +62,7 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
     `other`: "model" or "dtype", in which the engine differs; "": in nothing.
     """
     config = rig.host.vllm_config("P")
-    config.model_config = copy.copy(config.model_config)
-    if other == "model":
-        config.model_config.model = config.model_config.served_model_name = "org/another-model"
-    elif other == "dtype":  # of the same size, so that every byte would fit
-        half = torch.float16
-        config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
+    let_differ(config, other)
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
     rig.start_asked_worker("P", config, 1)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)

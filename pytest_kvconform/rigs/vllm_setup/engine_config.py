@@ -5,11 +5,14 @@ vLLM is imported inside functions only.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from model_matrix.geometries import Geometry
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config, get_kv_cache_configs
@@ -142,6 +145,21 @@ def _folder_of(geometry: Geometry) -> Path:
     written.write_text(json.dumps(geometry.config))
     written.replace(folder / "config.json")  # another engine may be reading it
     return folder
+
+
+def let_differ(config: Any, what: str) -> None:
+    """Give an engine another model, dtype or rotary embedding (`what`: "model", "dtype", "rope").
+
+    No size differs, so that every byte of the KV of another engine would fit.
+    """
+    model = config.model_config = copy.copy(config.model_config)
+    if what == "model":
+        model.model = model.served_model_name = "org/another-model"
+    elif what == "dtype":
+        model.dtype = torch.float16 if model.dtype != torch.float16 else torch.bfloat16
+    elif what == "rope":  # as --hf-overrides does
+        model.hf_config = model.hf_text_config = copy.deepcopy(model.hf_text_config)
+        model.hf_text_config.rope_parameters["rope_theta"] *= 2
 
 
 def kv_cache_config_of_rank(config: Any, specs: dict[str, Any]) -> Any:

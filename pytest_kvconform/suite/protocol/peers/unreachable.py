@@ -7,11 +7,12 @@ from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicab
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import REQUEST_S
 from pytest_kvconform.rigs.peers.scenario_engines import loaded_within_step
-from pytest_kvconform.rigs.peers.scenarios import CUT, MESSAGES, STALL_S
+from pytest_kvconform.rigs.peers.scenarios import CUT, MESSAGES, OTHERS, STALL_S
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,
     WRONG,
+    broken_rule,
     check_right,
     completed,
     engine,
@@ -35,6 +36,7 @@ CUTS = {
     "accepted": "was reset as soon as it was accepted",
     "answering": "was reset in the middle of an answer of P",
 }
+OTHER_WORDS = {"model": "model", "dtype": "dtype", "rope": "rotary embedding"}
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
 DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
@@ -124,6 +126,32 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
         {new: f"P was started again on the same port: a request of {who} for KV of the new engine"},
     )
     return evidence(2, "requests", observed)
+
+
+@case(
+    "KV-PEER-008",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: OTHERS if matrix != "quick" else OTHERS[:1],
+)
+def kv_of_another_model_is_not_loaded(bench: Bench, other: str) -> Evidence:
+    """What P hands over to a D with another model is refused, or computed by D."""
+    observed = completed(bench, "another_model", "KV-PEER-008", f"D-{other}")
+    check_right(
+        "KV-PEER-008", observed, bench.peers.lease_s, {"same": "the same model on P and D: a request of D"}
+    )
+    ended = observed.decodes[other]
+    if (what := outcome_of(ended)) in (RIGHT, WRONG, STUCK):
+        words = "did not end" if what == STUCK else "loaded what P had computed"
+        raise violation(
+            broken_rule("KV-PEER-008", STUCK) if what == STUCK else "KV-PEER-008",
+            f"D has another {OTHER_WORDS[other]} than P: a request of D {words}",
+            observed,
+            diagnosis="" if what == STUCK else f"the connector does not compare the {OTHER_WORDS[other]}",
+        )
+    if ended.ended - ended.prefill_added > bench.peers.lease_s:
+        raise Blocked("D asked so late that P's lease was over: --kv-timeout-scale makes it longer")
+    return evidence(2, "requests", observed, ended=what)
 
 
 @case("KV-PEER-006", rig="peers", applies=one_rank)
