@@ -248,7 +248,7 @@ def _html(options: argparse.Namespace) -> int:
     report, given = document.read(options.report), options.report
     path = options.output or (given if given.is_dir() else given.parent) / page.FILE
     try:
-        print(page.write_page(report, path))
+        print(page.write(report, path))
     except OSError as error:
         raise document.BadReport(f"{path} cannot be written: {error.strerror}") from None
     return 0

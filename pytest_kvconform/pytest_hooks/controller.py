@@ -23,7 +23,6 @@ from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
 from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
 from pytest_kvconform.report import document, failure, terminal
 from pytest_kvconform.report.for_people import write_for_people
-from pytest_kvconform.report.page import FILE as PAGE
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
 from pytest_kvconform.rigs.services import RunningServices
 from pytest_kvconform.settings import non_default
@@ -286,8 +285,6 @@ class Controller:
             self._report, str(Path(self.settings.report) / document.FILE), width, unicode
         ):
             terminalreporter.write_line(text, **markup)
-        if self.settings.html:
-            terminalreporter.write_line(f"page: {Path(self.settings.report) / PAGE}")
 
     def _write_warnings(self, terminalreporter: Any) -> None:
         """Write the text of the first case of each warning. pytest itself shows only failures."""

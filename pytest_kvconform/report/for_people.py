@@ -15,11 +15,11 @@ from pytest_kvconform.report.document import Report
 def write_for_people(report: Report, page_folder: Path | None, job_summary: str | None) -> Iterator[str]:
     """Write the page into `page_folder`, and append the summary to the file `job_summary`.
 
-    None: it is not wanted. Yields a sentence for each that cannot be written.
+    None: it is not wanted. Yields a sentence about the page, and one if the summary cannot be written.
     """
     if page_folder is not None:
         try:
-            page.write(report, page_folder)
+            yield f"page: {page.write(report, page_folder / page.FILE)}"
         except OSError as error:
             yield f"{page_folder / page.FILE} cannot be written: {error.strerror}"
     if job_summary:

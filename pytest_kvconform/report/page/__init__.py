@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from importlib import resources
 from pathlib import Path
 
 from pytest_kvconform import __version__, rules
-from pytest_kvconform.report.document import Report
+from pytest_kvconform.report.document import Report, write_file
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.report.terminal import left_out_here, title
 
@@ -59,25 +57,9 @@ def render(report: Report) -> str:
     )
 
 
-def write(report: Report, folder: Path) -> Path:
-    """Write `report.html`. A reader sees the old file or the whole new one. Raises OSError."""
-    return write_page(report, folder / FILE)
-
-
-def write_page(report: Report, path: Path) -> Path:
-    """Write the page to a file of any name. A reader sees the old file or the whole new one. Raises OSError."""
-    text = render(report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes the file private; a report is for others to read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
+def write(report: Report, path: Path) -> Path:
+    """Write the page. A reader sees the old file or the whole new one. Raises OSError."""
+    return write_file(path, render(report).encode())
 
 
 def _asset(name: str) -> str:

@@ -64,7 +64,7 @@ def settings_of(report: Report) -> Settings:
     """Return the settings with which the run was made, as far as this suite knows them."""
     known = {option.key: option for option in OPTIONS}
     given = {key: one for key, one in report.settings.items() if key in known}
-    values = {
+    values: dict[str, Any] = {
         known[key].name: tuple(one.value) if isinstance(one.value, list) else one.value
         for key, one in given.items()
     }
@@ -91,7 +91,7 @@ def families(report: Report) -> dict[str, list[Row]]:
     for result in report.results:
         levels = found.setdefault(_place(result), {})
         levels.setdefault(result.level, []).append(result.outcome)
-    columns = [one.name for one in levels_that_ran(report)] or [""]
+    columns: list[str] = [one.name for one in levels_that_ran(report)] or [""]
     table: dict[str, list[Row]] = {}
     for (family, topology), levels in sorted(found.items()):
         squares = [_square(levels[name]) if name in levels else None for name in columns]
@@ -154,8 +154,8 @@ def _evidence_lines(evidence: Evidence) -> list[str]:
 def results(report: Report, rules: Mapping[str, Rule], settings: Settings) -> dict[str, Any]:
     """Return the data of the script: every result, as short rows, and the words that repeat in them.
 
-    A row is (id, outcome, level, family, topology, rule, seconds, line, cause, sections). `cause` is the place
-    of the result's cause in the verdict, -1 if it has none.
+    A row is (id, outcome, level, family, topology, rule, seconds, line, cause, sections). `cause` is the
+    place of the result's cause in the verdict, -1 if it has none.
     """
     place = {name: number for number, one in enumerate(report.verdict.causes) for name in one.ids}
     rows = [
@@ -200,4 +200,4 @@ def accuracy(report: Report) -> list[Score]:
                 line=failure_line(result),
             )
         )
-    return scores
+    return sorted(scores)

@@ -50,7 +50,7 @@ class FamilyRow(NamedTuple):
     """The transfers of one family, added up."""
 
     family: str
-    count: int
+    number: int
     size: str  # of all
     median: str  # seconds
     longest: str
