@@ -24,7 +24,8 @@ from pytest_kvconform.verdict import Verdict, decide_verdict
 
 CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agent, as for NixlConnector itself
 PROBE_S = 120.0
-# Features of the CPU that every run of the tests hides from vLLM: TESTS_HIDE_CPU=avx512 make test
+# Features of the CPU that these runs, and those of tests/engine/command.py, hide from vLLM:
+# TESTS_HIDE_CPU=avx512 make test
 HIDDEN = tuple(filter(None, os.environ.get("TESTS_HIDE_CPU", "").split(",")))
 # registered names
 OF_VLLM = (

@@ -62,7 +62,7 @@ def test_many_runs_at_once_get_ports(monkeypatch):
 
 
 def test_a_port_is_kept_until_its_engine_has_bound_it(monkeypatch):
-    """A port is kept until its engine has bound it, and no longer if ports are few."""
+    """Of more than MOST ports those go first that an engine has bound, and not the oldest one."""
     import socket
 
     from pytest_kvconform.rigs.processes import ports

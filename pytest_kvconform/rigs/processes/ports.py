@@ -20,8 +20,9 @@ _next = itertools.count(random.SystemRandom().randrange(1 << 20))
 def free_port() -> int:
     """A TCP port on which no process listens.
 
-    No other call of this function, in any process, returns the port before its engine has bound it (see
-    `_keep`), and the system does not choose it either.
+    No other call of this function, in any process, returns the port while this process keeps it (see
+    `_keep`), and the system does not choose it either. If every port is kept or taken, this process gives
+    its oldest one again.
 
     An engine binds its port about a second after it was chosen. A port that the system had chosen (bind to
     port 0) can by then be one end of a connection. Raises OSError if every port is taken.
