@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,7 +30,14 @@ class TcpHidesFailure(TcpPull):
 
 
 class TcpEndsWithTheFirst(TcpPull):
-    """Reports a load as finished as soon as one of its two transfers has ended."""
+    """Reports a load as finished as soon as one of its two transfers has ended.
+
+    A transfer takes a while, as on a machine that is busy: the case must see the mistake all the same.
+    """
+
+    def read(self, load: Load, layers: range) -> bool:
+        time.sleep(0.05)
+        return super().read(load, layers)
 
     def note_end(self, found: Any, load: Load, right: bool) -> None:
         load.open -= 1
