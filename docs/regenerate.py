@@ -22,6 +22,7 @@ from pathlib import Path
 from model_matrix import load_families, load_geometries, load_real_checkpoints
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
 from pytest_kvconform import features, plan, rules
+from pytest_kvconform.rigs.vllm_setup.hooks import HOOKS, Hook
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.settings import OPTIONS, Settings
 
@@ -32,6 +33,7 @@ PAGES = {
     "families": "families.md",
     "rigs": "design.md",
     "rules": "rules.md",
+    "minors": "rules.md",
     "clauses": "clauses.md",
     "designs": "design.md",
     "settings": "authors.md",
@@ -167,6 +169,20 @@ def rules_table() -> str:
     return _table(head, rows)
 
 
+def minors_table() -> str:
+    """One row for each rule, and for each hook of vLLM's base class, that not every minor has."""
+    oldest = Hook._field_defaults["since"]
+    rows = [
+        (rule.id, rule.since, rule.until, rule.sentence)
+        for rule in rules.load().values()
+        if rule.since != oldest or rule.until
+    ]
+    rows += [
+        (f"`{hook.name}`", hook.since, "", f"hook, {hook.half}") for hook in HOOKS if hook.since != oldest
+    ]
+    return _table(("rule or hook", "since vLLM", "until", ""), rows)
+
+
 def clauses_tables() -> str:
     """A table for each part of the contract: one row for each clause, with the rules that test it."""
     tables = []
@@ -288,6 +304,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "families": families_table,
     "rigs": rigs_table,
     "rules": rules_table,
+    "minors": minors_table,
     "clauses": clauses_tables,
     "designs": designs_table,
     "settings": settings_table,

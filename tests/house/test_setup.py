@@ -19,11 +19,33 @@ case "$*" in
   "-m pip install "*uv) echo "pip: $*" >>"$CALLS"; cp "$0" "$(dirname "$0")/uv" ;;
   "-m pip install "*torch==*)
     echo "pip: $*" >>"$CALLS"; echo "ERROR: no torch in $PIP_FINDS" >&2; [ "$PIP_FINDS" = torch ] ;;
+  "-m pip wheel "*) echo "pip: $*" >>"$CALLS"; "$REAL" "$MAKE_WHEEL" "$@" ;;
+  "-m pip install "*" -r "*)
+    for last; do :; done
+    echo "pip: $(cat "$last" | tr '\\n' ' ')" >>"$CALLS"
+    if grep -q "$LACKS" "$last"; then
+      echo "ERROR: Could not find a version of $LACKS (from versions: ${HAS:-1.0, 2.0})" >&2
+      echo "ERROR: No matching distribution found for $LACKS" >&2
+      exit 1
+    fi ;;
   "-m pip install "*) echo "pip: $*" >>"$CALLS" ;;
   "pip install "*) echo "uv: $*" >>"$CALLS"; echo "error: no index" >&2; [ "$UV_FINDS" = torch ] ;;
   "-m compileall "*) echo "compileall" >>"$CALLS" ;;
   *) exec "$REAL" "$@" ;;
 esac
+"""
+WHEEL = """import sys, zipfile
+folder = sys.argv[sys.argv.index("--wheel-dir") + 1]
+with zipfile.ZipFile(folder + "/vllm-0-py3-none-any.whl", "w") as wheel:
+    wheel.writestr("vllm-0.dist-info/METADATA", '''Metadata-Version: 2.4
+Requires-Dist: regex
+Requires-Dist: certifi>=2026.10.19
+Requires-Dist: certifi-next<3,>=2
+Requires-Dist: pinned==2.0; python_version > "3"
+Requires-Dist: boto3; extra == "aws"
+
+Requires nothing else.
+''')
 """
 
 
@@ -35,6 +57,8 @@ class Setup:
         self.calls_file = place / "calls"
         self.installed = place / "installed"
         (self.venv / "bin").mkdir(parents=True)
+        self.make_wheel = place / "make_wheel.py"
+        self.make_wheel.write_text(WHEEL)
         executable(self.venv / "bin" / "python", STAND_IN)
         self.calls_file.touch()
 
@@ -58,6 +82,8 @@ class Setup:
                 "VENV": str(self.venv),
                 "CALLS": str(self.calls_file),
                 "REAL": str(real),
+                "MAKE_WHEEL": str(self.make_wheel),
+                "LACKS": "nothing that vllm needs",
                 **environment,
             },
             stdin=subprocess.DEVNULL,
@@ -159,7 +185,7 @@ def test_an_installed_vllm_stays_without_other_extras(setup: Setup) -> None:
 
 
 def commands_of(calls: list[str]) -> list[str]:
-    return [re.sub(r"^pip: -m pip install .*?--progress-bar off ", "", call) for call in calls]
+    return [re.sub(r"^pip: -m pip (install|wheel) .*?--progress-bar off ", "", call) for call in calls]
 
 
 def test_vllm_main_is_built_from_its_newest_commit_without_kernels(setup: Setup, tmp_path: Path) -> None:
@@ -170,14 +196,46 @@ def test_vllm_main_is_built_from_its_newest_commit_without_kernels(setup: Setup,
     code, said, calls = setup.run("cpu", "accuracy", PIP_FINDS="torch", VLLM="main", PATH=path)
     assert code == 0, said
     assert calls[0] == "ls: ls-remote https://github.com/vllm-project/vllm refs/heads/main"
-    torch, tools, vllm, nixl, this, _ = commands_of(calls[1:])
+    torch, tools, built, needs, vllm, nixl, this, _ = commands_of(calls[1:])
     assert (torch, tools.split()[0]) == ("torch==2.13.0+cpu", "setuptools>=77,<81")
-    assert vllm == (
-        "--no-build-isolation --no-binary vllm vllm @ git+https://github.com/vllm-project/vllm@0123abc"
-    )
+    assert built.startswith("--no-deps --no-build-isolation --no-binary vllm --wheel-dir ")
+    assert built.endswith(" vllm @ git+https://github.com/vllm-project/vllm@0123abc")
+    assert needs == 'pip: regex certifi>=2026.10.19 certifi-next<3,>=2 pinned==2.0; python_version > "3" '
+    assert re.fullmatch(r"--no-deps \S+/vllm-0-py3-none-any.whl", vllm)
     assert nixl == "nixl==1.5.1 pytest-xdist>=3.6"
     assert this == "--editable .[accuracy]"
     assert setup.run("cpu", "accuracy", VLLM="main", PATH=path) == (0, "", [])
+
+
+@pytest.mark.parametrize(
+    ("lacks", "taken"),
+    [("certifi>=2026.10.19", "regex certifi certifi-next<3,>=2"), ("certifi-next<3,>=2", "certifi-next<3 p")],
+)
+def test_the_newest_that_an_index_has_will_do(setup: Setup, lacks: str, taken: str) -> None:
+    """An index with a delay does not have each newest version that a release of vLLM asks for."""
+    code, said, calls = setup.run("cpu", PIP_FINDS="torch", VLLM="0.33", LACKS=lacks)
+    assert code == 0, said
+    assert f"setup: no index has {lacks} yet: taking the newest version that there is\n" in said
+    first, second = (call for call in calls if call.startswith("pip: regex"))
+    assert lacks in first
+    assert lacks not in second
+    assert taken in second
+
+
+@pytest.mark.parametrize(
+    ("lacks", "more"),
+    [
+        ("pinned==2.0", {}),  # another version is not the one that vLLM was written for
+        ("certifi>=2026.10.19", {"HAS": "none"}),  # the index lacks the package, or is out of reach
+        ("regex", {}),
+    ],
+)
+def test_nothing_else_will_do(setup: Setup, lacks: str, more: dict[str, str]) -> None:
+    code, said, calls = setup.run("cpu", PIP_FINDS="torch", VLLM="0.33", LACKS=lacks, **more)
+    assert code == 2
+    assert f"  | ERROR: No matching distribution found for {lacks}\n" in said
+    assert said.splitlines()[-1] == "setup: pip could not install what vllm needs: see above."
+    assert commands_of(calls)[-1].startswith("pip: regex"), "vllm is installed after all that it needs"
 
 
 def test_vllm_main_out_of_reach_is_one_sentence(setup: Setup, tmp_path: Path) -> None:
