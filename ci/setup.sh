@@ -116,6 +116,8 @@ install_vllm_without_kernels() {
       --wheel-dir "$built" "$what" ||
     die "pip could not build $what: see above."
   requirements_of "$built"/*.whl >"$built/requirements.txt"
+  # vLLM's module of Qwen3.5 imports torchvision, whose newest version may ask for a newer torch.
+  printf '%s\n' "torch==$torch_pin+cpu" torchvision >>"$built/requirements.txt"
   install_requirements "$built/requirements.txt"
   pip_install --no-deps "$built"/*.whl || die "pip could not install $what: see above."
 }

@@ -200,7 +200,10 @@ def test_vllm_main_is_built_from_its_newest_commit_without_kernels(setup: Setup,
     assert (torch, tools.split()[0]) == ("torch==2.13.0+cpu", "setuptools>=77,<81")
     assert built.startswith("--no-deps --no-build-isolation --no-binary vllm --wheel-dir ")
     assert built.endswith(" vllm @ git+https://github.com/vllm-project/vllm@0123abc")
-    assert needs == 'pip: regex certifi>=2026.10.19 certifi-next<3,>=2 pinned==2.0; python_version > "3" '
+    assert needs == (
+        'pip: regex certifi>=2026.10.19 certifi-next<3,>=2 pinned==2.0; python_version > "3" '
+        "torch==2.13.0+cpu torchvision "
+    )
     assert re.fullmatch(r"--no-deps \S+/vllm-0-py3-none-any.whl", vllm)
     assert nixl == "nixl==1.5.1 pytest-xdist>=3.6"
     assert this == "--editable .[accuracy]"
