@@ -82,7 +82,8 @@ def _pytest(words: list[str]) -> list[str]:
 def part() -> str:
     """The generated part of the page."""
     runs = json.loads(RUNS.read_bytes()) if RUNS.exists() else {}
-    head = ("finding", *(f"{minor} ({runs[minor]['vllm']})" for minor in sorted(runs)))
+    named = (minor if minor != "main" else f"main ({runs[minor]['vllm']})" for minor in sorted(runs))
+    head = ("finding", *named)
     rows = [
         (
             f"[{one.head}](#{_anchor(one.head)})",
