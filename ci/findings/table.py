@@ -110,7 +110,7 @@ def _cell(finding: Finding, results: dict[str, Any]) -> str:
     broken = counts.get("FAIL", 0) + counts.get("WARNING", 0)
     run = broken + counts.get("PASS", 0)
     words = [f"{broken} of {run} fail" if broken else f"{run} pass"] if run else []
-    words += [f"{counts['BLOCKED']} blocked"] if "BLOCKED" in counts else []
+    words += [f"{counts[one]} {one.lower()}" for one in ("BLOCKED", "NOT-APPLICABLE") if one in counts]
     words += [PROGRAMS[word] for word in dict.fromkeys(found["programs"])]
     return ", ".join(words)
 

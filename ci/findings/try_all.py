@@ -25,6 +25,7 @@ from typing import Any
 
 from table import ROOT, RUNS, Finding, Program, findings
 
+MENDED = "from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports\nmend_imports()\n"
 LIMIT_S = 3600.0  # for one run of pytest
 PROGRAM_S = 300.0
 Results = list[dict[str, Any]]
@@ -69,7 +70,8 @@ def run_program(program: Program) -> str:
     """One of the words of table.PROGRAMS."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
-        file.write_text(program.code)
+        loads_vllm = "vllm" in program.code and "mend_imports" not in program.code
+        file.write_text(MENDED + program.code if loads_vllm else program.code)
         without_gpu = {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, str(file)],
@@ -132,24 +134,22 @@ def main(arguments: list[str]) -> int:
             print(f"  no report: {error!r}", flush=True)
             results[words] = []
             without += 1
-    rows = {one.head: row(one, results) for one in found if one.commands or one.programs}
-    keep(rows)
+    for one in found:
+        if one.commands or one.programs:
+            keep(one, row(one, results))
     return int(bool(without))
 
 
-def keep(rows: dict[str, dict[str, Any]]) -> None:
+def keep(finding: Finding, entry: dict[str, Any]) -> None:
+    """Keep what came out, unless it says nothing and an earlier run of the same did."""
     minor, version = minor_here()
     runs = json.loads(RUNS.read_bytes()) if RUNS.exists() else {}
-    before = runs.get(minor, {}).get("findings", {})
-    for head, entry in rows.items():
-        old = before.get(head)
-        if says_something(entry) or old is None or old["of"] != entry["of"]:
-            before[head] = entry
+    rows = runs.get(minor, {}).get("findings", {})
+    old = rows.get(finding.head)
+    if says_something(entry) or old is None or old["of"] != entry["of"]:
+        rows[finding.head] = entry
     heads = {one.head for one in findings()}
-    runs[minor] = {
-        "vllm": version,
-        "findings": {head: before[head] for head in sorted(before.keys() & heads)},
-    }
+    runs[minor] = {"vllm": version, "findings": {head: rows[head] for head in rows.keys() & heads}}
     RUNS.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

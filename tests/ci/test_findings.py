@@ -131,11 +131,12 @@ def test_cells_say_what_a_run_showed(
     suite = [{"id": id, "outcome": outcome} for id, outcome in zip(ids, outcomes, strict=True)]
     results = {options: [*suite, {"id": "kv::other::case[x]", "outcome": "FAIL"}]}
     results[tests] = [{"id": "", "outcome": "PASS"}]
-    runs.keep({one.head: runs.row(one, results) for one in (a, b)})
+    for one in (a, b):
+        runs.keep(one, runs.row(one, results))
     assert cells(table) == ["2 of 3 fail, 1 blocked", "prints it", "no command"]
     assert table.part().startswith("| finding | 0.33 |\n")
     nothing = {one: [{"id": ids[0], "outcome": "BLOCKED"}] for one in (options, tests)}
-    runs.keep({a.head: runs.row(a, nothing)})
+    runs.keep(a, runs.row(a, nothing))
     assert cells(table)[0] == "2 of 3 fail, 1 blocked", "an environment that lacks something says nothing"
     table.PAGE.write_text(SECTIONS.replace("x-P1D1", "x-P2D2"))
     assert cells(table)[0] == "not run", "the run was of another case"
