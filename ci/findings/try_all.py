@@ -127,16 +127,15 @@ def main(arguments: list[str]) -> int:
         return 0
     results: dict[tuple[str, ...], Results] = {}
     without = 0
-    for words, cases in groups.items():
-        try:
-            results[words] = run_pytest(words, cases)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            print(f"  no report: {error!r}", flush=True)
-            results[words] = []
-            without += 1
-    for one in found:
-        if one.commands or one.programs:
-            keep(one, row(one, results))
+    for one in (finding for finding in found if finding.commands or finding.programs):
+        for words in {divided(command)[0] for command in one.commands} - results.keys():
+            try:
+                results[words] = run_pytest(words, groups[words])
+            except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+                print(f"  no report: {error!r}", flush=True)
+                results[words] = []
+                without += 1
+        keep(one, row(one, results))
     return int(bool(without))
 
 
