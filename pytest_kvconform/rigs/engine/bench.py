@@ -8,9 +8,9 @@ from model_matrix import CheckpointError, ensure_checkpoint, load_families, spec
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
 from pytest_kvconform.rigs.engine.control import (
-    LIMIT,
     WITHOUT,
     Control,
+    hung,
     patient,
     shows_connector,
     without_connector,
@@ -146,8 +146,7 @@ class EngineBench:
     ) -> Observation:
         """Note whether a scenario in which an engine failed fails without the connector, too.
 
-        The engines are ended. No other scenario of the cell is tried if the failure is the connector's, or
-        after the third failure that is not.
+        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`.
         """
         self._end(cell)
         excuse = self.control.excuse(
@@ -167,11 +166,10 @@ class EngineBench:
         )
         if not excuse:
             self.context.note("request", bool(observed.stuck))
-            if observed.failed and observed.failed.how == "hung":
-                self.context.note("call", True)
-            if observed.stuck or (observed.failed and observed.failed.how == "hung"):
+            self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
+            if hung(observed):
                 self.context.hanging.add(cell)
-        if not excuse or self.control.excused[cell] >= LIMIT:
+        if self.control.is_over(cell, observed, excuse):
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed
         return replace(observed, excuse=excuse)
