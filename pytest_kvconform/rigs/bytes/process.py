@@ -21,6 +21,7 @@ from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.stand_ins import device
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
 
@@ -138,6 +139,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def statistics(self) -> StatisticsTrace:
         """What became of the statistics that the connector has reported since the last call."""
         return self.statistics_path.trace()
+
+    def copies_left(self) -> int:
+        """How many copies the suite's copy engine has still to make, in all ranks."""
+        return sum(self._workers(_copies_left))
 
     # ---- watching ------------------------------------------------------------------------------------------
 
@@ -274,6 +279,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
         self.overwriter.note_freed(ids)
+
+
+def _copies_left(worker: Any) -> int:
+    return device.copies_left()
 
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:
