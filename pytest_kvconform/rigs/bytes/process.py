@@ -208,11 +208,12 @@ class ByteEngineProcess(engine_process.EngineProcess):
             )
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
-            self.overwriter.note_scheduled(request_id, blocks_of(tables))
+            last = end >= request.num_tokens
+            self.overwriter.note_scheduled(request_id, blocks_of(tables), last)
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
-            token = token_after(end) if end >= request.num_tokens else None
+            token = token_after(end) if last else None
             parts.append(StepPart(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
