@@ -190,3 +190,9 @@ def test_a_hang_is_blocked_while_the_suites_own_copy_engine_has_copies_to_make(
 def test_a_lost_report_is_the_connectors_fault_beside_the_copy_engine(byte_runner: CaseRunner) -> None:
     run = run_cell(byte_runner, "LosesAReport", "n55", scale=SHORT)
     assert run.findings["completes[n55]"].diagnosis == "the connector never reported the load as finished"
+
+
+def test_a_request_is_preempted_after_its_first_token(byte_runner: CaseRunner) -> None:
+    """With asynchronous scheduling the step that computes a token does not return it."""
+    run = run_cell(byte_runner, "Right", "preempted_on_d", setup="async")
+    assert run.outcomes["completes[preempted_on_d]"] == "PASS", run.findings or run.reasons

@@ -163,7 +163,8 @@ def _run(
             d.add(request)
     if transfer.preempt == "D":
         while not d.step_beside(p).outputs and not deadline.over():
-            p.step()
+            if not alone:  # its own outputs would be lost
+                p.step()
         d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
