@@ -5,6 +5,7 @@
 | unsupported | declines cleanly | NOT-APPLICABLE |
 | unsupported | works | WARNING (KV-DECLARE-002); a claim is then INCOMPLETE |
 | unsupported | delivers wrong bytes, dies or hangs | FAIL (KV-DECLARE-003) |
+| tp-heterogeneous unsupported | works where each rank has the KV of all heads | NOT-APPLICABLE |
 | unsupported, and it cannot refuse | passes or fails | NOT-APPLICABLE |
 | supported | declines | FAIL under the rule of the case, and KV-DECLARE-001 for the feature |
 | unsupported | fails so that other cases cannot run | these other cases: NOT-APPLICABLE |
@@ -29,6 +30,7 @@ from pytest_kvconform.result import CaseResult, Finding, Outcome
 REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
 WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
+UNEQUAL_SIZES = "tp-heterogeneous"
 # Reasons of a case that was BLOCKED because another case of its cell failed.
 _DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
 _DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
@@ -101,7 +103,9 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     if judged and not all(features.load()[name].refusable for name in lacking):
         observed = ", and a connector cannot refuse it"
     elif result.outcome is Outcome.PASS:
-        if shows_feature_works(result, lacking):
+        if not (able := [name for name in lacking if not _needs_no_split(name, result)]):
+            observed = ", and every rank has the same KV here, so that it works shows nothing"
+        elif shows_feature_works(result, able):
             outcome, rule, observed = Outcome.WARNING, WORKS_THOUGH_UNSUPPORTED, ", but it works"
     elif result.outcome is Outcome.FAIL and not result.refused:
         if broken_rule(result) in criteria.should:  # a refusal could not have kept this rule
@@ -136,6 +140,11 @@ def _blocked_by(result: CaseResult, names: Sequence[str]) -> bool:
     if _DEPENDS_ON_CELL.match(result.reason):
         return any(features.load()[name].of_cell_alone for name in names)
     return _DEPENDS_ON.match(result.reason) is not None
+
+
+def _needs_no_split(name: str, result: CaseResult) -> bool:
+    """Whether a result is of a cell in which unequal tensor parallel sizes split nothing."""
+    return name == UNEQUAL_SIZES and result.cell is not None and features.same_on_every_rank(result.cell)
 
 
 def shows_feature_works(result: CaseResult, names: Sequence[str]) -> bool:
@@ -227,7 +236,12 @@ def _observe(name: str, results: Sequence[CaseResult], unsupported: bool) -> Obs
         for result, outcome in outcomes
     ):
         return "fails"
-    if any(outcome is Outcome.PASS and shows_feature_works(result, [name]) for result, outcome in outcomes):
+    if any(
+        outcome is Outcome.PASS
+        and shows_feature_works(result, [name])
+        and not (unsupported and _needs_no_split(name, result))
+        for result, outcome in outcomes
+    ):
         return "works"
     if any(result.refused for result in results):
         return "refused"

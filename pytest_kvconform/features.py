@@ -133,6 +133,22 @@ def cell_facts(cell: Cell) -> frozenset[str]:
     return frozenset(facts)
 
 
+def same_on_every_rank(cell: Cell) -> bool:
+    """Whether every rank has the KV of all heads: there is one head, or latent attention.
+
+    Where tensor parallel sizes differ, whichever rank of P is read has what a rank of D needs.
+    """
+    if cell.setup:
+        kinds = load_geometries()[cell.family].kinds.values()
+        return all(isinstance(kind, Mla) or getattr(kind, "kv_heads", 0) == 1 for kind in kinds)
+    return all(
+        word == "latent_attention"
+        or (word != "linear_attention" and model.config["num_key_value_heads"] == 1)
+        for model in load_families()[cell.family].models
+        for word in model.kinds
+    )
+
+
 def _layer_facts(cell: Cell) -> Iterator[str]:
     if not cell.setup:  # a tiny checkpoint
         family = load_families()[cell.family]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 
+import msgspec
 import pytest
 
 from pytest_kvconform import declaration, features
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration, feature_results
-from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
+from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.verdict import decide_verdict
 
 ALL = dict.fromkeys(features.load(), "")
@@ -166,3 +167,34 @@ def test_what_an_unsupported_feature_blocks_is_not_applicable(reason, needs, out
     one = CaseResult(id="kv::a/b::c", rule="KV-A-001", outcome=BLOCKED, features=(needs,), reason=reason)
     for why, expected in (("why", outcome), ("", "BLOCKED")):
         assert apply_declaration(one, Criteria(features=ALL | {needs: why})).outcome == expected
+
+
+@pytest.mark.parametrize(
+    ("cell", "outcome", "observed", "rule"),
+    [
+        (Cell("gemma3_1b", "P1D2", "b16"), "NOT-APPLICABLE", "not looked at", ""),  # one KV head
+        (Cell("deepseek_v3", "P1D2", "b16"), "NOT-APPLICABLE", "not looked at", ""),  # latent attention
+        (Cell("kimi_k2_5_eagle3", "P1D2", "b16"), "WARNING", "works", "KV-DECLARE-002"),  # heads of the draft
+        (Cell("llama", "P1D2"), "WARNING", "works", "KV-DECLARE-002"),
+        (Cell("kimi_linear", "P1D2"), "WARNING", "works", "KV-DECLARE-002"),  # states
+    ],
+    ids=str,
+)
+def test_unequal_sizes_that_split_nothing_show_no_hidden_ability(
+    cell: Cell, outcome: str, observed: str, rule: str
+) -> None:
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "ranks overwrite each other"})
+    passed = msgspec.structs.replace(result(PASS, "tp-heterogeneous"), cell=cell)
+    applied = apply_declaration(passed, criteria)
+    [row] = [row for row in feature_results([applied], criteria) if row.name == "tp-heterogeneous"]
+    assert (applied.outcome, row.observed, row.rule) == (outcome, observed, rule)
+    assert apply_declaration(applied, criteria) == applied
+
+
+def test_unequal_sizes_that_split_nothing_must_not_fail() -> None:
+    criteria = Criteria(features=ALL | {"tp-heterogeneous": "ranks overwrite each other"})
+    failed = result(FAIL, "tp-heterogeneous")
+    applied = apply_declaration(
+        msgspec.structs.replace(failed, cell=Cell("deepseek_v3", "P1D2", "b16")), criteria
+    )
+    assert (applied.outcome, applied.declaration_rule) == (FAIL, "KV-DECLARE-003")

@@ -85,14 +85,17 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
         ("prompt_embeds", ("NixlPull", "NixlPush")),
         ("KeyMetadata", ("fields: ", "key: ")),
         ("LookupKeyClient(", ("still in: ",)),
+        ("SimpleCPUOffloadWorker(", ("reported after a preemption",)),
     ],
-    ids=["embeddings", "keys", "collection"],
+    ids=["embeddings", "keys", "collection", "preemption"],
 )
 def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
     must_be_installed()
     [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if of in code]
     [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith(begins)]
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_OPTIONAL_PACKAGES + code], capture_output=True, text=True, timeout=120
+    )
     assert [line for line in run.stdout.splitlines() if line.startswith(begins)] == printed.splitlines(), (
         run.stderr
     )

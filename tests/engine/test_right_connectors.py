@@ -1,4 +1,4 @@
-"""Right connectors pass every case of the engine tier."""
+"""Right connectors pass every case of the engine tier, and the evidence tells what D had and what it got."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from model_matrix import load_families
 from tests.helpers.case_runner import CellRun
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
@@ -34,3 +35,21 @@ def test_a_right_connector_passes_every_case(
     assert all(any(name.endswith(f"[{variant}]") for name in run.outcomes) for variant in variants.split())
     assert set(run.outcomes.values()) == {"PASS"}
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("topology", ["P1D1", "P2D1"])
+def test_d_hits_whole_blocks_of_a_second_turn_and_gets_the_rest_and_the_state(
+    run_cases: Callable[..., CellRun], family: str, topology: str
+) -> None:
+    run = run_cases("Right", family, topology, variants="second_turn", matrix="full")
+    assert set(run.outcomes.values()) == {"PASS"}
+    block = load_families()[family].block_size
+    evidence = run.evidence["d_computes_only_missing_tokens[second_turn]"]
+    assert evidence.notes["hit tokens"] == block
+    assert evidence.notes["hit rate"] == round(block / (3 * block + 3), 3)
+    assert evidence.external_tokens == 2 * block + 2
+    arrived = (
+        run.evidence[f"{name}[second_turn]"] for name in ("attention_kv_arrives", "recurrent_state_arrives")
+    )
+    assert evidence.notes["bytes pulled"] == sum(one.bytes_moved for one in arrived)

@@ -196,6 +196,19 @@ def test_freed_blocks_are_given_to_another_request(llama: Pair) -> None:
     assert blocks[False] and blocks[False] <= blocks[True]
 
 
+def test_blocks_of_a_request_that_overwrites_in_several_steps_are_not_overwritten_again(llama: Pair) -> None:
+    llama.p.source()
+    llama.p.budget(32)  # one block a step
+    llama.p.reuse(True)
+    llama.hand_over(prompt(150))
+    while not llama.p.overwritten():
+        llama.p.step()
+    llama.p.reuse(False)
+    llama.p.budget(0)
+    overwriters = {owner for _, owner in llama.p.source().tables if owner in NUMBERS}
+    assert len(overwriters) == 1
+
+
 def test_key_of_the_window_that_is_not_sent(start: Callable[..., Pair]) -> None:
     pair = start("gemma3_1b", (1, 1), (140, 150), max_model_len=608)
     ((check,),) = pair.hand_over(prompt(543))

@@ -74,3 +74,11 @@ class NeverSaves(InMemory):
         orders = super().build_connector_meta(scheduler_output)
         self.saved.clear()
         return orders
+
+
+class LosesAReport(InMemory):
+    """Announces loads between steps, and never reports that one has ended."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found, bool(found)

@@ -12,12 +12,13 @@ import pytest
 from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.settings import Settings
-from pytest_kvconform.subject import Subject, resolve
+from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import handover
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong
 
+SHORT = 0.1  # of deadlines, where one of them has to be waited for
 VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1"
 MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 
@@ -41,7 +42,12 @@ def scheduler_runner() -> Iterator[CaseRunner]:
 
 
 def run_cell(
-    runner: CaseRunner, store: str, variants: str = VARIANTS, topology: str = "P1D1", setup: str = "b16"
+    runner: CaseRunner,
+    store: str,
+    variants: str = VARIANTS,
+    topology: str = "P1D1",
+    setup: str = "b16",
+    scale: float = 1.0,
 ) -> CellRun:
     """The cases about transfers of a cell, on a store of same_engine.py."""
     return runner.run(
@@ -52,6 +58,7 @@ def run_cell(
         profile="same-engine",
         config="",
         variants=variants,
+        scale=scale,
         only=lambda planned: planned.module in MODULES,
     )
 
@@ -161,17 +168,31 @@ def test_vllms_connectors_move_bytes_on_a_cpu(copying_runner: CaseRunner, connec
     assert facts.stand_in == "a copy engine of this suite in host memory stood in for a GPU's (--kv-stand-in)"
 
 
-@pytest.mark.parametrize("stood_in", ["a copy engine stood in for a GPU's", ""])
-def test_a_hang_beside_the_suites_own_copy_engine_is_blocked(
-    monkeypatch: pytest.MonkeyPatch, stood_in: str
+@pytest.mark.parametrize("left", [3, 0])
+def test_a_hang_is_blocked_while_the_suites_own_copy_engine_has_copies_to_make(
+    monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
-    """It may be the copy engine that hangs."""
+    """A GPU would have made them. With no copy left, nobody but the connector can end the wait."""
     stuck = ("P's request is RUNNING",)
-    observed = SimpleNamespace(stuck=stuck, excuse="", failed=None, request_s=30.0, logged=())
+    observed = SimpleNamespace(
+        stuck=stuck, excuse="", failed=None, request_s=30.0, logged=(), copies_left=left
+    )
     monkeypatch.setattr(handover, "observe", lambda bench, transfer: observed)
-    subject = Subject(spec="m:C", connector="C", module="m", profile="same-engine")
-    bench: Any = SimpleNamespace(subject=subject, facts=SimpleNamespace(stand_in=stood_in))
-    with pytest.raises(Blocked if stood_in else Violation) as raised:
+    bench: Any = SimpleNamespace(facts=SimpleNamespace(stand_in="a copy engine stood in for a GPU's"))
+    with pytest.raises(Blocked if left else Violation) as raised:
         handover.completes(bench, None)  # type: ignore[arg-type]
-    if stood_in:
-        assert str(raised.value).startswith("P's request is RUNNING: a copy engine stood in")
+    if left:
+        assert str(raised.value).startswith(
+            "P's request is RUNNING: a copy engine stood in for a GPU's, and has 3 copies still to make"
+        )
+
+
+def test_a_lost_report_is_the_connectors_fault_beside_the_copy_engine(byte_runner: CaseRunner) -> None:
+    run = run_cell(byte_runner, "LosesAReport", "n55", scale=SHORT)
+    assert run.findings["completes[n55]"].diagnosis == "the connector never reported the load as finished"
+
+
+def test_a_request_is_preempted_after_its_first_token(byte_runner: CaseRunner) -> None:
+    """With asynchronous scheduling the step that computes a token does not return it."""
+    run = run_cell(byte_runner, "Right", "preempted_on_d", setup="async")
+    assert run.outcomes["completes[preempted_on_d]"] == "PASS", run.findings or run.reasons

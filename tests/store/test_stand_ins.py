@@ -10,6 +10,7 @@ from pytest_kvconform.rigs.vllm_setup.stand_ins.device import (
     Event,
     Stream,
     batch_memcpy,
+    copies_left,
     current_stream,
     swap_blocks_batch,
     use_stream,
@@ -57,6 +58,13 @@ def test_a_copy_reads_what_its_source_holds_when_it_is_made(kernel: bool) -> Non
     copy.source[:] = 7  # as a request to which the blocks were given too early
     copy.event.synchronize()
     assert (copy.target == 7).all()
+
+
+def test_copies_that_nobody_asks_for_are_counted(kernel: bool) -> None:
+    before, copy = copies_left(), Copy(Stream(), kernel)
+    assert copies_left() > before
+    copy.event.synchronize()
+    assert copies_left() == before
 
 
 def test_whoever_waits_finds_the_copy_made(kernel: bool) -> None:

@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_tr
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks
 from pytest_kvconform.rigs.context import Deadlines, RunContext
-from pytest_kvconform.rigs.engine.control import LIMIT, Control
+from pytest_kvconform.rigs.engine.control import Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
@@ -76,7 +76,7 @@ class ByteBench:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
-                if not found.excuse or self.control.excused[cell] >= LIMIT:
+                if found.refused or self.control.is_over(cell, found, found.excuse):
                     self._over[cell] = found.excuse or on, found.declined
             elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")

@@ -53,6 +53,10 @@ class ByteEngineHandle(EngineHandle):
         """Replay steps of one token a request as full CUDA graphs, from now on or no longer."""
         self.call("replay", on)
 
+    def copies_left(self) -> int:
+        """How many copies the suite's copy engine has still to make."""
+        return self.call("copies_left")
+
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
         self.call("flip", rank, layer, block, byte)

@@ -58,6 +58,7 @@ class TransferObservation:
     failed: EngineFailed | None = None
     excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
     stuck: tuple[str, ...] = ()
+    copies_left: int = 0  # in the suite's copy engine, if a request is stuck
     logged: tuple[str, ...] = ()
     source: Source | None = None  # where P's rows lay, for the diagnosis
     seconds: float = 0.0
@@ -101,6 +102,8 @@ def observe_transfer(
     observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
         observed = _run(observed, p, d, limits, ids(), store)
+        if observed.stuck and p is d:
+            observed = replace(observed, copies_left=p.copies_left())
     except EngineFailed as failed:
         observed = replace(observed, failed=failed)
     logged = tuple(
@@ -160,7 +163,8 @@ def _run(
             d.add(request)
     if transfer.preempt == "D":
         while not d.step_beside(p).outputs and not deadline.over():
-            p.step()
+            if not alone:  # its own outputs would be lost
+                p.step()
         d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)

@@ -31,7 +31,7 @@ class Overwriter:
         self.engine, self.on = engine, False
         self.freed: set[int] = set()  # blocks that nobody has overwritten since
         self.written: set[int] = set()  # blocks of requests of this class
-        self.waiting: set[str] = set()  # requests that were not scheduled yet
+        self.unfinished: set[str] = set()  # requests of this class whose last step was not scheduled yet
         self.numbers = itertools.cycle(NUMBERS)
         self.names = itertools.count()
 
@@ -46,17 +46,18 @@ class Overwriter:
             self.freed |= blocks - self.written
         self.written -= blocks
 
-    def note_scheduled(self, request_id: str, blocks: set[int]) -> None:
-        """Note the blocks of a request that a step computes."""
+    def note_scheduled(self, request_id: str, blocks: set[int], last: bool) -> None:
+        """Note the blocks of a request that a step computes. `last`: the step computes the end of it."""
         self.freed -= blocks
-        if request_id in self.waiting:
-            self.waiting.discard(request_id)
+        if request_id in self.unfinished:  # each of its steps may give it blocks
             self.written |= blocks
+            if last:
+                self.unfinished.discard(request_id)
 
     @property
     def idle(self) -> bool:
         """Whether everything that was freed has been overwritten."""
-        return not self.freed and not self.waiting
+        return not self.freed and not self.unfinished
 
     def admit(self) -> None:
         """Add a request that is given freed blocks in the next step. They are the next that the pool gives.
@@ -66,7 +67,7 @@ class Overwriter:
         pool = self.engine.manager.block_pool
         blocks = [pool.blocks[block] for block in sorted(self.freed)]
         self.freed = {block.block_id for block in blocks if not block.ref_cnt}
-        if not self.freed or self.waiting:
+        if not self.freed or self.unfinished:
             return
         queue = pool.free_block_queue
         for block in (free := [block for block in blocks if not block.ref_cnt]):
@@ -74,7 +75,7 @@ class Overwriter:
         queue.prepend_n(free)
         if length := self._length(len(free), pool.get_num_free_blocks()):
             request = self._request(length)
-            self.waiting.add(request.id)
+            self.unfinished.add(request.id)
             self.engine.add(request)
 
     def _length(self, wanted: int, free: int) -> int:

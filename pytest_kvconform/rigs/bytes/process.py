@@ -21,6 +21,7 @@ from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.stand_ins import device
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
 
@@ -139,6 +140,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """What became of the statistics that the connector has reported since the last call."""
         return self.statistics_path.trace()
 
+    def copies_left(self) -> int:
+        """How many copies the suite's copy engine has still to make, in all ranks."""
+        return sum(self._workers(_copies_left))
+
     # ---- watching ------------------------------------------------------------------------------------------
 
     def _state_layers(self) -> frozenset[str]:
@@ -203,11 +208,12 @@ class ByteEngineProcess(engine_process.EngineProcess):
             )
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
-            self.overwriter.note_scheduled(request_id, blocks_of(tables))
+            last = end >= request.num_tokens
+            self.overwriter.note_scheduled(request_id, blocks_of(tables), last)
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
-            token = token_after(end) if end >= request.num_tokens else None
+            token = token_after(end) if last else None
             parts.append(StepPart(request_id, position, end, owners[position:], tables, token))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
@@ -274,6 +280,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
         self.overwriter.note_freed(ids)
+
+
+def _copies_left(worker: Any) -> int:
+    return device.copies_left()
 
 
 def _flip(worker: Any, rank: int, layer: str, block: int, byte: int) -> None:

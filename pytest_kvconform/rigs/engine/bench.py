@@ -8,9 +8,9 @@ from model_matrix import CheckpointError, ensure_checkpoint, load_families, spec
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
 from pytest_kvconform.rigs.engine.control import (
-    LIMIT,
     WITHOUT,
     Control,
+    hung,
     patient,
     shows_connector,
     without_connector,
@@ -36,7 +36,8 @@ INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 STATES = (
     "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
 )
-# after the engines of so many cells have died, further cells would only take long, and are not tried
+# After engines have hung in so many cells, or failed without the connector, too, further cells would only
+# take long, and are not tried.
 DEAD_CELLS = 3
 
 
@@ -54,7 +55,8 @@ class EngineBench:
         )
         self._observations: dict[tuple[Cell, str, int], Observation] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | Exception] = {}
-        self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
+        self._dead: dict[Cell, str] = {}  # cells whose engines failed, with the sentence
+        self._slow: dict[Cell, str] = {}  # those of them that took long
 
     def facts_of_engines(self, cell: Cell) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D.
@@ -146,10 +148,10 @@ class EngineBench:
     ) -> Observation:
         """Note whether a scenario in which an engine failed fails without the connector, too.
 
-        The engines are ended. No other scenario of the cell is tried if the failure is the connector's, or
-        after the third failure that is not.
+        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`.
         """
-        self._end(cell)
+        for word in ("", LONG):
+            self.pairs.end(cell, word)
         excuse = self.control.excuse(
             cell,
             observed,
@@ -167,13 +169,14 @@ class EngineBench:
         )
         if not excuse:
             self.context.note("request", bool(observed.stuck))
-            if observed.failed and observed.failed.how == "hung":
-                self.context.note("call", True)
-            if observed.stuck or (observed.failed and observed.failed.how == "hung"):
+            self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
+            if hung(observed):
                 self.context.hanging.add(cell)
-        if not excuse or self.control.excused[cell] >= LIMIT:
+        if self.control.is_over(cell, observed, excuse):
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed
+            if excuse or hung(observed):
+                self._slow[cell] = self._dead[cell]
         return replace(observed, excuse=excuse)
 
     def leftovers(self, cell: Cell) -> tuple[Leftovers, Leftovers]:
@@ -232,15 +235,10 @@ class EngineBench:
     def _refuse_dead(self, cell: Cell) -> None:
         if cell in self._dead:
             raise Blocked(f"an engine of {cell} failed before: {self._dead[cell]}")
-        if len(self._dead) >= DEAD_CELLS:
+        if len(self._slow) >= DEAD_CELLS:
             raise Blocked(
-                f"engines of {len(self._dead)} cells failed before, last: {list(self._dead.values())[-1]}"
+                f"engines of {len(self._slow)} cells failed before, last: {list(self._slow.values())[-1]}"
             )
-
-    def _end(self, cell: Cell) -> None:
-        for word in ("", LONG):
-            self.pairs.end(cell, word)
-            self.without.end(cell, word)
 
     def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int, folder: str = "") -> EngineSpec:
         self.context.require_kernels()

@@ -25,6 +25,8 @@ from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 WITHOUT = " without the connector"  # in the progress line
 LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
+# engines that ended or raised, by the connector's fault: fresh ones start at once, and nobody waits in vain
+DEATHS = 4
 LOADS = "REMOTE"  # in vLLM's status of a request that waits for the connector
 
 
@@ -67,6 +69,7 @@ class Control(Generic[Handle]):
         self.context = patient(context)
         self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
+        self.deaths: Counter[Cell] = Counter()  # those that were, but for hangs
         self._starts: dict[tuple[Cell, str], str] = {}
 
     @property
@@ -105,6 +108,17 @@ class Control(Generic[Handle]):
         if not found.failed and found.stuck and LOADS in found.stuck[0]:
             return ""
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
+
+    def is_over(self, cell: Cell, found: Ended, excuse: str) -> bool:
+        """Whether no other scenario of the cell is tried after one in which an engine failed.
+
+        After a death others are, on fresh engines. After a hang they would only wait again. `excuse`: why
+        the failure is not the connector's.
+        """
+        if not excuse and hung(found):
+            return True
+        self.deaths[cell] += not excuse
+        return self.deaths[cell] >= DEATHS or self.excused[cell] >= LIMIT
 
     def excuse_call(
         self,
@@ -151,6 +165,11 @@ def without_connector(spec: Any, facts: EngineFacts | None = None) -> Any:
     return msgspec.structs.replace(
         spec, kv_transfer_config=config, environment={**spec.environment, **layout}
     )
+
+
+def hung(found: Ended) -> bool:
+    """Whether a request did not end, or an engine did not answer: whatever waits for it waits in vain."""
+    return bool(found.stuck) or (found.failed is not None and found.failed.how == "hung")
 
 
 def _sentence(found: Ended) -> str:

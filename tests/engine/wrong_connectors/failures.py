@@ -40,6 +40,13 @@ class RaisesInLoad(Right):
         super().start_load_kv(forward_context, **kwargs)
 
 
+class RaisesInShortLoad(RaisesInLoad):
+    """Raises in start_load_kv for loads of one block, and for no other."""
+
+    def loads(self) -> dict[str, Any]:
+        return {name: meta for name, meta in super().loads().items() if len(meta.local_block_ids[0]) < 2}
+
+
 class LeavesInLoad(Right):
     """Calls sys.exit in start_load_kv."""
 
