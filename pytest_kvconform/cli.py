@@ -14,8 +14,9 @@ from pathlib import Path
 
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
-from pytest_kvconform.report import document
+from pytest_kvconform.report import document, page
 from pytest_kvconform.rules import clauses
+from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         lambda options: doctor.main(),
         "print what is installed, what can run here, and what is missing",
     )
-    one = command("list", _list, "list cases, rules, clauses, families, features or settings")
+    one = command("list", _list, "list cases, rules, levels, clauses, families, features or settings")
     one.add_argument("what", choices=sorted(_LISTS))
     one.add_argument(
         "--matrix",
@@ -69,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         "recompute the verdict of a report from its results, and print what does not follow",
     )
     one.add_argument("report", metavar="REPORT", type=Path)
+    one = command("html", _html, "draw a report as a page for people, one HTML file")
+    one.add_argument("report", metavar="REPORT", type=Path)
+    one.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help=f"default: {page.FILE} in the folder of the report"
+    )
     one = command("diff", _diff, "print what changed from one report to another")
     one.add_argument("before", metavar="A", type=Path)
     one.add_argument("after", metavar="B", type=Path)
@@ -91,7 +97,7 @@ def _cases(matrix: str) -> list[Sequence[str]]:
 
 
 def _rules(matrix: str) -> list[Sequence[str]]:
-    return [(rule.id, rule.strength, rule.sentence) for rule in rules.load().values()]
+    return [(rule.id, rule.strength, rule.level, rule.sentence) for rule in rules.load().values()]
 
 
 def _clauses(matrix: str) -> list[Sequence[str]]:
@@ -131,7 +137,10 @@ _LISTS: dict[str, Callable[[str], list[Sequence[str]]]] = {
     "clauses": _clauses,
     "rules": _rules,
     "families": _families,
-    "features": lambda matrix: [(name, feature.meaning) for name, feature in features.load().items()],
+    "features": lambda matrix: [
+        (name, feature.level, feature.meaning) for name, feature in features.load().items()
+    ],
+    "levels": lambda matrix: list(LEVELS.items()),
     "settings": _settings,
 }
 
@@ -160,7 +169,7 @@ def _explain(options: argparse.Namespace) -> int:
             f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: "
             "kvconform list rules"
         )
-    print(f"{rule.id}  {rule.strength}, {rule.minors}\n\n  {rule.sentence}\n")
+    print(f"{rule.id}  {rule.strength}, {rule.minors}, level {rule.level}\n\n  {rule.sentence}\n")
     for name, text in (("caller", rule.caller), ("breaks", rule.breaks), ("source", rule.source)):
         if text:
             print(f"{name:<9}{text}")
@@ -191,7 +200,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _compare_with_suite(report: document.Report) -> list[str]:
     """Return a sentence for each part of the manifest and the results that differs from the suite.
 
-    Of a result rule, cell and features are compared.
+    Of a result rule, cell, features and level are compared.
 
     Another version of the suite has other cases, so its reports are not compared.
     """
@@ -221,13 +230,28 @@ def _compare_with_suite(report: document.Report) -> list[str]:
         )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
-            expected = {"rule": one.case.rule, "cell": one.cell, "features": features.required_features(one)}
+            expected = {
+                "rule": one.case.rule,
+                "cell": one.cell,
+                "features": features.required_features(one),
+                "level": one.level,
+            }
             sentences += [
                 f"{result.id}: {key} of the result is not {key} of the case"
                 for key, value in expected.items()
                 if getattr(result, key) != value
             ]
     return sentences
+
+
+def _html(options: argparse.Namespace) -> int:
+    report, given = document.read(options.report), options.report
+    path = options.output or (given if given.is_dir() else given.parent) / page.FILE
+    try:
+        print(page.write(report, path))
+    except OSError as error:
+        raise document.BadReport(f"{path} cannot be written: {error.strerror}") from None
+    return 0
 
 
 def _diff(options: argparse.Namespace) -> int:

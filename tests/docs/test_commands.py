@@ -37,6 +37,7 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "explain",
         "verify",
         "diff",
+        "html",
     }
 
 
@@ -92,6 +93,7 @@ def report(outcome: Outcome) -> document.Report:
         rule=planned.case.rule,
         cell=planned.cell,
         features=required_features(planned),
+        level=planned.level,
         outcome=outcome,
         evidence=evidence,
     )
