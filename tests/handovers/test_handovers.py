@@ -117,3 +117,44 @@ def test_params_are_what_http_makes_of_them() -> None:
     assert author_hook.call_here(f"{PROXIES}:one_after_the_other", "D", {}, given) == {
         "remote_block_ids": [[1], [2]]
     }
+
+
+@pytest.fixture(scope="module")
+def run_rendezvous(case_runner: CaseRunner) -> Callable[..., CellRun]:
+    """Run the connectors of wrong_rendezvous.py: run(tier, connector, module, variants)."""
+
+    def run(tier: str, connector: str, module: str, variants: str) -> CellRun:
+        runner = copy.copy(case_runner)
+        runner.module, runner.tier = "tests.handovers.wrong_rendezvous", tier
+        return runner.run(
+            connector,
+            "llama3_1_8b",
+            setup="b16",
+            declared={"handover": "rendezvous"},
+            variants=variants,
+            only=lambda planned: planned.module == module,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("connector", "case", "says"),
+    [
+        ("MeetsTheNewest", "attention_kv_arrives[two_at_once]", ""),
+        ("ExpectsThatPIsReady", "d_computes_only_missing_tokens[n17]", ""),
+        ("TrustsTheProxy", "corrupted_params_fail_only_their_request[missing]", ""),
+    ],
+)
+def test_a_wrong_rendezvous_is_found(
+    run_rendezvous: Callable[..., CellRun], connector: str, case: str, says: str
+) -> None:
+    tier, module = {
+        "attention_kv_arrives[two_at_once]": ("bytes", "bytes/pool"),
+        "d_computes_only_missing_tokens[n17]": ("bytes", "bytes/handover"),
+    }.get(case, ("protocol", "protocol/kv_transfer_params"))
+    variant = case.partition("[")[2].rstrip("]")
+    assert run_rendezvous(tier, "Right", module, variant).outcomes[case] == "PASS"
+    finding = run_rendezvous(tier, connector, module, variant).findings[case]
+    print("FINDING", connector, finding)
+    assert 0
