@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -336,25 +335,3 @@ def test_a_server_that_does_not_answer_is_named() -> None:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/health"
         with pytest.raises(Unreachable, match=rf"^{url} does not answer: "):
             get(url, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("connector", "family", "refusal", "blocked"),
-    [
-        ("MooncakeStoreConnector", "qwen3_5", "mamba_cache_mode='none'", True),
-        ("MooncakeStoreConnector", "qwen3_5", "", False),
-        ("MooncakeStoreConnector", "llama", "no", False),
-        ("LMCacheMPConnector", "qwen3_5", "it supports no states", False),  # declared: not applicable
-        ("NixlConnector", "qwen3_5", "no", False),
-    ],
-)
-def test_a_store_of_states_may_want_a_prefix_cache(
-    connector: str, family: str, refusal: str, blocked: bool
-) -> None:
-    subject, cell = resolve(Settings(connector=connector)), Cell(family, "P1D1")
-    with (
-        pytest.raises(Blocked, match="this tier have no prefix cache.*: mamba_cache_mode='none'")
-        if blocked
-        else contextlib.nullcontext()
-    ):
-        bench._raise_if_states_want_a_prefix_cache(subject, cell, refusal)

@@ -141,9 +141,9 @@ def run_rendezvous(case_runner: CaseRunner) -> Callable[..., CellRun]:
 @pytest.mark.parametrize(
     ("connector", "case", "says"),
     [
-        ("MeetsTheNewest", "attention_kv_arrives[two_at_once]", ""),
-        ("ExpectsThatPIsReady", "d_computes_only_missing_tokens[n17]", ""),
-        ("TrustsTheProxy", "corrupted_params_fail_only_their_request[missing]", ""),
+        ("MeetsTheNewest", "attention_kv_arrives[two_at_once]", r"\?\?"),
+        ("ExpectsThatPIsReady", "d_computes_only_missing_tokens[n17]", r"\?\?"),
+        ("TrustsTheProxy", "corrupted_params_fail_only_their_request[missing]", r"\?\?"),
     ],
 )
 def test_a_wrong_rendezvous_is_found(
@@ -156,5 +156,5 @@ def test_a_wrong_rendezvous_is_found(
     variant = case.partition("[")[2].rstrip("]")
     assert run_rendezvous(tier, "Right", module, variant).outcomes[case] == "PASS"
     finding = run_rendezvous(tier, connector, module, variant).findings[case]
-    print("FINDING", connector, finding)
-    assert 0
+    found = f"{finding.rule} {finding.happened} {finding.diagnosis}"
+    assert re.search(says, found), found
