@@ -8,10 +8,15 @@ from tests.right_connectors.designs import Rendezvous, _transfer
 
 
 class Right(Rendezvous):
-    """No mistake."""
+    """No mistake. Transfer ids come again in each test of a module, so each class has a folder of its own."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.folder = self.folder.with_name(f"rendezvous-{type(self).__name__}")
+        self.folder.mkdir(exist_ok=True)
 
 
-class MeetsTheNewest(Rendezvous):
+class MeetsTheNewest(Right):
     """D takes what P has published last, whatever the transfer id."""
 
     def answer(self, transfer: str) -> Any:
@@ -21,16 +26,16 @@ class MeetsTheNewest(Rendezvous):
         return super().answer(max(published, key=lambda file: file.stat().st_mtime_ns).name)
 
 
-class ExpectsThatPIsReady(Rendezvous):
-    """D computes the prompt itself if P has not published anything when D is asked."""
+class NeedsTheId(Right):
+    """P takes for granted that a request to hand over has a transfer id."""
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if request.request_id in self.open:
-            self.meet(self.open[request.request_id][0])
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self.folder.joinpath(request.kv_transfer_params["transfer_id"])
+        return super().request_finished_all_groups(request, block_ids)
 
 
-class TrustsTheProxy(Rendezvous):
+class TrustsTheProxy(Right):
     """D announces a load for do_remote_prefill alone, and orders none without a transfer id."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
