@@ -25,7 +25,7 @@ import msgspec
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
-from pytest_kvconform.rigs.processes.ports import APART, free_port
+from pytest_kvconform.rigs.processes.ports import APART, BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.services.engine_ports import fill_ports
 from pytest_kvconform.subject import merge_config
@@ -291,7 +291,7 @@ def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
     port = port or free_port()
     return {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + count // 2),
+        BOOTSTRAP_PORT: str(port + count // 2),
     }
 
 

@@ -212,12 +212,12 @@ class ServingBench:
             raise Blocked(
                 f"{error}: whose failure it is cannot be told of servers that already run"
             ) from None
-        if isinstance(error, EngineFailed):
-            _raise_if_states_want_a_prefix_cache(self.context.subject, cell, error.refusal)
         # what was being answered when it failed had been asked, too
         asked = max(CONTROL, self._progress.done + AT_ONCE if self._progress.done else 0)
         if excuse := self._without_connector(cell, exam, asked):
             raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
+        if isinstance(error, EngineFailed):
+            _raise_if_states_want_a_prefix_cache(self.context.subject, cell, error.refusal)
 
     def _without_connector(self, cell: Cell, exam: Exam, asked: int) -> str:
         """Return why the same fails here without the connector; "" if it does not.
