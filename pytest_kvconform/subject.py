@@ -17,6 +17,7 @@ from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.extras import import_error
 from pytest_kvconform.services import Service
+from pytest_kvconform.services.engine_ports import check_ports
 from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
@@ -120,6 +121,7 @@ def resolve(settings: Settings) -> Subject:
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
     services = (*bundled.services_for(name, config, declared.services), *declared.services)
     check_placeholders(config, [service.name for service in services], "--kv-config")
+    check_ports(config, "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:

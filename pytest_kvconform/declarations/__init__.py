@@ -47,17 +47,20 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         """Return our services, without those that the user brings. `name`: of the connector.
 
         The user brings a service if `theirs` has one of the name, if his environment or one of `theirs` sets
-        a variable that would lead engines to ours, or if his configuration leads there no more.
+        a variable that would lead engines to ours, or if neither his configuration nor a service of ours that
+        is left leads there.
         """
-        text = json.dumps(config)
         variables = {*os.environ, *(variable for one in theirs for variable in one.engine_environment)}
-        return tuple(
+        left = [
             one
             for one in read_services(self.services, f"{name}.toml: services")
             if one.name not in {their.name for their in theirs}
             and not one.engine_environment.keys() & variables
-            and (one.engine_environment or f"{{services.{one.name}." in text)
+        ]
+        text = json.dumps(config) + "".join(
+            msgspec.json.encode(one).decode() for one in left if one.engine_environment
         )
+        return tuple(one for one in left if one.engine_environment or f"{{services.{one.name}." in text)
 
 
 @functools.cache

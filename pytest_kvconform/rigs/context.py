@@ -25,8 +25,9 @@ import msgspec
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
-from pytest_kvconform.rigs.processes.ports import APART, free_port
+from pytest_kvconform.rigs.processes.ports import APART, BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.services.engine_ports import fill_ports
 from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
@@ -196,9 +197,13 @@ class RunContext:
         """The folder in which a store saves; it does not exist yet."""
         return Path(self.address).parent / f"store-{name}"
 
-    def transfer_config(self, role: str, **more: Any) -> dict[str, Any]:
-        """The fields of vLLM's KVTransferConfig for one side, see the function `transfer_config`."""
-        return transfer_config(self.subject, role, self.facts.device, **more)
+    def transfer_config(self, role: str, port: int = 0, **more: Any) -> dict[str, Any]:
+        """The fields of vLLM's KVTransferConfig for one engine, see the function `transfer_config`.
+
+        `port`: the first of APART ports that it has; 0: it is not going to start.
+        """
+        config = transfer_config(self.subject, role, self.facts.device, port=port, **more)
+        return with_own_ports(config, port) if port else config
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
@@ -286,8 +291,13 @@ def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
     port = port or free_port()
     return {
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port + count // 2),
+        BOOTSTRAP_PORT: str(port + count // 2),
     }
+
+
+def with_own_ports(config: Any, port: int, count: int = APART) -> Any:
+    """A configuration, or a part of it, with `{engine.port}` filled in. `port`: as in `port_environment`."""
+    return fill_ports(config, port + count // 2 + 1)
 
 
 def lease_environment(subject: Subject, lease_s: float) -> dict[str, str]:

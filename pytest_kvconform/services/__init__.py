@@ -4,6 +4,7 @@
 |---|---|
 | here | `Service`, the record of one service, and the placeholders in its texts |
 | `reading` | the tables `[tool.kvconform.services.NAME]` of a declaration, read and checked |
+| `engine_ports` | `{engine.port}` in the configuration of the connector: ports of each engine's own |
 
 The placeholders `{port}`, `{port.NAME}` and `{folder}` in a table mean the service's own, and
 `{services.NAME.port}` those of any service. The processes are in `rigs/services.py` and
@@ -54,15 +55,22 @@ def fill(value: Any, place_of: PlaceOf, own: str = "") -> Any:
     `own`: the service whose table has the value. Elsewhere (""), only words that begin with `services.` are
     placeholders. Raises BadPlaceholder.
     """
+    return replace(value, _PLACEHOLDER, lambda found: _meaning(found, place_of, own))
+
+
+def replace(value: Any, pattern: re.Pattern[str], meaning: Callable[[re.Match[str]], int | str]) -> Any:
+    """Return a value of JSON with what matches replaced, in texts. A text that is one match becomes its
+    meaning.
+    """
     if isinstance(value, dict):
-        return {key: fill(inner, place_of, own) for key, inner in value.items()}
+        return {key: replace(inner, pattern, meaning) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(fill(inner, place_of, own) for inner in value)
+        return type(value)(replace(inner, pattern, meaning) for inner in value)
     if not isinstance(value, str):
         return value
-    if whole := _PLACEHOLDER.fullmatch(value):
-        return _meaning(whole, place_of, own)
-    return fill_text(value, place_of, own)
+    if whole := pattern.fullmatch(value):
+        return meaning(whole)
+    return pattern.sub(lambda found: str(meaning(found)), value)
 
 
 def fill_text(text: str, place_of: PlaceOf, own: str = "") -> str:

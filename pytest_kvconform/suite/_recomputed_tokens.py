@@ -133,7 +133,8 @@ class Loads:
             raise Violation(self._finding(r, diagnosis, ends, declined=False))
 
     def _nothing(self, r: HandedOver) -> Finding:
-        if not self.store and not r.prefill.handed_over:
+        # in a rendezvous nobody gets what P returned
+        if not self.store and self.subject.handover != "rendezvous" and not r.prefill.handed_over:
             return Finding(
                 rule=RULE,
                 happened=f"P finished {r.name} and returned no kv_transfer_params",

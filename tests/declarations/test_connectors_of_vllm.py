@@ -125,7 +125,7 @@ def test_a_lease_can_be_an_environment_variable(monkeypatch, theirs):
 @pytest.mark.parametrize(
     ("name", "variable", "config", "started"),
     [
-        ("MooncakeStoreConnector", "", "{}", ["mooncake_master"]),
+        ("MooncakeStoreConnector", "", "{}", ["mooncake_master", "mooncake_client"]),
         ("MooncakeStoreConnector", "MOONCAKE_CONFIG_PATH", "{}", []),
         ("LMCacheMPConnector", "", "{}", ["lmcache"]),
         ("LMCacheMPConnector", "", '{"kv_connector_extra_config": {"lmcache.mp.port": 5655}}', []),

@@ -86,8 +86,9 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
         ("KeyMetadata", ("fields: ", "key: ")),
         ("LookupKeyClient(", ("still in: ",)),
         ("SimpleCPUOffloadWorker(", ("reported after a preemption",)),
+        ("get_zmq_rpc_path_lookup(", ("lookup_rpc_port_0",)),
     ],
-    ids=["embeddings", "keys", "collection", "preemption"],
+    ids=["embeddings", "keys", "collection", "preemption", "socket"],
 )
 def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
     must_be_installed()

@@ -33,6 +33,27 @@ def test_ports_of_this_process_are_found_and_replaced_in_params() -> None:
     assert ports_named_in(params, {1, 3}) == {3}  # not True
 
 
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("http://127.0.0.1:8998", "http://127.0.0.1:1"),
+        ("http://127.0.0.1:8998/query?of=8998", "http://127.0.0.1:1/query?of=8998"),
+        ("[::1]:8998", "[::1]:1"),
+        ("tcp://p:8998,tcp://q:8999", "tcp://p:1,tcp://q:8999"),
+    ],
+)
+def test_ports_inside_urls_are_found_and_replaced(text: str, other: str) -> None:
+    params = {"remote_bootstrap_addr": text, "all": [text]}
+    assert ports_named_in(params, {8998}) == {8998}
+    assert ports_named_in(params, {8998}, in_texts=False) == set()
+    assert with_port_replaced(params, {8998}, 1) == {"remote_bootstrap_addr": other, "all": [other]}
+
+
+@pytest.mark.parametrize("text", ["8998", "a:18998", "fe80::8998", "v:8998.5", "a: 8998"])
+def test_other_texts_name_no_port(text: str) -> None:
+    assert ports_named_in([text], {8998}) == set()
+
+
 def test_a_thousand_questions_are_nonsense_and_always_the_same() -> None:
     asked = list(malformed_messages(GOOD, 1000, seed=0))
     assert len(asked) == 1000

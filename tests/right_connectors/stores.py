@@ -184,7 +184,7 @@ class AsksRankZero(WholeBlocks):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.address = f"\0look-up-{self._kv_transfer_config.engine_id}"
+        self.address = f"\0look-up-{self._kv_transfer_config.get_from_extra_config('lookup_rpc_port', 0)}"
         self.server: Any = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

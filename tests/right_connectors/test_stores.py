@@ -48,7 +48,14 @@ def run(
         "llama3_1_8b",
         setup="b16",
         profile=profile,
-        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(folder)}}),
+        config=json.dumps(
+            {
+                "kv_connector_extra_config": {
+                    "shared_storage_path": str(folder),
+                    "lookup_rpc_port": "{engine.port}",
+                }
+            }
+        ),
         variants=variants,
         declared={"asks_worker": asks_worker and store == "AsksRankZero"},
         only=lambda planned: planned.module.startswith(modules),

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.engine.messages import PREFILL
 from pytest_kvconform.rigs.processes import author_hook
+from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT
 
 RENDEZVOUS = "rendezvous"
 ID = "transfer_id"
@@ -94,7 +95,7 @@ def address_of(engine: Placed) -> dict[str, Any]:
         "remote_engine_id": engine.kv_transfer_config["engine_id"],
         "remote_host": "127.0.0.1",
         "remote_port": int(environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
-        "remote_bootstrap_addr": f"http://127.0.0.1:{environment['VLLM_MOONCAKE_BOOTSTRAP_PORT']}",
+        "remote_bootstrap_addr": f"http://127.0.0.1:{environment[BOOTSTRAP_PORT]}",
         "tp_size": engine.tensor_parallel,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ GREETING_S = 0.2
 PASS_S = 2.0  # for a connection to P, and for P or D to take bytes that a proxy passes on
 # What vLLM's NIXL connector asks a peer (nixl/base_scheduler.py).
 KNOWN = [b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))]
+_PORT = re.compile(r"(?<=[^\s:]:)[0-9]{1,5}(?![\w.:])")  # of "http://127.0.0.1:8998/query" or "host:8998"
 NUMBERS = (-1, 1, 7, 255, 2**31, 2**63 - 1)
 
 
@@ -31,10 +33,16 @@ def listening_ports(pid: int) -> set[int]:
     }
 
 
-def ports_named_in(params: Any, ports: set[int]) -> set[int]:
-    """Those of the ports that kv_transfer_params name, at whatever depth."""
-    if isinstance(params, dict):
-        return {port for value in params.values() for port in ports_named_in(value, ports)}
+def ports_named_in(params: Any, ports: set[int], in_texts: bool = True) -> set[int]:
+    """Those of the ports that kv_transfer_params name, at whatever depth.
+
+    `in_texts`: also in URLs and addresses, as MooncakeConnector's remote_bootstrap_addr.
+    """
+    if isinstance(params, dict | list | tuple):
+        inner = params.values() if isinstance(params, dict) else params
+        return {port for value in inner for port in ports_named_in(value, ports, in_texts)}
+    if isinstance(params, str):
+        return {int(found[0]) for found in _PORT.finditer(params) if in_texts} & ports
     return {params} & ports if isinstance(params, int) and not isinstance(params, bool) else set()
 
 
@@ -42,6 +50,10 @@ def with_port_replaced(params: Any, ports: set[int], other: int) -> Any:
     """The same params with another port in place of each of these."""
     if isinstance(params, dict):
         return {key: with_port_replaced(value, ports, other) for key, value in params.items()}
+    if isinstance(params, list | tuple):
+        return type(params)(with_port_replaced(value, ports, other) for value in params)
+    if isinstance(params, str):
+        return _PORT.sub(lambda found: str(other) if int(found[0]) in ports else found[0], params)
     return other if ports_named_in(params, ports) else params
 
 

@@ -279,7 +279,8 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     valid = [frames for one in listeners for frames in one.received[:2]]
     before = yield from engines.prefill(p)
     listening = listening_ports(p.handle.process.pid)
-    sent, ports = 0, sorted(ports_named_in(before.params, listening) or listening)
+    # a URL names a server where D learns the port on which P listens
+    sent, ports = 0, sorted(ports_named_in(before.params, listening, in_texts=False) or listening)
     for port in ports:
         client = HostileClient(port)
         stream = malformed_messages(valid, MESSAGES // len(ports), seed=len(ports))

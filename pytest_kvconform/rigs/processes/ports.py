@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 FIRST = 10240
+BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"  # variable of vLLM: where MooncakeConnector's P is found
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
 MOST = 48  # ports that a run keeps from others: an engine has two or three, and six runs leave some free
 # Ports, and names of abstract Unix sockets that keep other runs off them. They end with this process.

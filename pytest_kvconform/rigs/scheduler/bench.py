@@ -11,7 +11,7 @@ from model_matrix import parse_topology
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, HarnessError, Outcome
 from pytest_kvconform.rigs.bytes.specs import side_of
-from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET
@@ -108,7 +108,9 @@ class SchedulerBench:
             tensor_parallel=tp,
             memory={role: side_of(cell, role) for role in "PD"},
             transfer={
-                role: context.transfer_config(role, port=port + n * RANKS, folder=folder)
+                role: transfer_config(
+                    context.subject, role, context.facts.device, port=port + n * RANKS, folder=folder
+                )
                 for n, role in enumerate("PD")
             },
             ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),

@@ -36,7 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
-from pytest_kvconform.rigs.context import SHORTER, declared_addition, declared_amount, port_environment
+from pytest_kvconform.rigs.context import (
+    SHORTER,
+    declared_addition,
+    declared_amount,
+    port_environment,
+    with_own_ports,
+)
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
@@ -125,13 +131,20 @@ class Rig:
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         change_groups(kv_config)
-        ports = self.host.spec.ports
-        number = len(self._sides) % len(ports)
-        os.environ.update(port_environment(ports[number], RANKS))
+        number = len(self._sides) % len(self.host.spec.ports)
+        self.take_ports(number, vllm_config)
         self.start_asked_worker(role, vllm_config, number)
         index = sum(side.role == role for side in self._sides)
         self._sides.append(Side(self, role, index, vllm_config, kv_config, first))
         return self._sides[-1]
+
+    def take_ports(self, number: int, engine: Any) -> None:
+        """Let an engine that starts in this process use these of the case's ports. `engine`: its VllmConfig,
+        which is changed.
+        """
+        port, transfer = self.host.spec.ports[number], engine.kv_transfer_config
+        os.environ.update(port_environment(port, RANKS))
+        transfer.kv_connector_extra_config = with_own_ports(transfer.kv_connector_extra_config, port, RANKS)
 
     def start_asked_worker(self, role: str, engine: Any, port: int) -> None:
         """Start a worker half beside the scheduler of an engine, if the scheduler half asks one.

@@ -69,6 +69,7 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
         half = torch.float16
         config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
+    rig.take_ports(1, config)
     rig.start_asked_worker("P", config, 1)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 

@@ -26,12 +26,10 @@ from msgspec import structs
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
-from pytest_kvconform.rigs.context import port_environment
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
-from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.vllm_setup.classes import has_hook
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
@@ -127,7 +125,7 @@ class WorkerHalf:
 
     def take_ports(self, number: int) -> None:
         """Let the next start use these of the case's ports for side channels."""
-        os.environ.update(port_environment(self.rig.host.spec.ports[number], RANKS))
+        self.rig.take_ports(number, self.config)
 
     # ---- vLLM's start of a worker, call by call (v1/worker/gpu_worker.py: initialize_from_config) ----------
 

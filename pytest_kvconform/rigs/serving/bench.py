@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from model_matrix import load_families
 from pytest_kvconform import extras
 from pytest_kvconform.result import Blocked, Cell, HarnessError, NotApplicable
 from pytest_kvconform.rigs.context import LONGER, RunContext, declared_amount
@@ -23,10 +24,12 @@ from pytest_kvconform.rigs.serving.observation import Look, Runs, ServingObserva
 from pytest_kvconform.rigs.serving.preload import why_not_imported
 from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
 from pytest_kvconform.rigs.serving.server import ROUTER, Endpoint, Server, require_packages
+from pytest_kvconform.subject import Subject
 
 PROBED = 4  # questions that are asked of a store one by one
 TIMEOUT = "TimeoutError"  # what lm-eval raises for a question that is not answered in time
 CONTROL = 8  # questions that are asked of the servers without the connector, at least
+NO_PREFIX_CACHE = "the servers of this tier have no prefix cache, and vLLM then keeps no states for a store"
 SUBJECT, BASELINE = "the subject", "the baseline"
 Failed = (EngineFailed, Unanswered, Unreachable)
 
@@ -213,6 +216,8 @@ class ServingBench:
         asked = max(CONTROL, self._progress.done + AT_ONCE if self._progress.done else 0)
         if excuse := self._without_connector(cell, exam, asked):
             raise Blocked(f"the servers fail here without the connector, too: {excuse}") from None
+        if isinstance(error, EngineFailed):
+            _raise_if_states_want_a_prefix_cache(self.context.subject, cell, error.refusal)
 
     def _without_connector(self, cell: Cell, exam: Exam, asked: int) -> str:
         """Return why the same fails here without the connector; "" if it does not.
@@ -238,6 +243,17 @@ class ServingBench:
 def _in_vain(failed: Exception) -> bool:
     """Whether a question was not answered in time."""
     return isinstance(failed, Unanswered) and TIMEOUT in str(failed)
+
+
+def _raise_if_states_want_a_prefix_cache(subject: Subject, cell: Cell, refusal: str) -> None:
+    """Raise Blocked if a store that supports states refuses the servers of this tier, which have no prefix
+    cache: without one vLLM keeps no state at the end of a block (model_executor/models/config.py:
+    MambaModelConfig).
+    """
+    if not (refusal and subject.is_store and subject.features.get("mamba-state") == ""):
+        return
+    if load_families()[cell.family].has_state:
+        raise Blocked(f"{NO_PREFIX_CACHE}: {refusal}") from None
 
 
 def _raise_if_the_machine_failed(error: Exception) -> None:

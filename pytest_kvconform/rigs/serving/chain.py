@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import RunContext, port_environment
 from pytest_kvconform.rigs.engine.messages import NO_CONNECTOR
 from pytest_kvconform.rigs.processes.gpus import Lease, gpus_here, lease, require, shown
-from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import ServerSpec
 from pytest_kvconform.rigs.serving.metrics import Refused, Unreachable, get
@@ -68,6 +69,16 @@ def router_word(context: RunContext) -> str:
     return word
 
 
+def prefill_words(url: str, word: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The words of vllm-router's --prefill for a P with this environment.
+
+    With mooncake the router asks P's bootstrap server for the engine's id. Without a port it asks 8998, the
+    default of vLLM.
+    """
+    port = environment.get(BOOTSTRAP_PORT) if word == BY_NAME["MooncakeConnector"] else None
+    return (url, port) if port else (url,)
+
+
 def sizes_of(context: RunContext, cell: Cell) -> dict[str, int]:
     """The servers of a cell: role -> tensor parallel size. A store has a baseline besides P and D."""
     p_size, d_size = parse_topology(cell.topology)
@@ -114,7 +125,8 @@ def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = Tr
         wait_until_healthy(processes, (START_REAL if nightly else START) * context.deadlines.start)
         if store:
             return Chain(servers["D"], servers["B"], servers["D"], servers["P"], True, tuple(processes), gpus)
-        router = Router(context, servers["P"].url, servers["D"].url, word, f"{cell}-router-{name}")
+        prefill = prefill_words(servers["P"].url, word, servers["P"].spec.environment)
+        router = Router(context, prefill, servers["D"].url, word, f"{cell}-router-{name}")
         processes.append(router)
         wait_until_healthy([router], context.deadlines.start)
         return Chain(router, servers["D"], servers["D"], servers["P"], False, tuple(processes), gpus)
@@ -171,7 +183,9 @@ def attach(context: RunContext) -> Chain:
         except Unreachable as error:
             raise Blocked(f"the {ROUTER} cannot be asked: {error}") from None
         return Chain(theirs, baseline, decode, prefill)
-    router = Router(context, settings.prefill_url, decode.url, router_word(context), "router-of-deployment")
+    word = router_word(context)
+    deployed = prefill_words(settings.prefill_url, word, os.environ)
+    router = Router(context, deployed, decode.url, word, "router-of-deployment")
     try:
         wait_until_healthy([router], context.deadlines.start)
     except BaseException:

@@ -180,13 +180,15 @@ class Server(LocalProcess):
 class Router(LocalProcess):
     """vllm-router between P and D."""
 
-    def __init__(self, context: RunContext, prefill: str, decode: str, connector: str, name: str):
-        """`prefill` and `decode`: addresses; `connector`: a word of the router's --kv-connector."""
+    def __init__(self, context: RunContext, prefill: Sequence[str], decode: str, connector: str, name: str):
+        """`prefill`: P's address, and its bootstrap port if it has one; `decode`: D's address; `connector`: a
+        word of the router's --kv-connector.
+        """
         require_packages(*extras.ROUTER)
         port = free_port()
         arguments = (
             "--vllm-pd-disaggregation",
-            *("--prefill", prefill, "--decode", decode, "--kv-connector", connector),
+            *("--prefill", *prefill, "--decode", decode, "--kv-connector", connector),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
             *("--policy", "round_robin", "--disable-retries", "--log-level", "warning"),
