@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
@@ -36,6 +37,9 @@ INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 STATES = (
     "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
 )
+# Failures of a cell after which its other scenarios are not tried. Until then new engines go on, if they can
+# hand something over at all (INTRODUCTION).
+FAILURES = 3
 # after the engines of so many cells have died, further cells would only take long, and are not tried
 DEAD_CELLS = 3
 
@@ -54,7 +58,8 @@ class EngineBench:
         )
         self._observations: dict[tuple[Cell, str, int], Observation] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | Exception] = {}
-        self._dead: dict[Cell, str] = {}  # cells whose engines died, with the sentence
+        self._failures: Counter[Cell] = Counter()  # scenarios in which an engine died or a request hung
+        self._dead: dict[Cell, str] = {}  # cells in which no scenario is tried any more, with the sentence
 
     def facts_of_engines(self, cell: Cell) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D.
@@ -87,9 +92,8 @@ class EngineBench:
                 raise Blocked(on, refused=failed.declined) from None
             if self.context.subject.is_store and load_families()[cell.family].has_state:
                 raise Blocked(STATES)
-            first = (
-                [] if self._introduced is pair or (scenario.due and not scenario.abort) else [INTRODUCTION]
-            )
+            plain = scenario.due and not scenario.abort and not self._failures[cell]
+            first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
                 observation = self._observe(cell, one, *pair, longer)
                 if observation.failed or observation.stuck:
@@ -146,8 +150,8 @@ class EngineBench:
     ) -> Observation:
         """Note whether a scenario in which an engine failed fails without the connector, too.
 
-        The engines are ended. No other scenario of the cell is tried if the failure is the connector's, or
-        after the third failure that is not.
+        The engines are ended. No other scenario of the cell is tried after the third failure, or if new
+        engines hand nothing over.
         """
         self._end(cell)
         excuse = self.control.excuse(
@@ -171,7 +175,8 @@ class EngineBench:
                 self.context.note("call", True)
             if observed.stuck or (observed.failed and observed.failed.how == "hung"):
                 self.context.hanging.add(cell)
-        if not excuse or self.control.excused[cell] >= LIMIT:
+            self._failures[cell] += FAILURES if scenario.name == INTRODUCTION.name else 1
+        if self._failures[cell] >= FAILURES or self.control.excused[cell] >= LIMIT:
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed
         return replace(observed, excuse=excuse)
