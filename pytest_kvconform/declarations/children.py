@@ -102,6 +102,16 @@ def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
     return defaults | config | ({EXTRA: extra} if extra else {})
 
 
+def with_folder(config: Any, ours: str, own: str) -> Any:
+    """The same configuration with another folder of the suite, also in connectors inside."""
+    if isinstance(config, dict):
+        return {key: with_folder(value, ours, own) for key, value in config.items()}
+    if isinstance(config, list):
+        return [with_folder(value, ours, own) for value in config]
+    inside = isinstance(config, str) and (config == ours or config.startswith(f"{ours}/"))
+    return own + config.removeprefix(ours) if inside else config
+
+
 def _features(known: Sequence[BundledDeclaration], judged: Sequence[BundledDeclaration]) -> dict[str, Any]:
     """What children support together: what one of them does not support is unsupported."""
     found: dict[str, Any] = {}

@@ -210,12 +210,12 @@ class RunContext:
     def _lease_of(self, one: Subject | Child, config: dict[str, Any], asked_s: float) -> float:
         if not one.lease.startswith("$"):
             return float(config.get(EXTRA, {}).get(one.lease or LEASE_KEY, DEFAULT_LEASE_S))
-        given = (os.environ | lease_environment(self.subject, asked_s))[one.lease[1:]]
+        variable = one.lease[1:]
+        given = (os.environ | lease_environment(self.subject, asked_s))[variable]
         try:
             return float(given)
         except ValueError:
-            where = f"the environment variable {one.lease[1:]}"
-            raise Blocked(f"{where} is {given!r}, and not a number") from None
+            raise Blocked(f"the environment variable {variable} is {given!r}, and not a number") from None
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
@@ -284,16 +284,6 @@ def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float) -> dict[st
     if one.lease and lease_s and not one.lease.startswith("$"):
         extra[one.lease] = lease_s
     return {EXTRA: extra} if extra else {}
-
-
-def with_folder(config: Any, ours: str, own: str) -> Any:
-    """The same configuration with another folder of the suite, also in connectors inside."""
-    if isinstance(config, dict):
-        return {key: with_folder(value, ours, own) for key, value in config.items()}
-    if isinstance(config, list):
-        return [with_folder(value, ours, own) for value in config]
-    inside = isinstance(config, str) and (config == ours or config.startswith(f"{ours}/"))
-    return own + config.removeprefix(ours) if inside else config
 
 
 def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:

@@ -22,6 +22,7 @@ from pytest_kvconform.rigs.scenario import Transfer
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
 SLOW_CALLS = 4
+REFUSAL_S = 2.0  # after a refusal that took longer, the other transfers of a cell are not tried
 LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
 
@@ -52,7 +53,7 @@ class ByteBench:
         have beyond those of the cell's transfers; such transfers have a pair of engines of their own.
 
         Raises Blocked if the transfer cannot
-        run, or if an earlier transfer of the cell was refused or did not end.
+        run, or if an earlier transfer of the cell was refused after a long wait, or did not end.
         """
         key = (cell, transfer.name, longer)
         if key not in self._observations:
@@ -67,7 +68,7 @@ class ByteBench:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
             found = self._observe(transfer, p, d, self.context.deadlines)
-            if found.failed or found.stuck or found.refused:
+            if found.failed or found.stuck or (found.refused and found.seconds > REFUSAL_S):
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
                 if not found.refused:

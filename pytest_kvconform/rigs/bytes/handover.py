@@ -181,8 +181,8 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
-    released = until_released(p, d, seconds)
+    refused = any(r.finish == "error" for r in received)
+    released = until_released(p, d, limits.release, p_may_keep=refused)
     observed = replace(observed, usage=released.usage, released=released)
     statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
     of_p, of_d = _both(p, d, "audit")

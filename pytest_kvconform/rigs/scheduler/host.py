@@ -24,6 +24,7 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.declarations.children import with_folder
 from pytest_kvconform.result import (
     Blocked,
     Cell,
@@ -33,7 +34,6 @@ from pytest_kvconform.result import (
     ProcessKilled,
     Violation,
 )
-from pytest_kvconform.rigs.context import with_folder
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import huge_pages
 from pytest_kvconform.rigs.processes.cores import Deadline
