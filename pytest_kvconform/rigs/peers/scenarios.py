@@ -205,7 +205,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     yield from engines.start_held_transfers(p, d, held[0])
     decodes = {"late": (yield from engines.finish_decode(d, *held))}
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
-    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
+    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "of_p": of_p})
 
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:

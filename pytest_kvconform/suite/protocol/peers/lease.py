@@ -30,6 +30,8 @@ LEASE_ENDS = {
 }
 DURING = "lease_ends_during_load"
 OWNS = {"lease_ends_before_load": "D8", "lease_ends_during_load": "D5"}
+READS = "D reads blocks without knowing whether their lease has ended, and does not check it after the read"
+WRITES = "P frees blocks while it writes from them, and tells D nothing of it"
 WAITS = {"queued_past_lease": "before it was scheduled", "loading_past_lease": "for its load to end"}
 
 
@@ -66,10 +68,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
             f"a request of D {words[what]}: {LEASE_ENDS[variant]}",
             observed,
             ended,
-            diagnosis="D reads blocks without knowing whether their lease has ended, and does not check it "
-            "after the read"
-            if what == WRONG
-            else "",
+            diagnosis="" if what != WRONG else WRITES if observed.numbers.get("of_p") else READS,
         )
     return evidence(1, "requests", observed)
 
