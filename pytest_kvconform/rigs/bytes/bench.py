@@ -79,7 +79,7 @@ class ByteBench:
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
                 if not found.excuse or self.control.excused[cell] >= LIMIT:
                     self._over[cell] = found.excuse or on, found.declined
-            elif is_full(p, needed_blocks(cell, "P", longest)):
+            elif is_full(p, needs := needed_blocks(cell, "P", longest)) or _holds_too_much(found, needs):
                 self.pairs.end(cell, LONG if longer else "")
             self._observations[key] = found
         return self._observations[key]
@@ -159,3 +159,8 @@ class ByteBench:
         if subject.is_store and states and not facts.supports_hma and unified:
             why = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
             self._excused[cell] = NotApplicable, f"{facts.name} {why}: {reason}"
+
+
+def _holds_too_much(found: TransferObservation, needs: int) -> bool:
+    """Whether P keeps so much of a load that was refused that another transfer may find no room."""
+    return bool(found.refused and found.usage and found.usage[0].free_blocks < needs)

@@ -61,6 +61,7 @@ class TransferObservation:
     logged: tuple[str, ...] = ()
     source: Source | None = None  # where P's rows lay, for the diagnosis
     seconds: float = 0.0
+    leases: frozenset[str] = frozenset()  # requests of earlier loads that were refused: P may keep them
 
     @property
     def refused(self) -> str:
@@ -181,8 +182,9 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    refused = any(r.finish == "error" for r in received)
+    refused, leases = any(r.finish == "error" for r in received), frozenset(p.leases)
     released = until_released(p, d, limits.release, p_may_keep=refused)
+    observed = replace(observed, leases=leases)
     observed = replace(observed, usage=released.usage, released=released)
     statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
     of_p, of_d = _both(p, d, "audit")

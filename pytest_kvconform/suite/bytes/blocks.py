@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.engine.release import holds_leases_only
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._released_blocks import check_all_freed
 from pytest_kvconform.suite.bytes._observations import completed, moved
@@ -15,11 +16,11 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease.
 
-    D frees them also after a load that was refused. P may wait for its lease then.
+    D frees them also after a load that was refused. P may keep those of such a load until its lease ends.
     """
     observed = completed(bench, transfer, refused=True)
     assert observed.usage is not None
     usage = dict(zip("PD", observed.usage, strict=True))
-    if observed.refused:
+    if observed.refused or holds_leases_only(usage["P"], observed.leases):
         del usage["P"]
     return check_all_freed(usage, observed.released, moved(observed), bench.subject.is_store)
