@@ -17,12 +17,13 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_full
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
 SLOW_CALLS = 4
-REFUSAL_S = 2.0  # after a refusal that took longer, the other transfers of a cell are not tried
+REFUSAL_S = 3.0  # after a refusal that took longer, the other transfers of a cell are not tried
 LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
 
@@ -67,8 +68,9 @@ class ByteBench:
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
+            soon = Deadline(REFUSAL_S, tuple({p.process.pid, d.process.pid}))
             found = self._observe(transfer, p, d, self.context.deadlines)
-            if found.failed or found.stuck or (found.refused and found.seconds > REFUSAL_S):
+            if found.failed or found.stuck or found.refused:
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
                 if not found.refused:
@@ -77,9 +79,10 @@ class ByteBench:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
-                if not found.excuse or self.control.excused[cell] >= LIMIT:
+                goes_on = self.control.excused[cell] < LIMIT if found.excuse else found.refused
+                if not goes_on or (found.refused and soon.over()):
                     self._over[cell] = found.excuse or on, found.declined
-            elif is_full(p, needs := needed_blocks(cell, "P", longest)) or _holds_too_much(found, needs):
+            elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")
             self._observations[key] = found
         return self._observations[key]
@@ -159,8 +162,3 @@ class ByteBench:
         if subject.is_store and states and not facts.supports_hma and unified:
             why = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
             self._excused[cell] = NotApplicable, f"{facts.name} {why}: {reason}"
-
-
-def _holds_too_much(found: TransferObservation, needs: int) -> bool:
-    """Whether P keeps so much of a load that was refused that another transfer may find no room."""
-    return bool(found.refused and found.usage and found.usage[0].free_blocks < needs)

@@ -61,7 +61,6 @@ class TransferObservation:
     logged: tuple[str, ...] = ()
     source: Source | None = None  # where P's rows lay, for the diagnosis
     seconds: float = 0.0
-    leases: frozenset[str] = frozenset()  # requests of earlier loads that were refused: P may keep them
 
     @property
     def refused(self) -> str:
@@ -160,9 +159,11 @@ def _run(
         for request in targets:
             d.add(request)
     if transfer.preempt == "D":
-        while not d.step_beside(p).outputs and not deadline.over():
+        while not (outputs := d.step_beside(p).outputs) and not deadline.over():
             p.step()
-        d.preempt(targets[0].id)
+        ends |= {output.id: output for output in outputs if output.finish}
+        if targets[0].id not in ends:  # a load that was refused ends its request before a token
+            d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)
@@ -182,9 +183,8 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    refused, leases = any(r.finish == "error" for r in received), frozenset(p.leases)
+    refused = any(r.finish == "error" for r in received)  # P may wait for its lease to end then
     released = until_released(p, d, limits.release, p_may_keep=refused)
-    observed = replace(observed, leases=leases)
     observed = replace(observed, usage=released.usage, released=released)
     statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
     of_p, of_d = _both(p, d, "audit")

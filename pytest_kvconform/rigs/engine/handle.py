@@ -103,7 +103,6 @@ class EngineHandle:
         self.start_s = start_s
         self.keeps = False  # of P: earlier engines of the cell have kept something, see release.py
         self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
-        self.leases: set[str] = set()  # of P: requests whose load was refused, kept until their lease ends
         self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:

@@ -8,7 +8,6 @@ keep is known, and a later wait ends when they hold nothing else, or soon.
 from __future__ import annotations
 
 import time
-from collections.abc import Set
 from typing import NamedTuple
 
 from pytest_kvconform.rigs.engine.handle import EngineHandle
@@ -30,7 +29,7 @@ class Release(NamedTuple):
 def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep: bool = False) -> Release:
     """Step both engines until neither holds anything that is not known to be kept, or until time is up.
 
-    `p_may_keep`: what P holds is not waited for, now and later: a load was refused, and its lease runs.
+    `p_may_keep`: what P holds is not waited for.
     """
     began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
     deadline = Deadline(seconds, (p.process.pid, d.process.pid))
@@ -39,20 +38,13 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep:
         p.step_beside(d)
         usage = p.usage(), d.usage()
         of_p, of_d = map(_holds_no_more, usage, p.kept or (None, None))
-        if of_d and (of_p or p_may_keep or holds_leases_only(usage[0], p.leases)):
+        if of_d and (of_p or p_may_keep):
             break
         if deadline.over():
             note_kept(p, usage, seconds)
             break
         time.sleep(PAUSE_S)
-    if p_may_keep:
-        p.leases |= set(usage[0].requests)
     return Release(usage, time.monotonic() - began, seconds)
-
-
-def holds_leases_only(usage: Usage, leases: Set[str]) -> bool:
-    """Whether P holds nothing but requests of earlier loads that were refused."""
-    return len(usage.requests) > 0 and set(usage.requests) <= leases
 
 
 def seconds_to_wait(p: EngineHandle, seconds: float) -> float:

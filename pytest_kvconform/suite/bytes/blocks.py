@@ -5,7 +5,6 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.release import holds_leases_only
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._released_blocks import check_all_freed
 from pytest_kvconform.suite.bytes._observations import completed, moved
@@ -21,6 +20,6 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     observed = completed(bench, transfer, refused=True)
     assert observed.usage is not None
     usage = dict(zip("PD", observed.usage, strict=True))
-    if observed.refused or holds_leases_only(usage["P"], observed.leases):
+    if observed.refused:
         del usage["P"]
     return check_all_freed(usage, observed.released, moved(observed), bench.subject.is_store)
