@@ -63,7 +63,7 @@ def test_children_that_vllm_registers_are_known(run_cases: Callable[..., CellRun
             "Saves",
             "store",
             "attention_kv_arrives[n55]",
-            "XX",
+            "48 tokens",
         ),
         (
             "SavesToTheFirst",

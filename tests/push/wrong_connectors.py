@@ -59,3 +59,13 @@ class ServesOneSample(TcpPush):
                 time.sleep(SIGN_S)
         self.served |= {request} if request else set()
         super().answer(peer, question)
+
+
+class LetsLeasesEnd(TcpPush):
+    """P frees blocks from which it is still writing when their lease ends, and goes on writing."""
+
+    def has_pending_push_work(self) -> bool:
+        return True
+
+    def renew_leases(self) -> None:
+        pass

@@ -150,13 +150,17 @@ class TcpPush(TcpPull):
             write.peer.sendall(HEAD.pack(REFUSED if write.failed else WRITTEN, 0))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        for request in self.under_way():
-            if request in self.leases:
-                self.leases[request] = self.leases[request][0], time.monotonic() + self.lease_s
+        self.renew_leases()
         for request in self.last - self.under_way():
             self.last.discard(request)
             self.released.put(request)
         return super().get_transfer_results(finished_req_ids)
+
+    def renew_leases(self) -> None:
+        """Keep the blocks from which P is writing."""
+        for request in self.under_way():
+            if request in self.leases:
+                self.leases[request] = self.leases[request][0], time.monotonic() + self.lease_s
 
     def under_way(self) -> set[str]:
         """Requests from whose blocks P is writing."""
