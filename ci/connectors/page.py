@@ -79,12 +79,12 @@ def _outcomes(counts: Counter[str]) -> str:
 
 
 def _findings(subjects: list[str]) -> str:
-    """Numbers that lead to the sections of findings.md about these subjects."""
+    """Numbers that lead to sections of findings.md: of these subjects, or with these headings."""
     heads = re.findall(r"^## (.+)$", FINDINGS.read_text(encoding="utf-8"), re.MULTILINE)
     return " ".join(
         f"[{number}](findings.md#{re.sub(r'[^a-z0-9 _-]', '', head.lower()).replace(' ', '-')})"
         for number, head in enumerate(heads, start=1)
-        if head.partition(":")[0] in subjects
+        if head.partition(":")[0] in subjects or head in subjects
     )
 
 

@@ -26,7 +26,8 @@ from pytest_kvconform.declaration import (
     read_known,
     version,
 )
-from pytest_kvconform.declarations import bundled_declarations
+from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
+from pytest_kvconform.declarations.children import together
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject
@@ -222,8 +223,9 @@ def _check_declaration(report: Report) -> Iterator[str]:
         json.loads(report.settings[key].value or empty)
         for key, empty in (("features", "{}"), ("known", "[]"))
     )
-    bundled = bundled_declarations().get(subject.connector) if subject.module is None else None
-    declared = read_features(bundled.features if bundled else {}, "features")
+    ours = None if subject.module else bundled_declarations().get(subject.connector)
+    bundled = together(ours or BundledDeclaration(features={}), subject.config, subject.profile)
+    declared = read_features(bundled.features, "features")
     declared |= read_features(features, "features")
     if declared != subject.features:
         differ = sorted(
@@ -231,7 +233,7 @@ def _check_declaration(report: Report) -> Iterator[str]:
         )
         yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
     for key in AMOUNTS:
-        if getattr(subject, key) != (report.settings[key].value or (getattr(bundled, key) if bundled else 0)):
+        if getattr(subject, key) != (report.settings[key].value or getattr(bundled, key)):
             yield f"subject.{key} differs from the settings of the report"
     written = [_as_written(entry) for entry in read_known(known, "known")]
     if written != [_as_written(entry) for entry in subject.known]:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pytest_kvconform.declarations.children import CHILDREN, EXTRA, Child, merge_config
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.processes.ports import APART, BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.services.engine_ports import fill_ports
-from pytest_kvconform.subject import merge_config
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -44,7 +44,6 @@ DEFAULT_LEASE_S = 30  # its default
 # that is usual for stores, 256 tokens.
 LONGER = 512
 MOST_ADDED = 2048  # tokens by which a prompt is lengthened at most
-CHILDREN = "connectors"  # key of MultiConnector's kv_connector_extra_config: its connectors
 LONGEST_LEASE_S = 8  # no case waits for the end of a longer lease
 
 
@@ -207,17 +206,21 @@ class RunContext:
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
-        if variable := self.subject.lease_variable:
-            given = (os.environ | lease_environment(self.subject, asked_s))[variable]
-            try:
-                return float(given)
-            except ValueError:
-                raise Blocked(f"the environment variable {variable} is {given!r}, and not a number") from None
-        key = self.subject.lease or LEASE_KEY
-        extra = self.transfer_config("P", lease_s=asked_s).get("kv_connector_extra_config", {})
-        children = extra.get(CHILDREN, ()) if self.subject.connector == "MultiConnector" else ()
-        parts = [child.get("kv_connector_extra_config", {}) for child in children] or [extra]
-        return max(float(part.get(key, DEFAULT_LEASE_S)) for part in parts)
+        config = self.transfer_config("P", lease_s=asked_s)
+        inside = config[EXTRA][CHILDREN] if self.subject.children else []
+        pairs = zip(self.subject.children, inside, strict=True)
+        leases = [self._lease_of(one, given, asked_s) for one, given in pairs if not one.is_store]
+        return max(leases or [self._lease_of(self.subject, config, asked_s)])
+
+    def _lease_of(self, one: Subject | Child, config: dict[str, Any], asked_s: float) -> float:
+        if not one.lease.startswith("$"):
+            return float(config.get(EXTRA, {}).get(one.lease or LEASE_KEY, DEFAULT_LEASE_S))
+        variable = one.lease[1:]
+        given = (os.environ | lease_environment(self.subject, asked_s))[variable]
+        try:
+            return float(given)
+        except ValueError:
+            raise Blocked(f"the environment variable {variable} is {given!r}, and not a number") from None
 
     def has_long_lease(self, asked_s: float) -> bool:
         """Whether the lease of such engines is so long that no case waits for its end."""
@@ -253,13 +256,6 @@ def transfer_config(
     `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector
     declares the key for it. `policy`: kv_load_failure_policy; it wins over the user's.
     """
-    extra: dict[str, Any] = {}
-    if subject.module is None and subject.connector.startswith("Nixl"):
-        extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
-    if subject.folder and folder:
-        extra[subject.folder] = folder
-    if subject.lease and lease_s and not subject.lease_variable:
-        extra[subject.lease] = lease_s
     roles = {"P": "kv_producer", "D": "kv_consumer"}
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,
@@ -271,16 +267,28 @@ def transfer_config(
         ours["kv_port"] = port
     if subject.handover == "rendezvous":
         ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
-    if extra:
-        ours["kv_connector_extra_config"] = extra
+    ours |= _keys_of_suite(subject, folder, lease_s)
     config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
-    # each connector of a MultiConnector reads keys of its own; what the user gave one wins here, too
-    whole = config.get("kv_connector_extra_config", {})
-    children = whole.get(CHILDREN) if subject.connector == "MultiConnector" else None
-    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+    if not subject.children:
         return config
-    given = [merge_config(child, {"kv_connector_extra_config": extra}) for child in children]
-    return config | {"kv_connector_extra_config": whole | {CHILDREN: given}}
+    # each connector inside reads keys of its own; what the user gave one wins here, too
+    inside = [
+        merge_config(given, _keys_of_suite(child, folder and f"{folder}/{number}", lease_s))
+        for number, (child, given) in enumerate(zip(subject.children, config[EXTRA][CHILDREN], strict=True))
+    ]
+    return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}
+
+
+def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float) -> dict[str, Any]:
+    """What the suite configures of a connector, beside or inside another one."""
+    extra: dict[str, Any] = {}
+    if one.module is None and one.connector.startswith("Nixl"):
+        extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
+    if one.folder and folder:
+        extra[one.folder] = folder
+    if one.lease and lease_s and not one.lease.startswith("$"):
+        extra[one.lease] = lease_s
+    return {EXTRA: extra} if extra else {}
 
 
 def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
@@ -301,14 +309,13 @@ def with_own_ports(config: Any, port: int, count: int = APART) -> Any:
 
 
 def lease_environment(subject: Subject, lease_s: float) -> dict[str, str]:
-    """The environment variable that sets the lease to `lease_s`, if the connector declares one.
+    """The environment variables that set leases to `lease_s`, if the connector declares any.
 
-    In whole seconds, as vLLM's variables are. Nothing if the user has set the variable.
+    In whole seconds, as vLLM's variables are. Nothing for a variable that the user has set.
     """
-    variable = subject.lease_variable
-    if not variable or not lease_s or os.environ.get(variable):
-        return {}
-    return {variable: str(math.ceil(lease_s))}
+    variables = {one.lease[1:] for one in subject.keepers if one.lease.startswith("$")}
+    unset = {name for name in variables if not os.environ.get(name)}
+    return {name: str(math.ceil(lease_s)) for name in unset} if lease_s else {}
 
 
 # ---- how much a connector loads ---------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def with_new_tokens(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
 STATUS, POST, POLL = "status", "post", "poll"
 # What happens to notifications.
 TWICE, LATE, NEVER, REVERSED = "twice", "late", "never", "reversed"
+MANY = 64  # requests for which P writes while faults are set
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +105,26 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     # Rounds that a LATE notification waits, or the second copy of TWICE; the longest that
     # REVERSED waits for another one.
     delay: int = 0
+
+
+def faults_where_p_writes(faults: tuple[Faults, ...], p_ranks: int, d_ranks: int) -> tuple[Faults, ...]:
+    """The faults of a load on ranks of D, for a P that writes to D.
+
+    Where D has more ranks than P, a rank of P writes each request to one rank of D after the other. What
+    faults name by the rank of D is then one in so many transfers of P.
+    """
+    if not any(rank >= p_ranks for one in faults for rank in one.ranks):
+        return faults
+    each = d_ranks // p_ranks
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            ranks=(rank // each,),
+            transfers=tuple(n * each + rank % each for n in one.transfers or range(MANY)),
+        )
+        for one in faults
+        for rank in one.ranks or range(d_ranks)
+    )
 
 
 @dataclass(frozen=True)

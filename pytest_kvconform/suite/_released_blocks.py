@@ -10,14 +10,14 @@ SAVES = "the connector never reported the end of a save, so the scheduler keeps 
 
 
 def check_all_freed(
-    usages: tuple[Usage, Usage], released: Release | None, bytes_moved: int, store: bool = False
+    usages: dict[str, Usage], released: Release | None, bytes_moved: int, store: bool = False
 ) -> Evidence:
-    """Check KV-BLOCKS-001: P and D hold nothing after every request has ended. Raises Violation.
+    """Check KV-BLOCKS-001: engines hold nothing after every request has ended. Raises Violation.
 
-    `store`: P hands nothing over, and saves.
+    `usages`: role -> what it holds. `store`: P hands nothing over, and saves.
     """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
-    for role, usage in zip("PD", usages, strict=True):
+    for role, usage in usages.items():
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
         if held or usage.requests or groups:
@@ -49,7 +49,7 @@ def check_all_freed(
                 )
             )
     return Evidence(
-        looked_at=sum(usage.total_blocks for usage in usages),
+        looked_at=sum(usage.total_blocks for usage in usages.values()),
         unit="blocks",
         bytes_moved=bytes_moved,
         notes={"seconds": round(took_s, 3)},

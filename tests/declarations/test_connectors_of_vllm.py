@@ -28,6 +28,7 @@ def test_every_connector_of_vllm_has_a_declaration_of_ours():
 @pytest.mark.parametrize("name", sorted(subject.bundled_declarations()))
 def test_a_declaration_of_ours_is_whole(name):
     known = subject.bundled_declarations()[name]
+    known = subject.together(known, known.config, "")  # of MultiConnector, with what it contains
     assert set(declaration.read_features(known.features, name)) == set(features.load())
     text = (Path(subject.__file__).with_name("declarations") / f"{name}.toml").read_text()
     assert text.startswith("# vLLM 0.32, ")
@@ -115,7 +116,7 @@ def test_a_lease_can_be_an_environment_variable(monkeypatch, theirs):
     name = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
     monkeypatch.setenv(name, theirs)
     found = subject.resolve(Settings(connector="MooncakeConnector"))
-    assert found.lease_variable == name
+    assert found.lease == f"${name}"
     assert lease_environment(found, 3.2) == ({} if theirs else {name: "4"})
     assert lease_environment(found, 0) == {}
     extra = transfer_config(found, "P", "cpu", lease_s=3.2)["kv_connector_extra_config"]

@@ -32,6 +32,7 @@ OF_VLLM = (
     "NixlConnector",
     "NixlPushConnector",
     "ExampleConnector",
+    "MultiConnector",
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
 )
@@ -135,7 +136,8 @@ class CaseRunner:
         `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only`
         selects by anything that a planned case has.
         """
-        spec, config = (connector, "") if connector in OF_VLLM else (f"{self.module}:{connector}", config)
+        spec = connector if connector in OF_VLLM else f"{self.module}:{connector}"
+        config = "" if spec == connector and config == CONFIG else config
         settings = Settings(
             connector=spec,
             config=config,

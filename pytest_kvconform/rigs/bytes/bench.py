@@ -17,11 +17,13 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_full
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
 SLOW_CALLS = 4
+REFUSAL_S = 3.0  # after a refusal that took longer, the other transfers of a cell are not tried
 LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
 
@@ -52,7 +54,7 @@ class ByteBench:
         have beyond those of the cell's transfers; such transfers have a pair of engines of their own.
 
         Raises Blocked if the transfer cannot
-        run, or if an earlier transfer of the cell was refused or did not end.
+        run, or if an earlier transfer of the cell was refused after a long wait, or did not end.
         """
         key = (cell, transfer.name, longer)
         if key not in self._observations:
@@ -66,6 +68,7 @@ class ByteBench:
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
+            soon = Deadline(REFUSAL_S, tuple({p.process.pid, d.process.pid}))
             found = self._observe(transfer, p, d, self.context.deadlines)
             if found.failed or found.stuck or found.refused:
                 for word in ("", LONG):
@@ -76,7 +79,11 @@ class ByteBench:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
-                if found.refused or self.control.is_over(cell, found, found.excuse):
+                if found.refused and not found.excuse:
+                    over = soon.over()
+                else:
+                    over = self.control.is_over(cell, found, found.excuse)
+                if over:
                     self._over[cell] = found.excuse or on, found.declined
             elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")

@@ -162,10 +162,12 @@ def _run(
         for request in targets:
             d.add(request)
     if transfer.preempt == "D":
-        while not d.step_beside(p).outputs and not deadline.over():
+        while not (outputs := d.step_beside(p).outputs) and not deadline.over():
             if not alone:  # its own outputs would be lost
                 p.step()
-        d.preempt(targets[0].id)
+        ends |= {output.id: output for output in outputs if output.finish}
+        if targets[0].id not in ends:  # a load that was refused ends its request before a token
+            d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)
@@ -185,8 +187,8 @@ def _run(
     observed = replace(observed, requests=received, stuck=stuck, source=source)
     if stuck:
         return observed
-    seconds = limits.release if not any(r.finish == "error" for r in received) else 0.0
-    released = until_released(p, d, seconds)
+    refused = any(r.finish == "error" for r in received)  # P may wait for its lease to end then
+    released = until_released(p, d, limits.release, p_may_keep=refused)
     observed = replace(observed, usage=released.usage, released=released)
     statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
     of_p, of_d = _both(p, d, "audit")

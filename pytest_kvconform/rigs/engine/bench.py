@@ -36,6 +36,9 @@ INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 STATES = (
     "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
 )
+# Hangs of a cell after which its other scenarios are not tried. Until then new engines go on, if they can hand
+# something over at all (INTRODUCTION).
+HANGS = 3
 # After engines have hung in so many cells, or failed without the connector, too, further cells would only
 # take long, and are not tried.
 DEAD_CELLS = 3
@@ -55,7 +58,7 @@ class EngineBench:
         )
         self._observations: dict[tuple[Cell, str, int], Observation] = {}
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | Exception] = {}
-        self._dead: dict[Cell, str] = {}  # cells whose engines failed, with the sentence
+        self._dead: dict[Cell, str] = {}  # cells in which no scenario is tried any more, with the sentence
         self._slow: dict[Cell, str] = {}  # those of them that took long
 
     def facts_of_engines(self, cell: Cell) -> tuple[EngineFacts, EngineFacts]:
@@ -89,9 +92,8 @@ class EngineBench:
                 raise Blocked(on, refused=failed.declined) from None
             if self.context.subject.is_store and load_families()[cell.family].has_state:
                 raise Blocked(STATES)
-            first = (
-                [] if self._introduced is pair or (scenario.due and not scenario.abort) else [INTRODUCTION]
-            )
+            plain = scenario.due and not scenario.abort and not self.control.failures(cell)
+            first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
                 observation = self._observe(cell, one, *pair, longer)
                 if observation.failed or observation.stuck:
@@ -148,7 +150,8 @@ class EngineBench:
     ) -> Observation:
         """Note whether a scenario in which an engine failed fails without the connector, too.
 
-        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`.
+        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`, unless
+        these hand nothing over.
         """
         for word in ("", LONG):
             self.pairs.end(cell, word)
@@ -172,7 +175,8 @@ class EngineBench:
             self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
             if hung(observed):
                 self.context.hanging.add(cell)
-        if self.control.is_over(cell, observed, excuse):
+        lost = not excuse and scenario.name == INTRODUCTION.name
+        if self.control.is_over(cell, observed, excuse, HANGS) or lost:
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed
             if excuse or hung(observed):

@@ -70,6 +70,7 @@ class Control(Generic[Handle]):
         self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self.deaths: Counter[Cell] = Counter()  # those that were, but for hangs
+        self.hangs: Counter[Cell] = Counter()
         self._starts: dict[tuple[Cell, str], str] = {}
 
     @property
@@ -109,16 +110,20 @@ class Control(Generic[Handle]):
             return ""
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
 
-    def is_over(self, cell: Cell, found: Ended, excuse: str) -> bool:
+    def failures(self, cell: Cell) -> int:
+        """How many failures of the cell were the connector's."""
+        return self.deaths[cell] + self.hangs[cell]
+
+    def is_over(self, cell: Cell, found: Ended, excuse: str, hangs: int = 1) -> bool:
         """Whether no other scenario of the cell is tried after one in which an engine failed.
 
-        After a death others are, on fresh engines. After a hang they would only wait again. `excuse`: why
-        the failure is not the connector's.
+        After a death others are, on fresh engines. After so many hangs they would only wait again.
+        `excuse`: why the failure is not the connector's.
         """
-        if not excuse and hung(found):
-            return True
-        self.deaths[cell] += not excuse
-        return self.deaths[cell] >= DEATHS or self.excused[cell] >= LIMIT
+        if not excuse:
+            (self.hangs if hung(found) else self.deaths)[cell] += 1
+        over = self.hangs[cell] >= hangs or self.deaths[cell] >= DEATHS
+        return over or self.excused[cell] >= LIMIT
 
     def excuse_call(
         self,

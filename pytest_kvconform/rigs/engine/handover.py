@@ -19,7 +19,15 @@ import msgspec
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Request, Snapshot, Trace
+from pytest_kvconform.rigs.engine.messages import (
+    ON_D,
+    Output,
+    Request,
+    Snapshot,
+    Trace,
+    id_on_p,
+    request_names,
+)
 from pytest_kvconform.rigs.engine.observation import (
     Generated,
     Observation,
@@ -185,7 +193,7 @@ def _run(scenario: Scenario, one: _Pass) -> _Run:
 def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "") -> _Run:
     """Let P compute the prompts and D generate. `word`: of the requests' names."""
     prompts, p, d = scenario.expanded(), one.p, one.d
-    run = _Run(names=[f"{one.salt}-{one.mode}{word}-{i}" for i in range(len(prompts))], outputs={})
+    run = _Run(request_names(f"{one.salt}-{one.mode}{word}", len(prompts), scenario.n), {})
     if not one.is_store:
         _warm(scenario, one, run, deadline)
     _prefill(scenario, one, run, prompts, deadline)
@@ -272,29 +280,21 @@ def _prefill(
         tokens = prompt.tokens[:-1] if cut else prompt.tokens
         subject = one.mode == SUBJECT
         params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if subject else None
-        p.add(
-            Request(
-                id=f"{name}-{ON_P}",
-                tokens=tokens,
-                max_tokens=1,
-                salt=one.salt,
-                watch=True,
-                kv_transfer_params=params,
-            )
-        )
-        run.outputs[f"{name}-{ON_P}"] = []
+        request = Request(id=id_on_p(name), tokens=tokens, max_tokens=1, salt=one.salt, watch=True)
+        p.add(msgspec.structs.replace(request, kv_transfer_params=params))
+        run.outputs[id_on_p(name)] = []
     if scenario.abort == "prefill":
         p.step_beside(d)
         for name in names:
-            p.abort(f"{name}-{ON_P}")
+            p.abort(id_on_p(name))
         p.budget(0)
         return
-    _until_finished(p, d, [f"{name}-{ON_P}" for name in names], run, deadline)
+    _until_finished(p, d, [id_on_p(name) for name in names], run, deadline)
     p.budget(0)
     for name in names:
-        run.prefill[name] = p.trace(f"{name}-{ON_P}")
-        run.outputs[name] = run.outputs.pop(f"{name}-{ON_P}")
-        snapshot = p.pop_snapshot(f"{name}-{ON_P}")
+        run.prefill[name] = p.trace(id_on_p(name))
+        run.outputs[name] = run.outputs.pop(id_on_p(name))
+        snapshot = p.pop_snapshot(id_on_p(name))
         if snapshot is not None:
             run.source[name] = snapshot
     for name in run.names[len(names) :]:

@@ -11,6 +11,21 @@ import numpy as np
 # hexadecimal digits of the server. A connector that pushes pairs P's request with D's by the first part
 # (`get_base_request_id`, nixl/utils.py).
 ON_P, ON_D = "0000000a", "0000000d"
+
+
+def request_names(word: str, requests: int, samples: int) -> list[str]:
+    """The router's ids of D's requests. vLLM puts the number of a sample before the id of its request.
+
+    Source: v1/engine/parallel_sampling.py: get_child_info.
+    """
+    return [f"{i}_{word}-0" if samples > 1 else f"{word}-{i}" for i in range(requests)]
+
+
+def id_on_p(name: str) -> str:
+    """The id of the request of P that computes the prompt of a request of D, all samples of it included."""
+    return f"{name.partition('_')[2] or name}-{ON_P}"
+
+
 # kv_transfer_params that vLLM's own proxy sends to P.
 PREFILL = {
     "do_remote_decode": True,

@@ -26,15 +26,19 @@ class Release(NamedTuple):
     waited_s: float  # at most
 
 
-def until_released(p: EngineHandle, d: EngineHandle, seconds: float) -> Release:
-    """Step both engines until neither holds anything that is not known to be kept, or until time is up."""
+def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep: bool = False) -> Release:
+    """Step both engines until neither holds anything that is not known to be kept, or until time is up.
+
+    `p_may_keep`: what P holds is not waited for.
+    """
     began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
     deadline = Deadline(seconds, (p.process.pid, d.process.pid))
     while True:
         d.step_beside(p)
         p.step_beside(d)
         usage = p.usage(), d.usage()
-        if all(map(_holds_no_more, usage, p.kept or (None, None))):
+        of_p, of_d = map(_holds_no_more, usage, p.kept or (None, None))
+        if of_d and (of_p or p_may_keep):
             break
         if deadline.over():
             note_kept(p, usage, seconds)

@@ -24,7 +24,16 @@ from pytest_kvconform.rigs.engine.release import (
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scenario import NEVER, TWICE, Faults, Prompt, Transfer, lengthened, tokens
+from pytest_kvconform.rigs.scenario import (
+    NEVER,
+    TWICE,
+    Faults,
+    Prompt,
+    Transfer,
+    faults_where_p_writes,
+    lengthened,
+    tokens,
+)
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
@@ -32,7 +41,10 @@ LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until
 HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
 COUNTING = Faults()  # no fault; `kvconform_fault` delays each transfer by 0 steps, and so counts it
-DEATHS = 3  # transfers of one cell that may end an engine or not end at all, before the rest is not tried
+# Transfers of one cell that may end an engine or not end at all, before the rest is not tried. After each one
+# new engines hand something over without faults, so that the next failure has a cause of its own.
+DEATHS = 6
+AGAIN = 0.1  # of a deadline: how long a request is waited for in a cell in which one has not ended
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class FaultBench:
                 lengthened(transfer, longer),
                 p,
                 d,
-                self.context.deadlines,
+                self._deadlines(cell),
                 self.context.next_name,
                 lengthened(AFTER, longer),
             )
@@ -153,6 +165,11 @@ class FaultBench:
         if held:
             self._keeps.add(cell)
         return tuple(sorted(held))
+
+    def _deadlines(self, cell: Cell) -> Deadlines:
+        """The deadlines of a transfer with faults."""
+        full, short = self.context.deadlines, Deadlines.scaled(AGAIN * self.context.settings.timeout_scale)
+        return replace(full, request=min(full.request, short.request)) if self._deaths.get(cell) else full
 
     @property
     def lease_s(self) -> float:
@@ -275,8 +292,8 @@ def _observe(
 ) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
     found, reports = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
     try:
-        for engine in (p, d):
-            engine.set_faults(transfer.faults)
+        p.set_faults(faults_where_p_writes(transfer.faults, p.ranks, d.ranks))
+        d.set_faults(transfer.faults)
         # `_until_quiet` waits for blocks: P may keep some until its lease is over.
         found = observe_transfer(transfer, p, d, replace(deadlines, release=0.0), ids)
         if found.failed or found.stuck:

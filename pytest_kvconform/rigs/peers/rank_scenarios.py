@@ -53,7 +53,7 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
     held = yield from engines.add_decode_with_faults(p, d, second, last_rank(d, HELD))
     if not isinstance(held, str):
         yield from pause(engines.bench.scaled_seconds(AWHILE_S))
-        yield from engines.start_held_transfers(p, d)
+        yield from engines.start_held_transfers(p, d, held[0])
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
     aborted = engines.make_request(engines.new_prompt(), "p", engines.prefill_params())
@@ -142,7 +142,7 @@ def aborted_during_load(
     yield from d.call("abort", request.id)
     yield from pause(engines.bench.scaled_seconds(AWHILE_S))
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
-    yield from engines.start_held_transfers(p, d)
+    yield from engines.start_held_transfers(p, d, request)
     after = yield from engines.wait_until_empty(d)
     audits = yield from d.call("audit")
     decodes = {"last": (yield from engines.decode(d, (yield from engines.prefill(p))))}

@@ -30,7 +30,7 @@ from pytest_kvconform.rigs.peers.stepping import (
     until_computed,
 )
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scenario import Faults, tokens
+from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes, tokens
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.peers.bench import PeerBench
@@ -42,8 +42,8 @@ SERVERS = {"p": ON_P[-1], "d": ON_D[-1]}
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
 HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
 NO_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
-P_WRITES = "P writes what D loads, and D begins no transfer that could fail"
 NO_TRANSFER = "the connector began no transfer that could be held"
+KEEPS = "P writes what D loads, and keeps what it is writing from for longer than a lease"
 WITHIN_STEP = "D loads within the step that reads the KV, so that no step can run while a load is held"
 
 
@@ -120,6 +120,7 @@ class ScenarioEngines:
         self.running: dict[str, RunningScenario] = {}
         self.silent_listeners: list[SilentListener] = []
         self.proxies: list[CuttingProxy] = []
+        self.p_writes = False  # whether P began the transfers that were held last
         self.prefills_elsewhere = 0  # times that a scenario has let another one's engine compute a prompt
         self._router = bench.context.next_name()
         self._specs: dict[str, ByteEngineSpec] = {}
@@ -274,33 +275,32 @@ class ScenarioEngines:
     ) -> Steps:
         """Add a request of D whose transfers these faults change: transfers that D begins, or P if P writes.
 
-        What P writes is held on all ranks, and does not fail. Returns (request, when it was added), or why no
-        transfer was changed.
+        Returns (request, when it was added), or why no transfer was changed.
         """
-        reports = (yield from d.call("fault_reports")) + (yield from p.call("fault_reports"))
-        if not sum(report.agents + report.hooks for report in reports):
+        means = (yield from d.call("fault_reports")) + (yield from p.call("fault_reports"))
+        if not sum(report.agents + report.hooks for report in means):
             return NO_FAULTS
         if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
             return WITHIN_STEP
         yield from d.call("set_faults", (faults,))
-        yield from p.call("set_faults", (Faults(hold=faults.hold),))
+        yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, begun, of_p = faults.ranks or range(d.handle.ranks), False, 0
+        ranks, begun = faults.ranks or range(d.handle.ranks), False
         deadline = d.deadline(self.limits.release)
-        while not begun and not deadline.over() and not (of_p and faults.fail):
-            reports, of_p = (yield from d.call("fault_reports")), 0
-            for report in (yield from p.call("fault_reports")):
-                of_p += report.changed if faults.hold else report.transfers
-            begun = all(reports[rank].changed for rank in ranks) or (of_p > 0 and not faults.fail)
+        while not begun and not deadline.over():
+            reports = yield from d.call("fault_reports")
+            self.p_writes = any(report.changed for report in (yield from p.call("fault_reports")))
+            begun = self.p_writes or all(reports[rank].changed for rank in ranks)
         for engine in (p, d):
             yield from engine.call("set_faults", ())  # what is held stays held
-        return (request, added) if begun else P_WRITES if of_p else NO_TRANSFER
+        return (request, added) if begun else NO_TRANSFER
 
-    def start_held_transfers(self, p: SteppedEngine, d: SteppedEngine) -> Steps:
-        """Begin what is held on P and on D."""
+    def start_held_transfers(self, p: SteppedEngine, d: SteppedEngine, request: ByteRequest) -> Steps:
+        """Begin what is held on P and on D. The deadline of D's request begins now: it was held before."""
         for engine in (p, d):
             yield from engine.call("start_held_transfers")
+        self._deadlines[request.id] = d.deadline(self.limits.request)
 
     def wait_until_empty(self, engine: SteppedEngine) -> Steps:
         """Wait until an engine holds no block and no request, or until its deadline to free blocks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
     CuttingProxy,
@@ -29,7 +29,7 @@ from pytest_kvconform.rigs.peers.rank_scenarios import (
     nothing_to_load,
     worker_fails_at_end_of_load,
 )
-from pytest_kvconform.rigs.peers.scenario_engines import HELD, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -194,14 +194,18 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from d.pause_stepping()
+    of_p = engines.p_writes
     freed = yield from engines.wait_until_freed(p, prefill, 2 * engines.lease_s + engines.limits.release)
     if not freed:
-        return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
+        d.resume()
+        yield from engines.start_held_transfers(p, d, held[0])
+        found = ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
+        return replace(found, unsupported=KEEPS) if of_p else found
     d.resume()
-    yield from engines.start_held_transfers(p, d)
+    yield from engines.start_held_transfers(p, d, held[0])
     decodes = {"late": (yield from engines.finish_decode(d, *held))}
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
-    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
+    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "of_p": of_p})
 
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -230,7 +234,7 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
         return ScenarioObservation(unsupported=held)
     yield from pause(engines.lease_s * LEASES_WAITED)
     too_slow = engines.too_slow(p, d)
-    yield from engines.start_held_transfers(p, d)
+    yield from engines.start_held_transfers(p, d, held[0])
     decode = yield from engines.finish_decode(d, *held)
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
 
@@ -311,7 +315,8 @@ def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
 
 _WHOLE = (hand_overs, load_on_idle_engine, aborted_before_load, nothing_to_load, aborted_during_load)
 # Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is
-# not used in another.
+# not used in another. Where P writes, what is held is held on P, so that scenarios which hold transfers have
+# a P whose other transfers do not begin meanwhile.
 SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P1D1": {
         "silent_peer": PeerScenario(silent_peer, ("P", "D4"), other_engines=("P3",), starts_early=True),
@@ -320,8 +325,8 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         ),
         "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
         "cut_connections": PeerScenario(cut_connections, ("P", "D10"), starts_early=True),
-        "loading_past_lease": PeerScenario(loading_past_lease, ("P", "D6"), waits_for_lease=True),
-        "queued_past_lease": PeerScenario(queued_past_lease, ("P", "D6"), waits_for_lease=True),
+        "loading_past_lease": PeerScenario(loading_past_lease, ("P5", "D6"), waits_for_lease=True),
+        "queued_past_lease": PeerScenario(queued_past_lease, ("P5", "D6"), waits_for_lease=True),
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
         "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),

@@ -24,6 +24,7 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.declarations.children import with_folder
 from pytest_kvconform.result import (
     Blocked,
     Cell,
@@ -150,11 +151,10 @@ class Host:
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.scheduler_config.max_num_seqs = max_seqs
-        fields = self.spec.transfer[role] | {"kv_load_failure_policy": policy}
-        given, folder = fields.get("kv_connector_extra_config", {}), self.spec.subject.folder
-        ours = bool(folder) and given.get(folder) == self.spec.folder
-        own = {folder: f"{self.spec.folder}-{os.getpid()}"} if ours else {}  # a folder for each case
-        more = given | own | dict(extra or {})
+        ours = self.spec.folder  # each case has a folder of its own
+        fields = with_folder(self.spec.transfer[role], ours, f"{ours}-{os.getpid()}")
+        fields |= {"kv_load_failure_policy": policy}
+        more = fields.get("kv_connector_extra_config", {}) | dict(extra or {})
         config.kv_transfer_config = KVTransferConfig(
             **fields | ({"kv_connector_extra_config": more} if more else {})
         )

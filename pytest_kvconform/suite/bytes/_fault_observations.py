@@ -49,6 +49,8 @@ def with_faults(bench: Bench, transfer: Transfer) -> FaultObservation:
             f"{fault_sentence(transfer)}: the connector started no transfer that this fault is for "
             f"({report.transfers} in all)"
         )
+    if done and any(f.fail for f in transfer.faults) and not report.failed:
+        raise Blocked(f"{fault_sentence(transfer)}: no transfer failed, of the {report.transfers} that began")
     if done and any(f.notifications for f in transfer.faults) and not report.notifications:
         raise Blocked(f"{fault_sentence(transfer)}: no notification came, so none could be disturbed")
     return found
@@ -125,12 +127,23 @@ def failed_requests(observed: TransferObservation) -> list[Received]:
     ]
 
 
+def d_hears_nothing(found: FaultObservation) -> bool:
+    """Whether the message was lost by which D hears that P has written: D begins no transfer itself.
+
+    D cannot tell such a load from one that failed.
+    """
+    lost = any(faults.notifications == NEVER for faults in found.transfer.transfer.faults)
+    return lost and not found.reports[1].transfers
+
+
 def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
     """Return evidence of the requests for which D loaded KV.
 
     Raises Violation if a row is wrong: of KV-FAIL-007 where a load was reported as finished too early.
     """
     check_reported_in_time(bench, found)
+    if d_hears_nothing(found) and not any(check.rows_due for check in all_checks(found.transfer)):
+        raise NotApplicable("P writes, and D gave up loads of whose end it did not hear")
     return bytes_right(bench, found.transfer, rule)
 
 

@@ -60,12 +60,15 @@ def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Rec
     )
 
 
-def completed(bench: Bench, transfer: Transfer) -> TransferObservation:
-    """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
+def completed(bench: Bench, transfer: Transfer, refused: bool = False) -> TransferObservation:
+    """Observe a transfer in which every request came to its end. Otherwise raises Blocked.
+
+    `refused`: a request may have ended with an error.
+    """
     observed = observe(bench, transfer)
     if observed.excuse:
         raise Blocked(observed.excuse)
-    if observed.failed or observed.stuck or observed.refused:
+    if observed.failed or observed.stuck or (observed.refused and not refused):
         raise Blocked(
             f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
         )

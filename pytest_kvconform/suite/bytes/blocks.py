@@ -13,7 +13,13 @@ from pytest_kvconform.suite.bytes._transfers import transfers
 
 @case("KV-BLOCKS-001", variants=transfers)
 def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
-    """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease."""
-    observed = completed(bench, transfer)
+    """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease.
+
+    D frees them also after a load that was refused. P may keep those of such a load until its lease ends.
+    """
+    observed = completed(bench, transfer, refused=True)
     assert observed.usage is not None
-    return check_all_freed(observed.usage, observed.released, moved(observed), bench.subject.is_store)
+    usage = dict(zip("PD", observed.usage, strict=True))
+    if observed.refused:
+        del usage["P"]
+    return check_all_freed(usage, observed.released, moved(observed), bench.subject.is_store)

@@ -85,7 +85,7 @@ def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
 @case("KV-BYTES-002", variants=transfers)
 def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing in D's pool changes but what is due, until the end of the transfer."""
-    observed = completed(bench, transfer)
+    observed = completed(bench, transfer, refused=True)
     for check in [check for r in observed.requests for check in r.checks] + list(observed.audits[1]):
         if check.pool.words.get(COLLATERAL) or (not check.request and check.pool.wrong):
             raise Violation(_collateral(bench, "D", check, "KV-BYTES-002"))
@@ -99,7 +99,7 @@ def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
 @case("KV-BYTES-003", variants=transfers)
 def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing in P's pool changes but what P computed."""
-    observed = completed(bench, transfer)
+    observed = completed(bench, transfer, refused=True)
     for check in observed.audits[0]:
         if check.pool.wrong:
             raise Violation(_collateral(bench, "P", check, "KV-BYTES-003"))

@@ -16,6 +16,7 @@ from pytest_kvconform.suite.bytes._fault_observations import (
     all_checks,
     bytes_right,
     completed,
+    d_hears_nothing,
     failed_requests,
     fault_sentence,
     load_right,
@@ -56,10 +57,8 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
                 log=observed.failed.log if observed.failed else observed.logged,
             )
         )
-    broken, refused = (
-        sum(s.failed for s in found.reports),
-        [r.name for r in observed.requests if r.finish == "error"],
-    )
+    broken = len(observed.requests) if d_hears_nothing(found) else sum(s.failed for s in found.reports)
+    refused = [r.name for r in observed.requests if r.finish == "error"]
     if (refused and transfer.policy != "fail") or len(failed) > broken:
         raise Violation(
             Finding(

@@ -16,4 +16,5 @@ def all_blocks_are_freed(bench: Bench, scenario: Scenario) -> Evidence:
     """Blocks of every KV cache group, and requests, are freed within seconds, without waiting for a lease."""
     observed = completed(bench, scenario)
     assert observed.usage is not None
-    return check_all_freed(observed.usage, observed.released, moved(observed), bench.subject.is_store)
+    usage = dict(zip("PD", observed.usage, strict=True))
+    return check_all_freed(usage, observed.released, moved(observed), bench.subject.is_store)

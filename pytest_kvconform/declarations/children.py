@@ -1,0 +1,141 @@
+"""The connectors inside one that contains others, as vLLM's MultiConnector does.
+
+A connector contains others if `connectors` of its kv_connector_extra_config is a list of KVTransferConfigs.
+What our declaration of a registered one says holds inside, too: what it needs to start, its folder, its
+lease. The profile of the run decides which children it judges: stores, or those that hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from pytest_kvconform import features
+from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
+
+EXTRA, CHILDREN = "kv_connector_extra_config", "connectors"
+SAME_ENGINE = "same-engine"
+STORES = ("store", SAME_ENGINE)  # profiles
+# Features that are asked of every child, judged or not: all get the same layers and the same requests.
+OF_ALL = frozenset(
+    "full-attention mla sliding-window mamba-state mla-and-state mla-and-gqa speculative-draft preemption "
+    "abort".split()
+)
+
+
+class Child(msgspec.Struct, frozen=True, kw_only=True):
+    """One connector inside another one, see `Subject`."""
+
+    connector: str
+    module: str | None = None
+    profile: str = "p2p"
+    folder: str = ""
+    lease: str = ""
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it saves KV and loads it later, and hands nothing over."""
+        return self.profile in STORES
+
+
+def children_of(config: dict[str, Any], lease: str) -> tuple[Child, ...]:
+    """Return the connectors inside one with this configuration, in their order.
+
+    `lease`: the key that is declared for those of which we have no declaration.
+    """
+    found = []
+    for one in _configs(config):
+        known = _declaration(one) or BundledDeclaration(lease=lease, features={})
+        found.append(
+            Child(
+                connector=one["kv_connector"],
+                module=one.get("kv_connector_module_path"),
+                profile=known.profile,
+                folder=known.folder,
+                lease=known.lease,
+            )
+        )
+    return tuple(found)
+
+
+def completed_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what our declarations of the children need to start."""
+    if not (given := _configs(config)):
+        return config
+    whole = [merge_config(one, ours.config) if (ours := _declaration(one)) else one for one in given]
+    return config | {EXTRA: config[EXTRA] | {CHILDREN: whole}}
+
+
+def together(whole: BundledDeclaration, config: dict[str, Any], profile: str) -> BundledDeclaration:
+    """Return the declaration of a connector with the children of this configuration.
+
+    `whole`: what is declared of it beside its children. `profile`: of the run, "": that of the children.
+    """
+    pairs = [(one, _declaration(one)) for one in _configs(config)]
+    known = [ours for _, ours in pairs if ours]
+    if not known:
+        return whole
+    alone = all(ours and ours.profile in STORES for _, ours in pairs)
+    profile = profile or (_one(ours.profile for ours in known) or STORES[0] if alone else "p2p")
+    judged = [ours for ours in known if (ours.profile in STORES) == (profile in STORES)]
+    return msgspec.structs.replace(
+        whole,
+        profile=profile,
+        handover="" if profile in STORES else _one(ours.handover for ours in judged),
+        load_granularity=max((ours.load_granularity for ours in judged), default=0),
+        min_load=max((ours.min_load for ours in judged), default=0),
+        asks_worker=any(ours.asks_worker for ours in judged),
+        requires_device=_one(ours.device_for(one) for one, ours in pairs if ours),
+        stand_in=_one(ours.stand_in for ours in known),
+        packages={module: where for ours in known for module, where in ours.packages.items()},
+        services={name: table for ours in known for name, table in ours.services.items()},
+        exempt=_one(ours.exempt for ours in known),
+        features=(_features(known, judged) if len(known) == len(pairs) else {}) | whole.features,
+    )
+
+
+def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
+    extra = defaults.get(EXTRA, {}) | config.get(EXTRA, {})
+    return defaults | config | ({EXTRA: extra} if extra else {})
+
+
+def with_folder(config: Any, ours: str, own: str) -> Any:
+    """The same configuration with another folder of the suite, also in connectors inside."""
+    if isinstance(config, dict):
+        return {key: with_folder(value, ours, own) for key, value in config.items()}
+    if isinstance(config, list):
+        return [with_folder(value, ours, own) for value in config]
+    inside = isinstance(config, str) and (config == ours or config.startswith(f"{ours}/"))
+    return own + config.removeprefix(ours) if inside else config
+
+
+def _features(known: Sequence[BundledDeclaration], judged: Sequence[BundledDeclaration]) -> dict[str, Any]:
+    """What children support together: what one of them does not support is unsupported."""
+    found: dict[str, Any] = {}
+    for name in features.load():
+        values = [ours.features[name] for ours in (known if name in OF_ALL else judged)]
+        found[name] = next((value for value in values if value is not True), True)
+    return found
+
+
+def _configs(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The KVTransferConfigs of the children; []: there are none."""
+    given = config.get(EXTRA, {}).get(CHILDREN)
+    are = isinstance(given, list) and all(
+        isinstance(one, dict) and isinstance(one.get("kv_connector"), str) for one in given
+    )
+    return given if are else []
+
+
+def _declaration(config: dict[str, Any]) -> BundledDeclaration | None:
+    """Our declaration of a child; None: we have none."""
+    own = config.get("kv_connector_module_path")
+    return None if own else bundled_declarations().get(config["kv_connector"])
+
+
+def _one(values: Iterable[str]) -> str:
+    """The first that is not empty; "" if all are."""
+    return next(filter(None, values), "")

@@ -1,0 +1,1 @@
+"""A connector that pushes: a right one, and wrong ones."""
