@@ -36,8 +36,8 @@ INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
 STATES = (
     "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
 )
-# Hangs of a cell after which its other scenarios are not tried. Until then new engines go on, if they can hand
-# something over at all (INTRODUCTION).
+# Hangs of a cell after which its other scenarios are not tried. Until then new engines go on, unless they
+# hang in the plainest hand-over, too (INTRODUCTION).
 HANGS = 3
 # After engines have hung in so many cells, or failed without the connector, too, further cells would only
 # take long, and are not tried.
@@ -92,7 +92,7 @@ class EngineBench:
                 raise Blocked(on, refused=failed.declined) from None
             if self.context.subject.is_store and load_families()[cell.family].has_state:
                 raise Blocked(STATES)
-            plain = scenario.due and not scenario.abort and not self.control.failures(cell)
+            plain = scenario.due and not scenario.abort and not self.control.hangs[cell]
             first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
                 observation = self._observe(cell, one, *pair, longer)
@@ -150,8 +150,7 @@ class EngineBench:
     ) -> Observation:
         """Note whether a scenario in which an engine failed fails without the connector, too.
 
-        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`, unless
-        these hand nothing over.
+        The engines are ended. Other scenarios of the cell have fresh ones, see `Control.is_over`.
         """
         for word in ("", LONG):
             self.pairs.end(cell, word)
@@ -175,8 +174,7 @@ class EngineBench:
             self.context.note("call", observed.failed is not None and observed.failed.how == "hung")
             if hung(observed):
                 self.context.hanging.add(cell)
-        lost = not excuse and scenario.name == INTRODUCTION.name
-        if self.control.is_over(cell, observed, excuse, HANGS) or lost:
+        if self.control.is_over(cell, observed, excuse, 1 if scenario.name == INTRODUCTION.name else HANGS):
             failed = observed.failed.sentence if observed.failed else observed.stuck[0]
             self._dead[cell] = excuse or failed
             if excuse or hung(observed):

@@ -110,10 +110,6 @@ class Control(Generic[Handle]):
             return ""
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
 
-    def failures(self, cell: Cell) -> int:
-        """How many failures of the cell were the connector's."""
-        return self.deaths[cell] + self.hangs[cell]
-
     def is_over(self, cell: Cell, found: Ended, excuse: str, hangs: int = 1) -> bool:
         """Whether no other scenario of the cell is tried after one in which an engine failed.
 
