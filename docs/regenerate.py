@@ -24,12 +24,14 @@ from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_lay
 from pytest_kvconform import features, plan, rules
 from pytest_kvconform.rigs.vllm_setup.hooks import HOOKS, Hook
 from pytest_kvconform.rules import clauses
+from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, Settings
 
 DOCS = Path(__file__).parent
 PLUGIN, TESTS = DOCS.parent / "pytest_kvconform", DOCS.parent / "tests"
 PAGES = {
     "tiers": "authors.md",
+    "levels": "authors.md",
     "families": "families.md",
     "rigs": "design.md",
     "rules": "rules.md",
@@ -67,6 +69,17 @@ def tiers_table() -> str:
         checks = first_sentence(PLUGIN / "suite" / tier / "__init__.py")
         rows.append((f"`{tier}`", ", ".join(rigs), *map(str, numbers), checks))
     return _table(("tier", "rigs", "cases, quick", "cases, full", "what it checks"), rows)
+
+
+def levels_table() -> str:
+    """One row for each level: the numbers of its rules and of its cases, and the features that lead to it."""
+    cases = Counter(planned.level for planned in plan.make_plan(Settings(), ()).selected)
+    counted = Counter(rule.level for rule in rules.load().values())
+    rows = []
+    for level, meaning in LEVELS.items():
+        names = [f"`{name}`" for name, feature in features.load().items() if feature.level == level]
+        rows.append((f"`{level}`", meaning, str(counted[level]), ", ".join(names), str(cases[level])))
+    return _table(("level", "what is right", "rules", "features", "cases, quick"), rows)
 
 
 def families_table() -> str:
@@ -147,6 +160,7 @@ def rules_table() -> str:
         (
             rule.id,
             rule.strength,
+            rule.level,
             rule.minors.removeprefix("since vLLM "),
             rule.sentence,
             rule.caller,
@@ -159,6 +173,7 @@ def rules_table() -> str:
     head = (
         "id",
         "strength",
+        "level",
         "since vLLM",
         "sentence",
         "caller in vLLM",
@@ -261,10 +276,15 @@ def settings_table() -> str:
 def features_table() -> str:
     """One row for each feature."""
     rows = [
-        (f"`{name}`", feature.meaning, ", ".join([*feature.facts, *feature.rules, *feature.cases]))
+        (
+            f"`{name}`",
+            feature.level,
+            feature.meaning,
+            ", ".join([*feature.facts, *feature.rules, *feature.cases]),
+        )
         for name, feature in features.load().items()
     ]
-    return _table(("feature", "", "a case needs it that has, or checks"), rows)
+    return _table(("feature", "level", "", "a case needs it that has, or checks"), rows)
 
 
 def nightly_table() -> str:
@@ -301,6 +321,7 @@ def section(output: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "tiers": tiers_table,
+    "levels": levels_table,
     "families": families_table,
     "rigs": rigs_table,
     "rules": rules_table,

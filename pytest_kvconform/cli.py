@@ -16,6 +16,7 @@ from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
 from pytest_kvconform.report import document
 from pytest_kvconform.rules import clauses
+from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         lambda options: doctor.main(),
         "print what is installed, what can run here, and what is missing",
     )
-    one = command("list", _list, "list cases, rules, clauses, families, features or settings")
+    one = command("list", _list, "list cases, rules, levels, clauses, families, features or settings")
     one.add_argument("what", choices=sorted(_LISTS))
     one.add_argument(
         "--matrix",
@@ -91,7 +92,7 @@ def _cases(matrix: str) -> list[Sequence[str]]:
 
 
 def _rules(matrix: str) -> list[Sequence[str]]:
-    return [(rule.id, rule.strength, rule.sentence) for rule in rules.load().values()]
+    return [(rule.id, rule.strength, rule.level, rule.sentence) for rule in rules.load().values()]
 
 
 def _clauses(matrix: str) -> list[Sequence[str]]:
@@ -131,7 +132,10 @@ _LISTS: dict[str, Callable[[str], list[Sequence[str]]]] = {
     "clauses": _clauses,
     "rules": _rules,
     "families": _families,
-    "features": lambda matrix: [(name, feature.meaning) for name, feature in features.load().items()],
+    "features": lambda matrix: [
+        (name, feature.level, feature.meaning) for name, feature in features.load().items()
+    ],
+    "levels": lambda matrix: list(LEVELS.items()),
     "settings": _settings,
 }
 
@@ -160,7 +164,7 @@ def _explain(options: argparse.Namespace) -> int:
             f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: "
             "kvconform list rules"
         )
-    print(f"{rule.id}  {rule.strength}, {rule.minors}\n\n  {rule.sentence}\n")
+    print(f"{rule.id}  {rule.strength}, {rule.minors}, level {rule.level}\n\n  {rule.sentence}\n")
     for name, text in (("caller", rule.caller), ("breaks", rule.breaks), ("source", rule.source)):
         if text:
             print(f"{name:<9}{text}")
@@ -191,7 +195,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _compare_with_suite(report: document.Report) -> list[str]:
     """Return a sentence for each part of the manifest and the results that differs from the suite.
 
-    Of a result rule, cell and features are compared.
+    Of a result rule, cell, features and level are compared.
 
     Another version of the suite has other cases, so its reports are not compared.
     """
@@ -221,7 +225,12 @@ def _compare_with_suite(report: document.Report) -> list[str]:
         )
     for result in report.results:
         if (one := planned.get(result.id)) is not None:
-            expected = {"rule": one.case.rule, "cell": one.cell, "features": features.required_features(one)}
+            expected = {
+                "rule": one.case.rule,
+                "cell": one.cell,
+                "features": features.required_features(one),
+                "level": one.level,
+            }
             sentences += [
                 f"{result.id}: {key} of the result is not {key} of the case"
                 for key, value in expected.items()

@@ -17,6 +17,7 @@ import msgspec
 from model_matrix import load_byte_matrices, load_families, load_geometries, parse_topology
 from model_matrix.geometries import FullAttention, Mla, SlidingWindow, State
 from pytest_kvconform.result import Cell
+from pytest_kvconform.rules.levels import Level
 
 if TYPE_CHECKING:
     from pytest_kvconform.plan import PlannedCase
@@ -61,6 +62,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One feature of the list. features.toml explains the fields."""
 
     meaning: str
+    level: Level
     facts: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from pytest_kvconform import features, loading, rules
 from pytest_kvconform.case import Case
 from pytest_kvconform.declaration import version
 from pytest_kvconform.result import Cell
+from pytest_kvconform.rules.levels import LEVELS, Level, last_level
 from pytest_kvconform.settings import HUB, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 
@@ -54,6 +55,12 @@ class PlannedCase:
     def id(self) -> str:
         return f"{PREFIX}{self.module}::{self.name}"
 
+    @property
+    def level(self) -> Level:
+        """The level of the verdict that the case counts for."""
+        needed = (features.load()[name].level for name in features.required_features(self))
+        return last_level((rules.load()[self.case.rule].level, *needed))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,8 +85,8 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
     that are not installed. The tier is left out then, unless it is named, or the only one that is selected:
     then its cases say what to install.
 
-    Raises BadSetting if a tier, family, topology, rule, feature or argument matches nothing, BadSuite for a
-    file without cases.
+    Raises BadSetting if a tier, level, family, topology, rule, feature or argument matches nothing, BadSuite
+    for a file without cases.
     """
     tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
     for tier in settings.tier:
@@ -100,6 +107,12 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
             raise BadSetting(
                 f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are "
                 f"{', '.join(known)}"
+            )
+    for level in settings.level:
+        if level not in LEVELS:
+            raise BadSetting(
+                f"--kv-level: there is no level {level!r}{did_you_mean(level, list(LEVELS))}; there are "
+                f"{', '.join(LEVELS)}"
             )
     _require_one_deployment(settings)
     if settings.gsm8k == HUB and not settings.real:
@@ -127,6 +140,7 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
         and (
             not settings.feature or not set(settings.feature).isdisjoint(features.required_features(planned))
         )
+        and (not settings.level or planned.level in settings.level)
     ]
     limited = {} if settings.deployed else _limited(every, settings.hide_cpu)
     selected = _selected_by(selected, arguments, every)

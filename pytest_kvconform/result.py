@@ -7,8 +7,11 @@ unchanged.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
+
+from pytest_kvconform.rules.levels import Level
 
 
 class Outcome(StrEnum):
@@ -75,6 +78,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence | None = None  # for PASS
     seconds: float = 0.0
     features: tuple[str, ...] = ()  # features without which the case has no meaning
+    level: Level | Literal[""] = ""  # of the verdict; "": written by a suite that had no levels
     # the connector declined cleanly: it reported so, delivered no wrong byte, did not die or hang
     refused: bool = False
     case_outcome: Outcome | None = None  # outcome of the case, if applying the declaration changed it

@@ -4,10 +4,14 @@ Only this module decides: the terminal, `report.json`, `kvconform verify` and th
 verdict. HARNESS outranks VIOLATES, VIOLATES outranks INCOMPLETE, INCOMPLETE outranks CONFORMS. So cases
 that could not run are never hidden behind cases that passed. Warnings (broken rules of strength SHOULD) are
 counted in the headline and change neither the word nor the exit code.
+
+Each level has a verdict of its own, decided in the same way from its cases alone. It changes neither the word
+of the run nor the exit code: one violation of any level makes the run VIOLATES.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -23,7 +27,9 @@ from pytest_kvconform.apply_declaration import (
     shown_finding,
 )
 from pytest_kvconform.declaration import undeclared
+from pytest_kvconform.features import load as load_features
 from pytest_kvconform.result import CaseResult, Outcome
+from pytest_kvconform.rules.levels import LEVELS, Level
 
 Word = Literal["CONFORMS", "CONFORMS-EXCEPT", "VIOLATES", "INCOMPLETE", "HARNESS"]
 EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own
@@ -47,6 +53,15 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...]
 
 
+class LevelVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict of one level."""
+
+    name: Level
+    word: Word | Literal["NOT-APPLICABLE", "NOT-RUN"]
+    sentence: str  # the reason
+    counts: dict[str, int]  # outcome -> cases of the level; only what occurs
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict of a run about the connector."""
 
@@ -56,6 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]  # outcome -> cases; only what occurs
     causes: tuple[Cause, ...]  # violations, warnings, harness, blocked, known; the most frequent first
     features: tuple[FeatureResult, ...] = ()  # declared and observed; empty without criteria
+    levels: tuple[LevelVerdict, ...] = ()  # every level; empty if no result has one
 
     @property
     def headline(self) -> str:
@@ -82,20 +98,51 @@ def decide_verdict(
     results = sorted((_require_evidence(result) for result in results), key=lambda result: result.id)
     if criteria is not None:
         results = [apply_declaration(result, criteria) for result in results]
-    counts = {
-        outcome.value: n for outcome in Outcome if (n := sum(result.outcome is outcome for result in results))
-    }
-    word, sentence = _word_and_sentence(
-        results, sorted(expected) if expected is not None else None, troubles, criteria
-    )
+    expected = sorted(expected) if expected is not None else None
+    word, sentence = _word_and_sentence(results, expected, troubles, criteria)
     return Verdict(
         word=word,
         exit_code=EXIT_CODES[word],
         sentence=sentence,
-        counts=counts,
+        counts=_counts(results),
         causes=_causes(results),
         features=feature_results(results, criteria) if criteria is not None else (),
+        levels=_levels(results, expected, troubles, criteria),
     )
+
+
+def _counts(results: Sequence[CaseResult]) -> dict[str, int]:
+    found = Counter(result.outcome for result in results)
+    return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
+
+
+def _levels(
+    results: Sequence[CaseResult],
+    expected: Sequence[str] | None,
+    troubles: Sequence[str],
+    criteria: Criteria | None,
+) -> tuple[LevelVerdict, ...]:
+    """Return the verdict of each level.
+
+    What concerns the whole run counts for every level that ran: selected cases without a result, whose level
+    nobody knows, troubles of the suite, and cases that a claim leaves out.
+    """
+    if not any(result.level for result in results):
+        return ()
+    done, found = {result.id for result in results}, []
+    missing = [name for name in expected or () if name not in done]
+    for level in LEVELS:
+        mine = [result for result in results if result.level == level]
+        word: Word | Literal["NOT-APPLICABLE", "NOT-RUN"]
+        if not mine:
+            word, sentence = "NOT-RUN", "no case of this level ran"
+        elif all(result.outcome is Outcome.NOT_APPLICABLE for result in mine):
+            word, sentence = "NOT-APPLICABLE", f"{_count_cases(len(mine))} did not apply: {mine[0].reason}"
+        else:
+            names = [*(result.id for result in mine), *missing]
+            word, sentence = _word_and_sentence(mine, names, troubles, criteria, level)
+        found.append(LevelVerdict(name=level, word=word, sentence=sentence, counts=_counts(mine)))
+    return tuple(found)
 
 
 def signature(result: CaseResult) -> str:
@@ -131,7 +178,10 @@ def _word_and_sentence(
     expected: Sequence[str] | None,
     troubles: Sequence[str],
     criteria: Criteria | None,
+    level: Level | None = None,
 ) -> tuple[Word, str]:
+    """Return the verdict of a run, or of one level of it, and the reason."""
+
     def of(outcome: Outcome) -> list[CaseResult]:
         return [result for result in results if result.outcome is outcome]
 
@@ -172,7 +222,7 @@ def _word_and_sentence(
             f"{len(blocked)} of {_count_cases(len(results))} could not run here: {reasons[0]}{more}",
         )
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
-    if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known))):
+    if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known), level)):
         return "INCOMPLETE", wrong
     if not passed:
         return (
@@ -180,7 +230,11 @@ def _word_and_sentence(
             "no case passed: every case is not applicable, a warning or a known failure, which shows nothing",
         )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
-    moving = [result for result in results if _tier(result) in MOVING_TIERS]
+    moving = [
+        result
+        for result in results
+        if _tier(result) in MOVING_TIERS and not (level and result.outcome is Outcome.NOT_APPLICABLE)
+    ]
     # a server counts tokens, and bytes only if the connector has a metric of them
     loaded = sum(
         result.evidence.external_tokens
@@ -203,17 +257,19 @@ def _word_and_sentence(
     return "CONFORMS", f"{_count_cases(len(passed))} passed{tail}"
 
 
-def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, known: int) -> str:
+def _declaration_mistake(
+    results: Sequence[CaseResult], criteria: Criteria, known: int, level: Level | None
+) -> str:
     """Return what must change in the declaration before the verdict can be CONFORMS; "" if nothing.
 
     The answer is one sentence.
 
-    `known`: how many results are KNOWN.
+    `known`: how many results are KNOWN. `level`: of these results alone; None: of the run.
     """
     for entry in criteria.known:
         mine = [result for result in results if entry.matches(result.id)]
         name = f"{entry.place} ({entry.case})"
-        if entry.state == "expired" and (mine or not criteria.left_out):
+        if entry.state == "expired" and (mine or not (criteria.left_out or level)):
             return (
                 f"{name} expired on {entry.expires}: fix the failure, or read {entry.issue} and set "
                 "another date"
@@ -226,11 +282,15 @@ def _declaration_mistake(results: Sequence[CaseResult], criteria: Criteria, know
                 f"{passed[0]}: "
                 f"{change}"
             )
-    if missing := undeclared(criteria.features):
+    needed = {name for result in results for name in result.features}
+    if missing := [name for name in undeclared(criteria.features) if name in needed or not level]:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         count = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
         return f"{count} not declared ({shown}): add the lines printed above to [tool.kvconform.features]"
+    tested = load_features()
     for name, why in criteria.features.items():
+        if level and name in tested and tested[name].level != level:
+            continue  # cases of the feature's own level test it
         mine = [result for result in results if name in result.features]
         outcomes = {result.case_outcome or result.outcome for result in mine}
         if why == "" and outcomes == {Outcome.NOT_APPLICABLE}:

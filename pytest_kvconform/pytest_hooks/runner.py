@@ -98,9 +98,10 @@ class CaseRunner:
         return self._plan
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:
-        """Return the result of a case with its features, after the declaration is applied."""
+        """Return the result of a case with its features and level, after the declaration is applied."""
+        needed = features.required_features(planned)
         return apply_declaration(
-            msgspec.structs.replace(result, features=features.required_features(planned)), self.criteria
+            msgspec.structs.replace(result, features=needed, level=planned.level), self.criteria
         )
 
     @property

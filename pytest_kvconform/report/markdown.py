@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.report.failure import compress_ids
 from pytest_kvconform.report.terminal import left_out_here, title
@@ -10,7 +12,7 @@ _MOST = 10
 
 
 def job_summary(report: Report) -> str:
-    """Return headline, verdict, counts and causes.
+    """Return headline, verdict, levels, counts and causes.
 
     The text ends with a blank line, because other steps append to the same file.
     """
@@ -22,8 +24,12 @@ def job_summary(report: Report) -> str:
         f"**{word.rstrip(':')}**{word[len(word.rstrip(':')) :]} {verdict.sentence}",
         "",
     ]
+    if verdict.levels:
+        lines += ["| level | verdict | cases |", "|---|---|---|"]
+        lines += [_row(one.name, one.word, _counts(one.counts) or "-") for one in verdict.levels]
+        lines.append("")
     if verdict.counts:
-        lines += [", ".join(f"{count} {outcome}" for outcome, count in verdict.counts.items()), ""]
+        lines += [_counts(verdict.counts), ""]
     if report.selection.left_out:
         lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
     for line in left_out_here(report):
@@ -55,6 +61,10 @@ def job_summary(report: Report) -> str:
         if len(verdict.causes) > _MOST:
             lines.append(f"\n{len(verdict.causes) - _MOST} more causes are in the report.")
     return "\n".join(lines).rstrip() + "\n\n"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def _row(*words: object) -> str:

@@ -1,4 +1,4 @@
-"""Last lines of a run: at most 28 lines, always with the verdict."""
+"""Last lines of a run: at most 33 lines, first the levels, always with the verdict."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pytest_kvconform.extras import EXTRA
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import Outcome
-from pytest_kvconform.verdict import Cause
+from pytest_kvconform.verdict import Cause, LevelVerdict
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
-_MOST_LINES = 27  # under the headline; violations get the lines that the other parts leave free
+_MOST_LINES = 32  # under the headline; violations get the lines that the other parts leave free
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
 _GROUPS = (
     (Outcome.FAIL, "violation"),
@@ -37,6 +37,7 @@ _COLOURS = {
     "VIOLATES": "red",
     "HARNESS": "red",
     "INCOMPLETE": "yellow",
+    "NOT-APPLICABLE": "",
 }
 
 
@@ -54,7 +55,7 @@ def title(report: Report) -> str:
 def summary(report: Report, report_path: str, width: int, unicode: bool) -> list[Line]:
     """Return all lines under the headline. `width` in columns; without `unicode` every character is ASCII."""
     verdict = report.verdict
-    above: list[Line] = [(row, {}) for row in _table(report, width)]
+    above = [*_levels(verdict.levels, width), *((row, {}) for row in _table(report, width))]
     if report.selection.left_out:
         above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
     above += [(line, {}) for line in left_out_here(report)]
@@ -89,6 +90,20 @@ def to_ascii(text: str) -> str:
     for sign, word in _ASCII.items():
         text = text.replace(sign, word)
     return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
+
+
+def _levels(levels: Sequence[LevelVerdict], width: int) -> list[Line]:
+    """Return a line for each level that ran, and one for the others together."""
+    ran = [one for one in levels if one.word != "NOT-RUN"]
+    others = [one.name for one in levels if one.word == "NOT-RUN"]
+    names = max((len(one.name) for one in ran), default=0)
+    words = max((len(one.word) for one in ran), default=0)
+    lines: list[Line] = []
+    for one in ran:
+        counts = " ".join(f"{count}{_SIGNS[name]}" for name in _SIGNS if (count := one.counts.get(name)))
+        text = f"level {one.name.ljust(names)}  {one.word.ljust(words)}  {counts}"
+        lines.append((_cut(text, width), {colour: True} if (colour := _COLOURS[one.word]) else {}))
+    return lines + ([(f"level {', '.join(others)}: not run", {})] if ran and others else [])
 
 
 def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> list[Line]:

@@ -19,6 +19,7 @@ import msgspec
 
 from pytest_kvconform import loading
 from pytest_kvconform.rigs.vllm_setup.compat import is_development
+from pytest_kvconform.rules.levels import Level
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"
@@ -30,6 +31,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     id: str  # "KV-BYTES-001"
     sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
+    level: Level  # of the verdict; the features that a case needs may put the case into a later one
     since: str  # first minor of vLLM, of those that the suite knows, that requires it: "0.31"
     caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
     breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so

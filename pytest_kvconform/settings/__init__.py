@@ -88,6 +88,7 @@ class Settings:
         is_path=True,
     )
     tier: tuple[str, ...] = row((), parse_words, "NAME", "only the cases of this tier, a folder of the suite")
+    level: tuple[str, ...] = row((), parse_words, "LEVEL", "only this level of the verdict, e.g. core")
     family: tuple[str, ...] = row((), parse_words, "ID", "only this model family, e.g. gemma3")
     topology: tuple[str, ...] = row(
         (), parse_words, "PnDm", "only this pair of tensor parallel sizes, e.g. P1D2: prefill 1, decode 2"
@@ -164,6 +165,7 @@ class Settings:
         "seed of the order of cells and cases; 0: the order of the suite; last: the seed of the previous run",
     )
     report: str = row("kv-report", parse_text, "DIR", "folder for report.json", is_path=True)
+    html: bool = row(False, parse_switch, "", "also write the report as a page, report.html, to that folder")
     claim: bool = row(
         False,
         parse_switch,

@@ -92,6 +92,7 @@ def report(outcome: Outcome) -> document.Report:
         rule=planned.case.rule,
         cell=planned.cell,
         features=required_features(planned),
+        level=planned.level,
         outcome=outcome,
         evidence=evidence,
     )

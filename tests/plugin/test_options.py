@@ -16,6 +16,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "family": (["--kv-family=llama"], lambda run: sorted(run.outcomes)),
     "topology": (["--kv-topology=P1D2"], lambda run: sorted(run.outcomes)),
     "rule": (["--kv-rule=KV-BYTES-002"], lambda run: sorted(run.outcomes)),
+    "level": (["--kv-level=hybrid"], lambda run: sorted(run.outcomes)),
     "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
     "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
     "device": (["--kv-device=cpu"], lambda run: run.log),
@@ -35,6 +36,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
         ["--kv-report=elsewhere"],
         lambda run: [line for line in run.lines if line.startswith("report: ")],
     ),
+    "html": (["--kv-html"], lambda run: run.path.with_name("report.html").exists()),
     "claim": (["--kv-claim", "--kv-family=llama"], lambda run: run.code),
 }
 
@@ -62,6 +64,10 @@ def test_every_option_does_something(kv, pytester, option):
         (["--kv-feature=tp-heterogeneous"], 5),
         (["--kv-feature=tp-heterogeneous,sliding-window"], 10),
         (["--kv-feature=mla"], 0),
+        (["--kv-level=core"], 3),
+        (["--kv-level=core", "--kv-level=hybrid"], 7),
+        (["--kv-level=heterogeneous,accurate"], 4),
+        (["--kv-level=resilient"], 2),
         (["--kv-matrix=full"], 16),
         (["--kv-matrix=full", "--kv-family=llama", "--kv-topology=P1D2"], 3),
     ],
@@ -81,6 +87,10 @@ def test_the_summary_says_what_was_left_out(kv):
         (
             "--kv-tier=engin",
             "--kv-tier: there is no tier 'engin' (did you mean engine?); there are interface, engine",
+        ),
+        (
+            "--kv-level=resilent",
+            "--kv-level: there is no level 'resilent' (did you mean resilient?); there are core, hybrid",
         ),
         ("--kv-rule=KV-BYTE-001", "--kv-rule: no rule is called 'KV-BYTE-001' (did you mean KV-BYTES-001?)"),
         (
@@ -159,6 +169,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-config",
         "--kv-declare",
         "--kv-tier",
+        "--kv-level",
         "--kv-family",
         "--kv-topology",
         "--kv-rule",
@@ -176,6 +187,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-timeout-scale",
         "--kv-seed",
         "--kv-report",
+        "--kv-html",
         "--kv-claim",
     ]
     assert run.log == []

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_kvconform import plan, rules
 
-BREAKS = 'caller = "core.py: step"\nbreaks = "B."\n'
+BREAKS = 'level = "core"\ncaller = "core.py: step"\nbreaks = "B."\n'
 GOOD = f'sentence = "S."\nstrength = "MUST"\nsince = "0.9"\nsource = "base.py"\ndone = "D."\n{BREAKS}'
 
 
@@ -108,7 +108,7 @@ def test_vllm_main_comes_after_every_minor(tmp_path):
 
 
 def test_a_should_needs_no_caller(tmp_path):
-    text = GOOD.replace("MUST", "SHOULD").replace(BREAKS, "")
+    text = GOOD.replace("MUST", "SHOULD").replace(BREAKS, 'level = "core"')
     [rule] = load(tmp_path, a=f"[KV-A-001]\n{text}").values()
     assert (rule.caller, rule.breaks) == ("", "")
     assert rules.should({rule.id: rule}) == ("KV-A-001",)

@@ -30,6 +30,8 @@ SAMPLES = {
     "report": [("a", "a"), ("b", "b")],
     "declare": [("a.toml", "a.toml"), ("b.toml", "b.toml")],
     "feature": [("mla", ("mla",)), ("mla,abort", ("mla", "abort"))],
+    "level": [("core", ("core",)), ("core,hybrid", ("core", "hybrid"))],
+    "html": [("true", True), ("1", True)],
     "claim": [("true", True), ("1", True)],
     "stand_in": [("true", True), ("1", True)],
 }

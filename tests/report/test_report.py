@@ -188,16 +188,18 @@ def test_list_and_explain(fake, capsys):
     assert cli.main(["list", "families", "--matrix=full"]) == 0
     assert capsys.readouterr().out == "llama   P1D1 P1D2\ngemma3  P1D1 P1D2\n"
     assert cli.main(["list", "rules"]) == 0
-    assert "KV-ANSWER-001  SHOULD  A connector answers." in capsys.readouterr().out
+    assert "KV-ANSWER-001  SHOULD  core       A connector answers." in capsys.readouterr().out
     assert cli.main(["list", "features"]) == 0
-    assert capsys.readouterr().out.startswith("full-attention            layers that attend to every token")
+    assert capsys.readouterr().out.startswith(
+        "full-attention            core           layers that attend to every token"
+    )
     assert cli.main(["list", "settings"]) == 0
     assert "--kv-timeout-scale  KVCONFORM_TIMEOUT_SCALE  timeout-scale" in capsys.readouterr().out
     assert cli.main(["explain", "kv-bytes-001"]) == 0
     out = capsys.readouterr().out
     for words in (
         "Every byte arrives.",
-        "MUST, since vLLM 0.9",
+        "MUST, since vLLM 0.9, level core",
         "caller   core.py: step",
         "breaks   Answers wrongly.",
         "- is the partial tail in the block list?",

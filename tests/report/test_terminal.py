@@ -104,7 +104,12 @@ def test_progress_does_not_break_the_dots(kv):
 
 def test_the_table(kv):
     run = kv(deeds={"arrive(gemma3-P1D2*": "violate", "hello(llama*": "blocked"})
-    assert summary_of(run)[1:5] == [
+    assert summary_of(run)[1:10] == [
+        "level core           INCOMPLETE  2✓ 1B",
+        "level hybrid         CONFORMS    4✓",
+        "level heterogeneous  VIOLATES    1✓ 3✗",
+        "level resilient      CONFORMS    2✓",
+        "level accurate: not run",
         "                   gemma3         llama",
         "                   P1D1    P1D2   P1D1",
         "interface/answers  1✓      1✓     1B",
@@ -125,6 +130,7 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     from pytest_kvconform.apply_declaration import Criteria
     from pytest_kvconform.report.document import Selection, read
     from pytest_kvconform.result import CaseResult, Finding, Outcome
+    from pytest_kvconform.rules.levels import LEVELS
     from pytest_kvconform.verdict import decide_verdict
 
     small = read(kv().path)
@@ -132,6 +138,7 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
         CaseResult(
             id=f"kv::t{tier}/m{module}::case[family{family}-P{size}D1]",
             rule="KV-X-001",
+            level=list(LEVELS)[tier],
             outcome=list(Outcome)[(tier + module + family + size) % 7],
             reason=f"reason {module} {family}",
             finding=Finding(rule="KV-X-001", happened=f"happened {module} {family}"),
@@ -158,7 +165,8 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
         small, results=results, troubles=troubles, selection=selection, verdict=verdict
     )
     lines = terminal.summary(big, "kv-report/report.json", width, unicode=True)
-    assert 8 < len(lines) + 1 <= 28
+    assert [text.split()[1] for text, _ in lines[:5]] == list(LEVELS)
+    assert 8 < len(lines) + 1 <= 33
     table = [
         text
         for text, _ in lines[: next(n for n, (text, _) in enumerate(lines) if text.startswith("selection"))]
