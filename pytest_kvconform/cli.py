@@ -14,7 +14,7 @@ from pathlib import Path
 
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules
-from pytest_kvconform.report import document
+from pytest_kvconform.report import document, page
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         "recompute the verdict of a report from its results, and print what does not follow",
     )
     one.add_argument("report", metavar="REPORT", type=Path)
+    one = command("html", _html, "draw a report as a page for people, one HTML file")
+    one.add_argument("report", metavar="REPORT", type=Path)
+    one.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help=f"default: {page.FILE} in the folder of the report"
+    )
     one = command("diff", _diff, "print what changed from one report to another")
     one.add_argument("before", metavar="A", type=Path)
     one.add_argument("after", metavar="B", type=Path)
@@ -237,6 +242,16 @@ def _compare_with_suite(report: document.Report) -> list[str]:
                 if getattr(result, key) != value
             ]
     return sentences
+
+
+def _html(options: argparse.Namespace) -> int:
+    report, given = document.read(options.report), options.report
+    path = options.output or (given if given.is_dir() else given.parent) / page.FILE
+    try:
+        print(page.write(report, path))
+    except OSError as error:
+        raise document.BadReport(f"{path} cannot be written: {error.strerror}") from None
+    return 0
 
 
 def _diff(options: argparse.Namespace) -> int:

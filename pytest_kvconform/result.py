@@ -13,6 +13,8 @@ import msgspec
 
 from pytest_kvconform.rules.levels import Level
 
+QUESTIONS = "each question"  # note of the accuracy tier: a sign for each question, in their order
+
 
 class Outcome(StrEnum):
     """How one case ended. Every case starts as FAIL, so that a case that does not reach its end is a FAIL."""

@@ -21,7 +21,8 @@ from pytest_kvconform.plan import cell_of_id
 from pytest_kvconform.pytest_hooks.items import CaseItem
 from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
 from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
-from pytest_kvconform.report import document, failure, markdown, terminal
+from pytest_kvconform.report import document, failure, terminal
+from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
 from pytest_kvconform.rigs.services import RunningServices
 from pytest_kvconform.settings import non_default
@@ -215,12 +216,9 @@ class Controller:
         except OSError as error:
             self._troubles.append(f"{folder / document.FILE} cannot be written: {error.strerror}")
             self._report = self._document()
-        if path := os.environ.get("GITHUB_STEP_SUMMARY"):
-            try:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(markdown.job_summary(self._report))
-            except OSError as error:  # the summary of the CI job is no part of the result
-                write_line(self.config, f"kv: no summary was appended to {path}: {error.strerror}")
+        page, summary = folder if self.settings.html else None, os.environ.get("GITHUB_STEP_SUMMARY")
+        for sentence in write_for_people(self._report, page, summary):
+            write_line(self.config, f"kv: {sentence}")
         return self._report
 
     def _document(self) -> document.Report:

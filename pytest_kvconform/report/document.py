@@ -280,18 +280,23 @@ def encode(report: Report) -> bytes:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Write `report.json`. A reader sees the old file or the whole new one. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+    """Write `report.json`, as `write_file` does. Raises OSError."""
+    return write_file(folder / FILE, encode(report))
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """Write a file. A reader sees the old file or the whole new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(encode(report))
+            file.write(content)
         os.chmod(temporary, 0o644)  # mkstemp makes the file private; a report is for others to read
-        os.replace(temporary, folder / FILE)
+        os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    return folder / FILE
+    return path
 
 
 def read(path: Path) -> Report:

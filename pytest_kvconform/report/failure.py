@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_kvconform.apply_declaration import shown_finding
@@ -16,14 +16,32 @@ _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
-    """Return the sections of a FAIL or a WARNING: rule, happened, known, differs, diagnosis, check, log,
-    again, report, in this order.
+    """Return the sections of a FAIL or a WARNING as one text, and where the report is."""
+    if shown_finding(result) is None:
+        return result.reason or f"{result.id} failed without a reason"
+    rows = [
+        *failure_sections(result, rules, settings),
+        ("report", [str(Path(settings.report) / "report.json")]),
+    ]
+    lines = [
+        f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)
+    ]
+    return "\n".join(lines)
+
+
+def failure_sections(
+    result: CaseResult, rules: Mapping[str, Rule], settings: Settings
+) -> list[tuple[str, Sequence[str]]]:
+    """Return (name, lines) of rule, happened, known, differs, diagnosis, check, log and again, in this order.
+
+    A section may have no lines. A result without a finding has its reason alone, and again.
     """
+    again = ("again", [rerun_command(settings, result.id)])
     finding = shown_finding(result)
     if finding is None:
-        return result.reason or f"{result.id} failed without a reason"
+        return [("reason", [result.reason]), again]
     rule = rules.get(finding.rule)
-    rows: list[tuple[str, Sequence[str]]] = [
+    return [
         (
             "rule",
             [rule.sentence, f"{rule.id} {rule.strength}, {rule.minors}"] if rule else [finding.rule],
@@ -34,13 +52,8 @@ def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings)
         ("diagnosis", [finding.diagnosis] if finding.diagnosis else []),
         ("check", [f"- {line}" for line in (finding.check or (rule.check if rule else ()))]),
         ("log", list(finding.log)),
-        ("again", [rerun_command(settings, result.id)]),
-        ("report", [str(Path(settings.report) / "report.json")]),
+        again,
     ]
-    lines = [
-        f"{name if n == 0 else '':<11}{line}".rstrip() for name, texts in rows for n, line in enumerate(texts)
-    ]
-    return "\n".join(lines)
 
 
 def failure_line(result: CaseResult) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model_matrix import load_families, load_real_checkpoints
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
+from pytest_kvconform.result import QUESTIONS, Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.serving.bench import generations, judged
 from pytest_kvconform.rigs.serving.gate import (
@@ -21,6 +21,8 @@ from pytest_kvconform.rigs.serving.observation import Runs, some_of
 from pytest_kvconform.suite.accuracy._observations import how_it_failed, loads, require_enough
 
 SHOWN = 60  # characters of an answer
+# of a question: whether the answer after the hand-over is right, and whether that of D alone is
+SIGNS = {(True, True): ".", (False, True): "-", (True, False): "+", (False, False): "x"}
 
 
 @case("KV-ACC-001")
@@ -132,6 +134,7 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
     runs = loads(bench)
     subject, baseline = judged(runs, rule == "strict-match")
     result = compare_correctness(subject, baseline)
+    signs = "".join(SIGNS[subject[key], baseline[key]] for key in sorted(subject))
     scores = (
         f"{sum(subject.values())} of {len(subject)} answers are right, {sum(baseline.values())} of D alone"
     )
@@ -143,6 +146,7 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
                 happened=f"{scores}: {result.worse} questions are lost and {result.better} won, which chance "
                 f"gives with a probability of {result.p:.1g}",
                 differs=f"questions {some_of(lost)}",
+                picture=(*_rows(signs), "  . right  - lost  + won  x wrong, also of D alone"),
                 diagnosis="D's KV is not P's, in so many requests that answers become wrong",
                 signature="fewer answers are right than those of D alone",
             )
@@ -152,8 +156,14 @@ def as_many_answers_are_right(bench: Bench, rule: str) -> Evidence:
         "right": sum(subject.values()),
         "right of D alone": sum(baseline.values()),
         "p": result.p,
+        QUESTIONS: signs,
     }
     return _evidence(runs, notes | (_published(bench.cell) if bench.settings.nightly else {}))
+
+
+def _rows(signs: str) -> tuple[str, ...]:
+    """A line for each 64 questions, with the number of its first."""
+    return tuple(f"  question {n:>4}  {signs[n : n + 64]}" for n in range(0, len(signs), 64))
 
 
 def _published(cell: Cell) -> dict[str, float | int | str]:
