@@ -26,12 +26,14 @@ import msgspec
 from reference_connector.boxes import Box
 
 VERSION = 1  # of all messages between engines
+LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
 ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 
 
 class BadParams(Exception):
@@ -147,13 +149,13 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leases(msgspec.Struct, frozen=True, tag=True):
-    released: list[int] = []  # not needed any more
-    renewed: list[int] = []  # still needed
+    released: Numbers = []  # not needed any more
+    renewed: Numbers = []  # still needed
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
     ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # random; the place of the answer follows from it
-    runs: bytes  # int64 [2, n]: addresses, lengths
+    runs: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]  # int64 [2, n]: addresses, lengths
 
 
 Notice = Leases | Query
@@ -166,8 +168,10 @@ class BadMessage(Exception):
 encode = msgspec.msgpack.encode
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes, kind: Any, longest: int = LONGEST) -> Any:
     """Decode a message of this type, or union of types. Raises BadMessage."""
+    if len(data) > longest:
+        raise BadMessage(f"it has {len(data)} bytes, and at most {longest} are read")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors

@@ -7,13 +7,12 @@ place (`_advance_task`). So the steps of a load can be read from top to bottom:
     meet      the handshake, once for each peer (peers.py)
     plan      which bytes of which ranks of P go where
     read      from all ranks at once. The end of a load is not reported while one of its reads may still write
-    compare   with the option integrity: whether the bytes that arrived are P's
+    compare   with the option integrity: whether the bytes that arrived are P's (integrity.py)
     ledger    whether the lease was still valid after the read. If not, the load has failed
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import secrets
@@ -27,6 +26,7 @@ import numpy as np
 from reference_connector import messages
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError
+from reference_connector.integrity import Digests, digest, queries
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
@@ -88,6 +88,7 @@ class Worker:
         transport.register([*self._memory, *own])
         self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
+        self._digests = Digests(self._board[LEDGER:], self._memory, options.integrity)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
         self._errands: list[Task] = []  # messages to peers that may have to be met first
@@ -123,6 +124,7 @@ class Worker:
     def advance(self) -> None:
         """Continue all loads and messages as far as they get."""
         self._listen()
+        self._digests.work()
         for request, load in list(self._loads.items()):
             if (error := self._advance_task(load)) is not None:
                 del self._loads[request]
@@ -173,7 +175,7 @@ class Worker:
                 logger.warning("a notification is not a message of this connector: %s", error)
                 continue
             if isinstance(notice, Query):
-                self._answer(notice)
+                self._digests.ask(notice)
             else:
                 if len(self._early) < LEDGER:
                     self._early |= {n for n in notice.released[:LEDGER] if n > self._last_lease}
@@ -298,7 +300,20 @@ class Worker:
             self._results.notified |= {Lease(address, number) for number in leases.released}
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
-        """Ask P for a digest of the bytes that should have arrived. Raises LoadError if it differs."""
+        """Ask P for digests of the bytes that should have arrived. Raises LoadError if one differs."""
+        for asked in itertools.zip_longest(*map(queries, planned.values())):
+            together = {rank: plan for rank, plan in zip(planned, asked, strict=True) if plan is not None}
+            found = yield from self._ask(peer, together, deadline)
+            for (rank, plan), of_peer in zip(together.items(), found, strict=True):
+                if of_peer != (yield from digest(self._memory, plan.local, plan.length)):
+                    raise LoadError(
+                        f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
+                    )
+
+    def _ask(
+        self, peer: Peer, planned: dict[int, Runs], deadline: float
+    ) -> Generator[None, None, list[tuple[int, int]]]:
+        """The digests of P's bytes of these runs, one a rank. Zeros if P has none."""
         tickets = {rank: 1 + secrets.randbits(61) for rank in planned}
         entries = {rank: LEDGER + ticket % ANSWERS * ANSWER for rank, ticket in tickets.items()}
         found, again, pause = np.zeros((len(planned), 3), np.int64), 0.0, ASK_AGAIN_S
@@ -310,31 +325,4 @@ class Worker:
                     self._transport.notify(self._peers.name(peer, rank), messages.encode(query))
             yield from self._wait(deadline)
             found = yield from self._read_boards(peer, entries, 3, deadline)
-        for (rank, plan), digest in zip(planned.items(), found[:, 1:].tolist(), strict=True):
-            if digest != self._digest(plan.local, plan.length):
-                raise LoadError(
-                    f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
-                )
-
-    def _answer(self, query: Query) -> None:
-        """P's half of `_compare`. No query can raise here."""
-        entry = self._board[LEDGER:].reshape(ANSWERS, ANSWER)[query.ticket % ANSWERS]
-        entry[0] = 0  # no ticket until both numbers are written
-        try:
-            entry[1:3] = self._digest(*np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1))
-        except Exception as error:
-            logger.warning("a query for a digest has no answer: %s", error)
-            entry[1:3] = 0
-        entry[0] = query.ticket
-
-    def _digest(self, addresses: Ints, lengths: Ints) -> list[int]:
-        """A digest, two numbers, of bytes that peers may read. Raises ValueError for other bytes."""
-        made = hashlib.blake2b(digest_size=16)
-        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            end = address + length
-            fitting = (m for m in self._memory if m.address <= address <= end <= m.address + m.nbytes)
-            memory = next(fitting, None)
-            if memory is None or memory.view is None:
-                raise ValueError(f"no peer may read {length} bytes at {address:#x}")
-            made.update(memory.view(address - memory.address, length))
-        return np.frombuffer(made.digest(), dtype=np.int64).tolist()
+        return [(first, second) for first, second in found[:, 1:].tolist()]

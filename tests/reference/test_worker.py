@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
-from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
 from reference_connector.messages import (
-    ANSWER,
-    ANSWERS,
-    LEDGER,
     Lease,
     Orders,
-    Query,
-    encode,
 )
 from reference_connector.worker import Results
 from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine
@@ -165,78 +157,3 @@ def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wir
     assert failed == {"old"} and (d.pool[1:3] == 9).all()
     assert wire.disconnected == ["p"], "the earlier life is disconnected"
     p.listener = Listener("127.0.0.1", 0, "p", "p", [])
-
-
-def test_integrity_compares_the_digest_of_p(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-    for request, corrupt in (("right", False), ("wrong", True)):
-        wire.reads.clear()
-        d.worker.start(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
-        deadline, found = time.monotonic() + PATIENCE_S, Results()
-        while request not in found.received and time.monotonic() < deadline:
-            if corrupt and wire.reads and wire.reads[0].state == "released":
-                d.pool[4, 5] ^= 1
-                corrupt = False
-            found = d.worker.results()
-            p.worker.start(Orders())
-        assert (request in found.received, request in found.failed) == (True, request == "wrong")
-
-
-def integrity_load(p: WorkerEngine, d: WorkerEngine, seconds: float = PATIENCE_S) -> Results:
-    """Steps of both until a load has ended."""
-    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    deadline, found = time.monotonic() + seconds, Results()
-    while "r" not in found.received and time.monotonic() < deadline:
-        found = d.worker.results()
-        p.worker.start(Orders())
-        time.sleep(0.001)
-    return found
-
-
-def test_a_query_that_was_lost_is_repeated(
-    make: Callable[..., WorkerEngine], wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-    monkeypatch.setattr(worker_module, "ASK_AGAIN_S", 0.05)
-    sent, notify = list[bytes](), d.worker._transport.notify
-
-    def lossy(peer: str, message: bytes) -> None:
-        sent.append(message)
-        if len(sent) > 2:
-            notify(peer, message)
-
-    monkeypatch.setattr(d.worker._transport, "notify", lossy)
-    found = integrity_load(p, d)
-    assert found.received == {"r"} and not found.failed
-    assert len(sent) >= 3 and len(set(sent)) == 1
-    assert not wire.inboxes["d"], "P answers on its board and sends nothing"
-
-
-def test_without_a_digest_of_p_the_load_fails_at_once(
-    make: Callable[..., WorkerEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-
-    def view(start: int, count: int) -> np.ndarray:
-        raise RuntimeError("no copy to host memory")
-
-    p.worker._memory = (dataclasses.replace(p.worker._memory[0], view=view),)
-    found = integrity_load(p, d)
-    assert found.failed == {"r"}
-    p.worker.start(Orders(leases={9: "x"}))  # and P goes on
-    d.worker.start(Orders(releases=[Lease(p.address, 9)]))
-    while not d.worker.results().notified:
-        pass
-    assert p.worker.results().sent == {"x"}
-
-
-def test_p_sends_no_digest_of_memory_that_is_not_kv(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p = make("p", 7)
-    board = p.worker._board[LEDGER:].reshape(ANSWERS, ANSWER)
-    at, size = p.pool.ctypes.data, p.pool.nbytes
-    for ticket, where in enumerate([(at - 1, 2), (at, size + 1), (0, 8), (at, -8), (at, 8, 8)], 1):
-        wire.inboxes["p"].append(encode(Query(ticket, np.array(where).tobytes())))
-    wire.inboxes["p"] += [encode(Query(6, b"odd")), encode(Query(7, np.array([at, 8]).tobytes()))]
-    p.worker.start(Orders())
-    assert board[1:8, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert not board[1:7, 1:].any() and board[7, 1:3].all()
