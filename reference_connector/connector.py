@@ -4,7 +4,9 @@
     messages.py                the messages between P and D; what a lease is
     worker.py                  how a load goes from its order to its last byte
     peers.py, handshake.py     how a worker of D meets those of P
+    authentication.py          whom D believes, and whom P lets read
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
+    integrity.py               whether the bytes that arrived are P's
     transport.py, options.py   what moves them: NIXL; what can be set
 
 vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They
@@ -38,6 +40,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
+from reference_connector.authentication import trust
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
 from reference_connector.messages import Card, Lease, Orders
@@ -120,10 +123,11 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ValueError(
                     f"ReferenceConnector has no such parallelism: {name} is {getattr(parallel, name)}"
                 )
+        host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._trust = trust(self._options.key, self._options.peers, host)
         self._listener: Listener | None = None
         self._notified: set[Lease] = set()  # see Results in worker.py
         if role == KVConnectorRole.SCHEDULER:
-            host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
             port = port + parallel.data_parallel_index if port else 0
@@ -133,7 +137,13 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             caching = vllm_config.cache_config.enable_prefix_caching
             self._scheduler = Scheduler(
-                _groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching
+                _groups(kv_cache_config),
+                self._address,
+                lookahead,
+                self._options.heartbeat,
+                caching,
+                self._trust,
+                self._options.kv_lease_duration,
             )
 
     @property
@@ -168,7 +178,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
         if self._listener is not None or not cards:
             return
-        self._listener = Listener(*self._me, cards)
+        self._listener = Listener(*self._me, cards, self._trust)
         self._address["remote_port"] = self._listener.port
 
     def on_new_request(self, request: Any) -> None:
@@ -216,7 +226,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
-        self._worker = Worker(options, rank, size, transport, boxes, memory)
+        self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CardMetadata(self._worker.card)

@@ -3,6 +3,7 @@
     Handoff        P's scheduler -> router -> D's scheduler   `kv_transfer_params` of a request
     Orders         scheduler -> its workers                   what is new in a step
     Ask, Answer    D's worker -> P's side channel and back    the handshake: P's ranks and their memory
+    Challenge, Proof, Sealed   between the two, with a key    D proves the key; P proves it with its answer
     Leases         D's worker 0 -> P's workers                notification: leases to end, leases to renew
     Query          D's worker -> one of P's                   notification: send a digest (integrity)
 
@@ -25,14 +26,17 @@ import msgspec
 
 from reference_connector.boxes import Box
 
-VERSION = 1  # of all messages between engines
+VERSION = 2  # of all messages between engines
 LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
 ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Blocks = Annotated[list[Block], msgspec.Meta(max_length=1 << 22)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Random = Annotated[bytes, msgspec.Meta(max_length=32)]
 Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 
 
@@ -69,8 +73,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_lease: Count
     remote_num_tokens: Count  # tokens that P has computed: of a state, those that went into it
     # Of each group of P the block ids, and the token at which they begin.
-    remote_block_ids: Annotated[list[list[Block]], msgspec.Meta(min_length=1, max_length=256)]
-    remote_first_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
+    remote_block_ids: Annotated[list[Blocks], msgspec.Meta(min_length=1, max_length=256)]
+    remote_first_tokens: Annotated[list[Token], msgspec.Meta(max_length=256)]
+    # With a key, see authentication.py: in seconds since 1970, and in hexadecimal digits.
+    remote_expiry: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    remote_signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def lease(self) -> Lease:
@@ -136,12 +143,26 @@ class Card(msgspec.Struct, frozen=True):
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     version: int
-    engine: str  # the one in the Handoff that D received
-    incarnation: str
+    engine: Name  # the one in the Handoff that D received
+    incarnation: Name
+    random: Random  # new for each question
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    random: Random
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    mac: Random
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    answer: bytes  # an Answer
+    mac: Random
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -29,7 +29,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # of NIXL's backend, besides the caller's
     # NIXL's progress thread. None: on, except where KV is in host memory, since it keeps one core busy.
     progress_thread: bool | None = None
-    # Compare a digest of the bytes that D read with P's. It costs a pass over the bytes on both sides.
+    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and only with peers of this
+    # machine. See authentication.py.
+    key: str = ""
+    # The hosts to which D connects: names, addresses, or networks like "10.0.0.0/8". Empty: all.
+    peers: tuple[str, ...] = ()
+    # Compare a digest of the bytes that D read with P's. Both sides need the option.
+    # It costs a pass over the bytes on both sides.
     integrity: bool = False
 
     @property

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
@@ -50,12 +51,16 @@ class Scheduler:
         lookahead: int,
         heartbeat: float,
         caching: bool,
+        trust: Trust = ANYBODY,
+        lease: float = 30.0,
     ):
         """`address`: the fields of a Handoff with this engine's address.
 
         `lookahead`: vLLM's num_prefill_lookahead_tokens. `caching`: whether prefix caching is on.
+        `lease`: for so many seconds D may use what P hands over.
         """
         self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
+        self._trust, self._lease = trust, lease
         # Tokens at the end of a prompt that P does not compute.
         self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
         self._last_lease = 0
@@ -106,7 +111,7 @@ class Scheduler:
             return False, None
         self._last_lease += 1
         self._orders.leases[self._last_lease] = request.request_id
-        return True, {
+        handed_over = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             **self._address,
@@ -116,6 +121,7 @@ class Scheduler:
             "remote_block_ids": tables,
             "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],
         }
+        return True, self._trust.sign(handed_over, request, self._lease)
 
     # ---- D
 
@@ -126,7 +132,8 @@ class Scheduler:
             self._shorten(request)
             return
         try:
-            handoff = read_params(params)
+            if (handoff := read_params(params)) is not None:
+                self._trust.check(handoff, request)
         except BadParams as error:
             logger.warning("request %s is computed by D: %s", request.request_id, error)
             return

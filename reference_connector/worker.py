@@ -19,13 +19,15 @@ import secrets
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from reference_connector import messages
+from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.boxes import Box
-from reference_connector.handshake import HandshakeError
+from reference_connector.handshake import HandshakeError, fetch
 from reference_connector.integrity import Digests, digest, queries
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
@@ -79,6 +81,7 @@ class Worker:
         transport: Transport,
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
+        trust: Trust = ANYBODY,
     ):
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind."""
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
@@ -87,7 +90,8 @@ class Worker:
         own = [Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)]
         transport.register([*self._memory, *own])
         self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
-        self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
+        ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
+        self._peers = Peers(boxes, rank, size, transport, ask)
         self._digests = Digests(self._board[LEDGER:], self._memory, options.integrity)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request

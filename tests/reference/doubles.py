@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.boxes import Axis, Box
 from reference_connector.handshake import Listener
 from reference_connector.messages import Address, Handoff, Load, Part
@@ -185,15 +186,23 @@ def box(pool: np.ndarray, layer: str = "layers.0") -> Box:
 class WorkerEngine:
     """One rank with a pool of uint8 [block, byte], and the side channel of its engine."""
 
-    def __init__(self, wire: Wire, name: str, fill: int, layer: str = "layers.0", **options: float | bool):
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        fill: int,
+        layer: str = "layers.0",
+        trusted: Trust = ANYBODY,
+        **options: float | bool,
+    ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
         memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
         settings = Options(**{"handshake_timeout": 0.5, **options})
         self.name, self.worker = (
             name,
-            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory]),
+            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted),
         )
-        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card])
+        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card], trusted)
 
     def view(self, start: int, count: int) -> np.ndarray:
         return self.pool.reshape(-1)[start : start + count]
