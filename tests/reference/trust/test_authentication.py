@@ -235,10 +235,16 @@ def test_challenges_that_nobody_answers_are_forgotten(listener: Listener) -> Non
     assert fetch(address(listener), PATIENCE_S, KEY) == CARDS
 
 
-def test_the_key_goes_neither_over_the_wire_nor_into_a_log(listener: Listener) -> None:
-    said = list[bytes]()
-    right = listener.reply
-    listener.reply = lambda question, peer: said.extend((question, right(question, peer))) or said[-1]  # type: ignore[method-assign]
+def test_the_key_goes_neither_over_the_wire_nor_into_a_log(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, right = list[bytes](), listener.reply
+
+    def reply(question: bytes, peer: bytes) -> bytes:
+        said.extend((question, right(question, peer)))
+        return said[-1]
+
+    monkeypatch.setattr(listener, "reply", reply)
     assert fetch(address(listener), PATIENCE_S, KEY) == CARDS
     assert len(said) == 4 and not any(b"kkkk" in text for text in said)
     assert "kkkk" not in repr(KEY) and "kkkk" not in str(handed_over())
