@@ -16,6 +16,7 @@ import ipaddress
 import os
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from reference_connector.messages import VERSION, BadParams, Handoff, encode
-from reference_connector.options import BadOption
+from reference_connector.options import BadOption, Options
 
 SHORTEST_KEY = 32  # bytes
 THIS_MACHINE = ("localhost", "127.0.0.0/8", "::1")
@@ -31,10 +32,15 @@ THIS_MACHINE = ("localhost", "127.0.0.0/8", "::1")
 
 @dataclass(frozen=True)
 class Trust:
-    """Whom an engine trusts: who has the key, on the hosts of `peers`. What is empty is not checked."""
+    """Whose KV an engine reads: of who has the key, on the hosts of `peers`, and has its identity.
+
+    What is empty is not checked.
+    """
 
     key: bytes = field(default=b"", repr=False)
     peers: tuple[str, ...] = ()  # names of hosts, addresses, networks like 10.0.0.0/8
+    identity: Mapping[str, str] = field(default_factory=dict)  # of this engine, see identity.py
+    may_differ: tuple[str, ...] = ()  # its facts that D does not compare
 
     def mac(self, purpose: str, *parts: Any) -> bytes:
         """An HMAC. What is made for one purpose does not fit another."""
@@ -71,17 +77,18 @@ class Trust:
 ANYBODY = Trust()
 
 
-def trust(key: str, peers: tuple[str, ...], host: str) -> Trust:
-    """Whom an engine that listens on `host` trusts. Raises BadOption. `key`, `peers`: see options.py."""
+def trust(options: Options, host: str, identity: Mapping[str, str]) -> Trust:
+    """Whom an engine that listens on `host` trusts. Raises BadOption."""
+    key, peers, may_differ = options.key, options.peers, options.allow_different
     if key == "none":
-        return Trust(peers=peers)
+        return Trust(b"", peers, identity, may_differ)
     if not key:
         if not any(_is_in(host, near) for near in THIS_MACHINE):
             raise BadOption(
                 f"kv_connector_extra_config: other machines reach the side channel on {host}, and there is "
                 "no key: set key to 'file:PATH' or 'env:NAME', or to 'none' to trust whoever reaches it"
             )
-        return Trust(peers=peers or THIS_MACHINE)
+        return Trust(b"", peers or THIS_MACHINE, identity, may_differ)
     kind, _, name = key.partition(":")
     if kind not in ("env", "file") or not name:
         raise BadOption("kv_connector_extra_config: key is 'file:PATH', 'env:NAME' or 'none'")
@@ -91,7 +98,7 @@ def trust(key: str, peers: tuple[str, ...], host: str) -> Trust:
         raise BadOption(f"kv_connector_extra_config: the key cannot be read from {key!r}") from None
     if len(secret := secret.strip()) < SHORTEST_KEY:
         raise BadOption(f"kv_connector_extra_config: the key in {key!r} is shorter than {SHORTEST_KEY} bytes")
-    return Trust(secret, peers)
+    return Trust(secret, peers, identity, may_differ)
 
 
 def _is_in(host: str, peer: str) -> bool:

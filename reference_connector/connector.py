@@ -5,6 +5,7 @@
     worker.py                  how a load goes from its order to its last byte
     peers.py, handshake.py     how a worker of D meets those of P
     authentication.py          whom D believes, and whom P lets read
+    identity.py                whether P's KV is that of D's model
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
     integrity.py               whether the bytes that arrived are P's
     transport.py, options.py   what moves them: NIXL; what can be set
@@ -43,6 +44,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 from reference_connector.authentication import trust
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
+from reference_connector.identity import identity_of
 from reference_connector.messages import Card, Lease, Orders
 from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
@@ -124,7 +126,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
                     f"ReferenceConnector has no such parallelism: {name} is {getattr(parallel, name)}"
                 )
         host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-        self._trust = trust(self._options.key, self._options.peers, host)
+        self._trust = trust(self._options, host, identity_of(vllm_config))
         self._listener: Listener | None = None
         self._notified: set[Lease] = set()  # see Results in worker.py
         if role == KVConnectorRole.SCHEDULER:

@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from reference_connector.authentication import ANYBODY, Trust
+from reference_connector.identity import difference
 from reference_connector.messages import (
     VERSION,
     Address,
@@ -62,7 +63,7 @@ class Listener:
     ):
         """`port`: 0 for any free one; `cards`: of every rank."""
         self._engine, self._incarnation, self._trust = engine, incarnation, trust
-        self._answer = encode(Answer(list(cards)))
+        self._answer = encode(Answer(list(cards), dict(trust.identity)))
         self._challenged: dict[bytes, tuple[Any, ...]] = {}  # connection -> what its proof must be about
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -144,15 +145,21 @@ def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Card, 
                 answer = ask(question, Answer | Challenge)
                 if isinstance(answer, Challenge):
                     raise HandshakeError(f"{where} wants a proof of its key, and this engine has no key")
-                return tuple(answer.cards)
+                return _cards(answer, where, trust)
             # Bytes of a peer that has not proved the key are not looked at, except for these two messages.
             about = (peer.engine, peer.incarnation, random, ask(question, Challenge).random)
             sealed = ask(Proof(trust.mac("question", *about)), Sealed)
             if not trust.fits(sealed.mac, "answer", *about, sealed.answer):
                 raise HandshakeError(f"{where} did not prove the key")
-            return tuple(decode(sealed.answer, Answer, LONGEST_ANSWER).cards)
+            return _cards(decode(sealed.answer, Answer, LONGEST_ANSWER), where, trust)
         except (zmq.ZMQError, BadMessage) as error:
             raise HandshakeError(f"{where}: {error}") from None
+
+
+def _cards(answer: Answer, where: str, trust: Trust) -> tuple[Card, ...]:
+    if different := difference(trust.identity, answer.identity, trust.may_differ):
+        raise HandshakeError(f"{where} has other KV: {different} (option allow_different)")
+    return tuple(answer.cards)
 
 
 def _bracketed(host: str) -> str:

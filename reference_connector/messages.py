@@ -150,6 +150,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
+    identity: dict[str, str] = {}  # see identity.py
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+Fact = Literal["model", "revision", "dtype", "quantization", "rope", "window", "cache_dtype", "draft", "vllm"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -34,6 +35,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
     # The hosts to which D connects: names, addresses, or networks like "10.0.0.0/8". Empty: all.
     peers: tuple[str, ...] = ()
+    # Facts of P that may differ from those of D, see identity.py.
+    allow_different: tuple[Fact, ...] = ()
     # Compare a digest of the bytes that D read with P's. Both sides need the option.
     # It costs a pass over the bytes on both sides.
     integrity: bool = False

@@ -31,7 +31,7 @@ from reference_connector.messages import (
     decode,
     encode,
 )
-from reference_connector.options import BadOption
+from reference_connector.options import BadOption, Options
 from reference_connector.scheduler import Scheduler
 from tests.reference.doubles import ADDRESS, FULL, WINDOW, Wire, WorkerEngine, box, request, tables
 
@@ -258,14 +258,14 @@ def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.write_text("k" * 32 + "\n")
     monkeypatch.setitem(os.environ, "KV_KEY", "k" * 32)
     for key in (f"file:{file}", "env:KV_KEY"):
-        assert trust(key, (), "10.1.2.3") == KEY
-    assert trust("none", (), "10.1.2.3") == ANYBODY
-    assert trust("none", ("10.0.0.0/8",), "10.1.2.3") == Trust(peers=("10.0.0.0/8",))
+        assert trust(Options(key=key), "10.1.2.3", {}) == KEY
+    assert trust(Options(key="none"), "10.1.2.3", {}) == ANYBODY
+    assert trust(Options(key="none", peers=("10.0.0.0/8",)), "10.1.2.3", {}) == Trust(peers=("10.0.0.0/8",))
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 def test_without_a_key_peers_are_on_this_machine(host: str) -> None:
-    assert trust("", (), host) == Trust(peers=THIS_MACHINE)
+    assert trust(Options(), host, {}) == Trust(peers=THIS_MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_without_a_key_peers_are_on_this_machine(host: str) -> None:
 def test_a_wrong_key_is_named(key: str, host: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHORT_KEY", "secret")
     with pytest.raises(BadOption, match=why) as raised:
-        trust(key, (), host)
+        trust(Options(key=key), host, {})
     assert "\n" not in str(raised.value)
 
 
