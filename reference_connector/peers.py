@@ -58,13 +58,19 @@ class Peers:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reference-connector-handshake")
         self.failed_handshakes = 0
 
-    def meet(self, address: Address) -> Generator[None, None, Peer]:
-        """The peer at an address, after a handshake if need be; yields meanwhile. Raises HandshakeError."""
+    def meet(self, address: Address, deadline: float) -> Generator[None, None, Peer]:
+        """The peer at an address, after a handshake if need be; yields meanwhile. Raises HandshakeError.
+
+        A peer from which a read has failed is disconnected first, once no other read from it is in progress:
+        after `remove_remote_agent` NIXL no longer reports the end of a read. `deadline` is for that.
+        """
         while (known := self._met.get(address)) is not None and known.failed:
             if not known.busy:
                 self._disconnect(address)
                 break
-            yield  # tasks that still read from this peer end, by their deadlines at the latest
+            if time.monotonic() > deadline:
+                raise HandshakeError(f"reads from {address.engine} are in progress, and others have failed")
+            yield
         while (peer := self._met.get(address)) is None:
             error, until = self._missed.get(address, (None, 0.0))
             if error is not None and time.monotonic() < until:

@@ -32,12 +32,12 @@ from reference_connector.integrity import Digests, digest, queries
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
-from reference_connector.plan import Ints, Runs, Table, Unplannable, runs
-from reference_connector.transport import HOST, Memory, Transport, TransportError
+from reference_connector.plan import Runs, Table, Unplannable, runs
+from reference_connector.reads import Reads, Task
+from reference_connector.transport import Memory, Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.worker")
-Task = Generator[None, None, None]
-LANDING = 1 << 16  # entries of boards that can be read at once: a load reads one of each rank
+CLOSING_S = 2.0  # for so long a worker that is being closed waits for reads that are in progress
 ASK_AGAIN_S = 1.0  # a notification may be lost: a query is repeated after this time, then after twice as long
 
 
@@ -86,12 +86,12 @@ class Worker:
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind."""
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
-        self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
-        own = [Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)]
-        transport.register([*self._memory, *own])
-        self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
         self._peers = Peers(boxes, rank, size, transport, ask)
+        self._reads = Reads(transport, self._peers.name)
+        board = Memory(self._board.ctypes.data, self._board.nbytes)
+        transport.register([*self._memory, board, self._reads.memory])
+        self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
         self._digests = Digests(self._board[LEDGER:], self._memory, options.integrity)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
@@ -100,10 +100,16 @@ class Worker:
         self._last_lease = 0
         # released before their order arrived: D can be faster than our scheduler
         self._early: set[int] = set()
-        self._places = itertools.count()
 
     def close(self) -> None:
-        """End threads, reads and the transport."""
+        """End threads, reads and the transport.
+
+        Reads from a peer that does not answer end with the transport.
+        """
+        deadline = time.monotonic() + CLOSING_S
+        while self._reads.in_progress and time.monotonic() < deadline:
+            self.advance()
+            time.sleep(0.001)
         for task in (*self._loads.values(), *self._errands):
             task.close()
         self._peers.close()
@@ -137,7 +143,8 @@ class Worker:
                     self._results.failed.add(request)
                     self._stats["failed_loads"] += 1
                     logger.error("LoadError: request %s was not loaded: %s", request, error)
-        self._errands = [task for task in self._errands if self._advance_task(task) is None]
+        errands, self._errands = self._errands, []  # a task may add another one
+        self._errands += [task for task in errands if self._advance_task(task) is None]
 
     @staticmethod
     def _advance_task(task: Task) -> Exception | None:
@@ -209,7 +216,7 @@ class Worker:
         """
         handoff, lease, begun = load.handoff, load.handoff.lease, time.monotonic()
         deadline = begun + self._options.transfer_timeout
-        peer = yield from self._peers.meet(lease.peer)
+        peer = yield from self._peers.meet(lease.peer, deadline)
         if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
         spans = [(part.start, part.stop) for part in load.parts]
@@ -222,10 +229,10 @@ class Worker:
             rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)
         }
         with peer.used():
-            yield from self._read(peer, planned, deadline)
+            yield from self._reads.read(peer, planned, deadline, self.card.place)
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
-            ended = yield from self._read_boards(
+            ended = yield from self._reads.read_boards(
                 peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline
             )
             if (ended >= lease.number).any():
@@ -237,71 +244,39 @@ class Worker:
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
 
-    def _read(self, peer: Peer, reads: dict[int, Runs], deadline: float, kv: bool = True) -> Task:
-        """Read from several ranks at once: KV, or (`kv` false) host memory. Raises TransportError."""
-        handles: list[Any] = []
-        try:
-            for rank, plan in reads.items():
-                here, there = (self.card.place, peer.cards[rank].place) if kv else (HOST, HOST)
-                handles.append(self._transport.prepare(self._peers.name(peer, rank), plan, here, there))
-                self._transport.begin(handles[-1])
-            waiting = list(handles)
-            while waiting := [handle for handle in waiting if not self._transport.done(handle)]:
-                yield from self._wait(deadline)
-            peer.reached |= reads.keys()
-        except Exception:
-            while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
-                yield
-            raise
-        finally:  # the reads have ended, or the worker is being closed
-            for handle in handles:
-                self._transport.release(handle)
-
     def _wait(self, deadline: float) -> Task:
         """Wait until the next step. Raises TransportError after the deadline."""
         if time.monotonic() > deadline:
             raise TransportError(f"the load took longer than {self._options.transfer_timeout:g} s")
         yield
 
-    def _may_write(self, handle: Any, deadline: float) -> bool:
-        """Whether a read may still write. If not, it has ended or been cancelled, and is forgotten.
-
-        A read that is in progress is cancelled only after the deadline.
-        """
-        try:
-            if not self._transport.done(handle) and time.monotonic() <= deadline:
-                return True
-        except TransportError:
-            pass  # the read has failed, but the transport may still write
-        return not self._transport.release(handle)
-
-    def _read_boards(
-        self, peer: Peer, entries: dict[int, int], count: int, deadline: float
-    ) -> Generator[None, None, Ints]:
-        """Read `count` numbers of boards. `entries` is rank -> first entry. int64 [rank, number]."""
-        places, reads = [next(self._places) % LANDING for _ in entries], {}
-        for place, (rank, entry) in zip(places, entries.items(), strict=True):
-            local, remote = self._landing[place].ctypes.data, peer.cards[rank].board + 8 * entry
-            reads[rank] = Runs(*np.array([[local], [remote], [8 * count]]))
-        yield from self._read(peer, reads, deadline, kv=False)
-        return self._landing[places, :count]
-
     def _notify(self, address: messages.Address, leases: Leases) -> Task:
         """Notify every rank of a peer. If that fails, the leases end when their time is over."""
+        deadline = time.monotonic() + self._options.handshake_timeout
         try:
-            peer = yield from self._peers.meet(address)
-            with peer.used():
-                # Read from new ranks first: NIXL might not send a first
-                # message if this engine stops stepping.
-                new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
-                yield from self._read_boards(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
-                for rank in range(len(peer.cards)):
-                    self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
+            peer = yield from self._peers.meet(address, deadline)
+            # Read from new ranks first: NIXL might not send a first message if this engine stops stepping.
+            reading = self._first_read(peer, deadline)
+            while (ended := self._advance_task(reading)) is None:
+                if time.monotonic() > deadline:
+                    self._errands.append(reading)  # until the read ends
+                    raise TransportError(f"{address.engine} does not answer")
+                yield
+            if not isinstance(ended, StopIteration):
+                raise ended
+            for rank in range(len(peer.cards)):
+                self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
             logger.warning("%s was not notified of %s: %s", address.engine, leases, error)
         finally:  # after any error the engine may stop stepping
             self._results.notified |= {Lease(address, number) for number in leases.released}
+
+    def _first_read(self, peer: Peer, deadline: float) -> Task:
+        """Read from ranks of a peer from which no read has ended."""
+        with peer.used():
+            new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
+            yield from self._reads.read_boards(peer, new, 1, deadline)
 
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
         """Ask P for digests of the bytes that should have arrived. Raises LoadError if one differs."""
@@ -328,5 +303,5 @@ class Worker:
                     query = Query(tickets[rank], np.stack([plan.remote, plan.length]).tobytes())
                     self._transport.notify(self._peers.name(peer, rank), messages.encode(query))
             yield from self._wait(deadline)
-            found = yield from self._read_boards(peer, entries, 3, deadline)
+            found = yield from self._reads.read_boards(peer, entries, 3, deadline)
         return [(first, second) for first, second in found[:, 1:].tolist()]

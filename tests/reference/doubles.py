@@ -71,16 +71,17 @@ class Wire:
     """What connects the transports of a test, and its mishaps."""
 
     inboxes: dict[str, deque[bytes]] = field(default_factory=dict)
-    late: int = 0  # questions for the state of a read before it moves anything
+    late: int = 0  # rounds of the reader's agent before a read moves anything
     failing: int = 0  # so many of the next reads fail
-    stubborn: int = 0  # so often a read refuses its release
-    reads: list[Any] = field(default_factory=list)
+    stubborn: int = 0  # so often a read that has failed refuses its release, as NIXL's API allows
+    stopped: set[str] = field(default_factory=set)  # peers whose process is stopped
+    reads: list[Copy] = field(default_factory=list)
     disconnected: list[str] = field(default_factory=list)  # peers that were disconnected
 
 
 @dataclass
 class Copy:
-    """A read: memmove, some questions after it was begun."""
+    """A read: memmove, some rounds after it was begun."""
 
     wire: Wire
     peer: str
@@ -88,21 +89,35 @@ class Copy:
     left: int = 0
     fails: bool = False
     stubborn: int = 0
-    state: str = "new"
+    state: str = "new"  # then "open", and at last "done" or "failed"
+    released: bool = False
+    disconnected: bool = False
 
-    def move(self) -> None:
-        for local, remote, length in self.runs:
-            ctypes.memmove(local, remote, length)
-        self.state = "done"
+    def advance(self) -> None:
+        """One round of the reader's agent, which serves reads that were released or disconnected, too."""
+        if self.state != "open" or self.peer in self.wire.stopped:
+            return
+        self.left -= 1
+        if self.fails or self.peer not in self.wire.inboxes:
+            self.state = "failed"
+        elif self.left < 0:
+            for local, remote, length in self.runs:
+                ctypes.memmove(local, remote, length)
+            self.state = "done"
 
 
 class Local:
-    """A Transport (reference_connector/transport.py) whose peers live in this process."""
+    """A Transport (reference_connector/transport.py) whose peers live in this process.
+
+    Its answers are those of `Nixl` over UCX and TCP, and test_nixl.py compares the two.
+    """
 
     def __init__(self, wire: Wire, name: str):
         self.wire, self.name = wire, name
         # by a read; NIXL sends the first message only when its sender makes further calls
+        self.reached: set[str] = set()
         self.connected: set[str] = set()
+        self.own: list[Copy] = []
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:
@@ -112,14 +127,18 @@ class Local:
         return self.name.encode()
 
     def connect(self, metadata: bytes) -> str:
-        return metadata.decode()
+        self.connected.add(peer := metadata.decode())
+        return peer
 
     def disconnect(self, peer: str) -> None:
+        self.connected.discard(peer)
         self.wire.disconnected.append(peer)
+        for copy in self.own:
+            copy.disconnected |= copy.peer == peer
 
     def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
-        if peer not in self.wire.inboxes:
-            raise TransportError(f"{peer} is gone")
+        if peer not in self.connected:
+            raise TransportError(f"{peer} is not connected")
         return Copy(
             self.wire,
             peer,
@@ -127,39 +146,53 @@ class Local:
         )
 
     def begin(self, handle: Copy) -> None:
+        if handle.state == "open":
+            raise TransportError("the read is in progress")
+        handle.state = "failed"
+        if handle.peer not in self.wire.inboxes and handle.peer not in self.wire.stopped:
+            raise TransportError(f"{handle.peer} is gone")
         handle.left, handle.state = self.wire.late, "open"
         handle.fails, handle.stubborn = self.wire.failing > 0, self.wire.stubborn
         self.wire.failing -= handle.fails
         self.wire.reads.append(handle)
+        self.own.append(handle)
 
     def done(self, handle: Copy) -> bool:
-        if handle.fails:
+        if handle.state == "new":
+            raise TransportError("the read has not begun")
+        if handle.released:
+            return True
+        self._advance()
+        if handle.disconnected or handle.state == "failed":
             raise TransportError("it failed")
-        if handle.state == "open":
-            handle.left -= 1
-            if handle.left < 0:
-                handle.move()
-                self.connected.add(handle.peer)
+        if handle.state == "done":
+            self.reached.add(handle.peer)
         return handle.state == "done"
 
+    def _advance(self) -> None:
+        for copy in self.own:
+            copy.advance()
+
     def release(self, handle: Copy) -> bool:
-        handle.stubborn -= 1
-        if handle.stubborn >= 0:
+        handle.stubborn -= handle.state == "failed"
+        if handle.state == "failed" and handle.stubborn >= 0:
             return False
-        handle.state = "released"
+        handle.released = True
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
-        if peer not in self.wire.inboxes:
+        if peer not in self.wire.inboxes or peer not in self.connected:
             raise TransportError(f"{peer} is gone")
-        if peer in self.connected:
+        if peer in self.reached:
             self.wire.inboxes[peer].append(message)
 
     def notifications(self) -> list[bytes]:
+        self._advance()
         inbox = self.wire.inboxes[self.name]
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def close(self) -> None:
+        self.own.clear()  # the agent's end is the end of its reads
         self.wire.inboxes.pop(self.name, None)
 
 

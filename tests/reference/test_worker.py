@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
+from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
 from reference_connector.messages import (
     Lease,
@@ -88,18 +90,81 @@ def test_a_failed_read_is_reported_when_it_cannot_write_any_more(
     wire.failing, wire.stubborn, steps = 1, 10, []
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     assert until(d, steps=steps).failed == {"r"}
-    assert len(steps) >= 5 and wire.reads[0].state == "released"
+    assert len(steps) >= 5 and wire.reads[0].released
     wire.stubborn = 0
     d.worker.start(Orders(loads={"s": p.load(1, [5, 6], [3, 4])}))
     assert not until(d, "s").failed
 
 
-def test_a_read_that_never_ends_is_cancelled(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p, d = make("p", 7), make("d", 0, transfer_timeout=0.2)
-    wire.late = 10**9
+def test_a_load_that_took_too_long_is_reported_when_its_read_has_ended(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
+    wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    deadline = time.monotonic() + 0.4
+    while time.monotonic() < deadline:
+        assert not d.worker.results().received
+        time.sleep(0.002)
+    assert wire.reads[0].state == "open" and not wire.reads[0].released
+    wire.stopped.clear()
     assert until(d).failed == {"r"}
-    assert wire.reads[0].state == "released"
+    assert wire.reads[0].state == "done" and wire.reads[0].released
+    d.pool[:] = 0  # the blocks have another owner
+    for _ in range(20):
+        d.worker.results()
+    assert not d.pool.any()
+
+
+def test_a_load_ends_when_its_peer_dies_while_it_is_stopped(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    for _ in range(20):
+        assert not d.worker.results().received
+        time.sleep(0.002)
+    wire.inboxes.pop("p")
+    wire.stopped.clear()
+    assert until(d).failed == {"r"} and not d.pool.any()
+
+
+def test_no_peer_is_disconnected_while_a_read_from_it_is_in_progress(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker._peers._met[p.address].failed = True
+    d.worker.start(Orders(loads={"other": p.load(2, [5, 6], [1, 2])}))
+    assert until(d, "other").failed == {"other"}, "it waits for the peer no longer than its time limit"
+    assert not wire.disconnected and wire.reads[0].state == "open"
+    wire.stopped.clear()
+    assert until(d).failed == {"r"}
+
+
+def test_a_worker_that_is_closed_waits_for_its_reads(
+    make: Callable[..., WorkerEngine], wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.late = 50
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker.close()
+    assert wire.reads[0].state == "done" and wire.reads[0].released
+    wire.reads.clear()
+    d = make("d", 0)
+    monkeypatch.setattr(worker_module, "CLOSING_S", 0.1)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker.close()
+    assert not wire.reads[0].released
 
 
 def test_a_failure_fails_only_its_own_request(make: Callable[..., WorkerEngine]) -> None:

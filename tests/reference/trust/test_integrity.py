@@ -32,7 +32,7 @@ def test_integrity_compares_the_digest_of_p(make: Callable[..., WorkerEngine], w
         d.worker.start(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
         deadline, found = time.monotonic() + PATIENCE_S, Results()
         while request not in found.received and time.monotonic() < deadline:
-            if corrupt and wire.reads and wire.reads[0].state == "released":
+            if corrupt and wire.reads and wire.reads[0].released:
                 d.pool[4, 5] ^= 1
                 corrupt = False
             found = d.worker.results()
