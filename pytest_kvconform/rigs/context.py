@@ -241,12 +241,13 @@ def transfer_config(
     port: int = 0,
     folder: str = "",
     lease_s: float = 0.0,
+    load_s: float = 0.0,
     policy: str = "",
 ) -> dict[str, Any]:
     """The fields of vLLM's KVTransferConfig for one side. The user's configuration wins over the suite's.
 
     `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector
-    declares the key for it. `policy`: kv_load_failure_policy; it wins over the user's.
+    declares the key for it; `load_s`: of a load, too. `policy`: kv_load_failure_policy, over the user's.
     """
     extra: dict[str, Any] = {}
     if subject.module is None and subject.connector.startswith("Nixl"):
@@ -255,6 +256,8 @@ def transfer_config(
         extra[subject.folder] = folder
     if subject.lease and lease_s and not subject.lease_variable:
         extra[subject.lease] = lease_s
+    if subject.load_timeout and load_s:
+        extra[subject.load_timeout] = load_s
     roles = {"P": "kv_producer", "D": "kv_consumer"}
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,

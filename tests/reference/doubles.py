@@ -187,8 +187,9 @@ class Local:
             self.wire.inboxes[peer].append(message)
 
     def notifications(self) -> list[bytes]:
+        if (inbox := self.wire.inboxes.get(self.name)) is None:
+            raise TransportError("the transport is closed")
         self._advance()
-        inbox = self.wire.inboxes[self.name]
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class ScenarioEngines:
     def start(self, name: str, after: str = "") -> SteppedEngine:
         """Start an engine. `after`: an engine that has ended, whose ports the new one gets."""
         context = self.bench.context
-        spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name[0], self.cell)
+        spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name, self.cell)
         handle = PeerEngineHandle(
             context.address,
             f"{self.cell}-{name}-{context.next_name()}",
