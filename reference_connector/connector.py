@@ -39,7 +39,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from reference_connector.authentication import trust
 from reference_connector.boxes import boxes_of
@@ -228,7 +228,8 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
-        self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust)
+        zeroed = _zeroed(self._kv_cache_config)
+        self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CardMetadata(self._worker.card)
@@ -284,5 +285,23 @@ def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
         place = HOST if device.type == "cpu" else ("VRAM", device.index or 0)
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         view = partial(lambda flat, start, count: flat[start : start + count].cpu().numpy(), flat)
-        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view)
+        zero = partial(_zero, flat)
+        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view, zero)
     return list(found.values())
+
+
+def _zero(flat: torch.Tensor, start: int, count: int) -> None:
+    flat[start : start + count].zero_()
+    if flat.is_cuda:  # a read may write next to these bytes, or over them
+        torch.cuda.current_stream(flat.device).synchronize()
+
+
+def _zeroed(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The transfer groups of which vLLM zeroes new blocks, unless a connector loads into them.
+
+    See needs_kv_cache_zeroing, and SingleTypeKVCacheManager.__init__ of v1/core/.
+    """
+    if not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return frozenset()
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    return frozenset(index for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec))

@@ -34,6 +34,7 @@ class Memory:
     nbytes: int
     place: Place = HOST
     view: Callable[[int, int], Any] | None = None  # view(i, n): n bytes from byte i on, in host memory
+    zero: Callable[[int, int], None] | None = None  # zero(i, n): write zeros there, and wait for them
 
 
 class Transport(Protocol):

@@ -32,7 +32,7 @@ from reference_connector.integrity import Digests, digest, queries
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
-from reference_connector.plan import Runs, Table, Unplannable, runs
+from reference_connector.plan import Runs, Table, Unplannable, pair, runs
 from reference_connector.reads import Reads, Task
 from reference_connector.transport import Memory, Transport, TransportError
 
@@ -82,8 +82,14 @@ class Worker:
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
         trust: Trust = ANYBODY,
+        zeroed: frozenset[int] = frozenset(),
     ):
-        """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind."""
+        """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
+
+        `zeroed`: groups whose new blocks vLLM would have zeroed, had the scheduler half not said that it
+        loads them.
+        """
+        self._to_zero = pair(kept, [kept]) if (kept := _of_groups(boxes, zeroed)) else None
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
         ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
@@ -228,6 +234,7 @@ class Worker:
         planned = {
             rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)
         }
+        self._zero_ends(load)
         with peer.used():
             yield from self._reads.read(peer, planned, deadline, self.card.place)
             if self._options.integrity:
@@ -243,6 +250,29 @@ class Worker:
         self._stats["seconds"].append(time.monotonic() - begun)
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
+
+    def _zero_ends(self, load: Load) -> None:
+        """Zero what vLLM would have zeroed and a load does not read: before its first token, after its last.
+
+        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN. The
+        blocks in which a load begins and ends are zeroed as far as the plan takes them, before it reads them.
+        """
+        if self._to_zero is None:
+            return
+        tokens = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
+        tables = [Table(part.blocks, part.first) for part in load.parts]
+        ends = [part.first + len(part.blocks) * tokens.get(i, 0) for i, part in enumerate(load.parts)]
+        before = [(part.first, part.start) if i in tokens else (0, 0) for i, part in enumerate(load.parts)]
+        after = [
+            (part.stop, end) if i in tokens else (0, 0)
+            for i, (part, end) in enumerate(zip(load.parts, ends, strict=True))
+        ]
+        for spans in (before, after):
+            for plan in runs(self._to_zero, spans, tables, tables).values():
+                for address, length in zip(plan.local.tolist(), plan.length.tolist(), strict=True):
+                    memory = next(m for m in self._memory if 0 <= address - m.address < m.nbytes)
+                    if memory.zero is not None:
+                        memory.zero(address - memory.address, length)
 
     def _wait(self, deadline: float) -> Task:
         """Wait until the next step. Raises TransportError after the deadline."""
@@ -305,3 +335,7 @@ class Worker:
             yield from self._wait(deadline)
             found = yield from self._reads.read_boards(peer, entries, 3, deadline)
         return [(first, second) for first, second in found[:, 1:].tolist()]
+
+
+def _of_groups(boxes: tuple[Box, ...], groups: frozenset[int]) -> tuple[Box, ...]:
+    return tuple(box for box in boxes if box.group in groups)
