@@ -9,7 +9,7 @@
 
 **The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine
 gives out once. The lease ends when D releases it or when its time is over. Then each worker of P writes the
-number into its **ledger** (entry number % length) before it releases the blocks. D reads that entry after the
+number into its **ledger** (see leases.py) before it releases the blocks. D reads that entry after the
 KV. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
 may belong to another request.
 
@@ -35,7 +35,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Blocks = Annotated[list[Block], msgspec.Meta(max_length=1 << 22)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
 Random = Annotated[bytes, msgspec.Meta(max_length=32)]
 Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 

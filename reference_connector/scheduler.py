@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reference_connector.authentication import ANYBODY, Trust
+from reference_connector.leases import new_number
 from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
@@ -63,7 +64,7 @@ class Scheduler:
         self._trust, self._lease = trust, lease
         # Tokens at the end of a prompt that P does not compute.
         self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
-        self._last_lease = 0
+        self._given = 0  # leases
         self._handoffs: dict[str, Handoff] = {}  # requests of D for which P has KV
         self._placed: set[str] = set()  # those whose load is in progress
         # Lease -> requests that need it: several, if the router gave them the same parameters.
@@ -109,14 +110,15 @@ class Scheduler:
         if not all(tables):
             logger.warning("request %s is not handed over: a group has no blocks of it", request.request_id)
             return False, None
-        self._last_lease += 1
-        self._orders.leases[self._last_lease] = request.request_id
+        self._given += 1
+        lease = new_number(self._given)
+        self._orders.leases[lease] = request.request_id
         handed_over = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             **self._address,
             "remote_request_id": request.request_id,
-            "remote_lease": self._last_lease,
+            "remote_lease": lease,
             "remote_num_tokens": request.num_computed_tokens,
             "remote_block_ids": tables,
             "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],

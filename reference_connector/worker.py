@@ -29,6 +29,7 @@ from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError, fetch
 from reference_connector.integrity import Digests, digest, queries
+from reference_connector.leases import GivenLeases, entry_of
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
@@ -102,10 +103,7 @@ class Worker:
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
         self._errands: list[Task] = []  # messages to peers that may have to be met first
-        self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
-        self._last_lease = 0
-        # released before their order arrived: D can be faster than our scheduler
-        self._early: set[int] = set()
+        self._leases = GivenLeases(self._board[:LEDGER], options.kv_lease_duration)
 
     def close(self) -> None:
         """End threads, reads and the transport.
@@ -123,12 +121,7 @@ class Worker:
 
     def start(self, orders: Orders) -> None:
         """Start what the scheduler orders in this step."""
-        for number, request in orders.leases.items():
-            self._leases[number] = request, time.monotonic() + self._options.kv_lease_duration
-            self._last_lease = max(self._last_lease, number)
-            if number in self._early:
-                self._early.discard(number)
-                self._end(number)
+        self._results.sent |= self._leases.give(orders.leases)
         self._loads |= {request: self._load(load) for request, load in orders.loads.items()}
         if self._rank == 0:  # one rank notifies peers for all
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
@@ -179,7 +172,6 @@ class Worker:
 
     def _listen(self) -> None:
         """Read notifications of peers, and end leases whose time is over."""
-        now = time.monotonic()
         try:
             received = self._transport.notifications()
         except TransportError as error:
@@ -194,24 +186,10 @@ class Worker:
             if isinstance(notice, Query):
                 self._digests.ask(notice)
             else:
-                if len(self._early) < LEDGER:
-                    self._early |= {n for n in notice.released[:LEDGER] if n > self._last_lease}
-                for number in self._leases.keys() & notice.released:
-                    self._end(number)
-                for number in self._leases.keys() & notice.renewed:
-                    request, end = self._leases[number]
-                    self._leases[number] = request, max(end, now + self._options.kv_lease_duration * 2 / 3)
-        for number in [n for n, (_, end) in self._leases.items() if end < now]:
-            request, seconds = self._leases[number][0], self._options.kv_lease_duration
-            logger.warning("request %s was not read within its lease of %g s", request, seconds)
-            self._stats["expired_leases"] += 1
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        """End a lease: first write the ledger, then release the blocks; see messages.py."""
-        request, _ = self._leases.pop(number)
-        self._board[number % LEDGER] = number
-        self._results.sent.add(request)
+                self._results.sent |= self._leases.on_notice(notice)
+        expired = self._leases.expire()
+        self._stats["expired_leases"] += len(expired)
+        self._results.sent |= expired
 
     # ---- D: loads
 
@@ -240,7 +218,7 @@ class Worker:
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
             ended = yield from self._reads.read_boards(
-                peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline
+                peer, dict.fromkeys(planned, entry_of(lease.number)), 1, deadline
             )
             if (ended >= lease.number).any():
                 self._stats["late_reads"] += 1

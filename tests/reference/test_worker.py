@@ -77,7 +77,7 @@ def test_a_lease_that_expires_during_the_read_fails_the_load(
     d.worker.start(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
     while not wire.reads:
         d.worker.advance()
-    p.worker._end(4)
+    p.worker._leases._end([4])
     p.pool[:] = 9
     assert until(d).failed == {"r"}
     assert d.worker.stats()["late_reads"] == 1
