@@ -4,11 +4,11 @@
     messages.py                the messages between P and D; what a lease is
     worker.py                  how a load goes from its order to its last byte
     peers.py, handshake.py     how a worker of D meets those of P
-    authentication.py          whom D believes, and whom P lets read
-    identity.py                whether P's KV is that of D's model
+    trust/                     whom D believes, and whom P lets read; whether P's KV is that of D's model
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
     integrity.py               whether the bytes that arrived are P's
     transport.py, options.py   what moves them: NIXL; what can be set
+    statistics.py              what vLLM logs and counts
 
 vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They
 communicate through `Metadata` (scheduler to workers, each step), `NotifiedLeases` (back) and `CardMetadata`
@@ -34,21 +34,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
 
-from reference_connector.authentication import trust
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
-from reference_connector.identity import identity_of
 from reference_connector.messages import Card, Lease, Orders
 from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
+from reference_connector.statistics import ReferenceMetrics, ReferenceStats
 from reference_connector.transport import HOST, Memory, Nixl
+from reference_connector.trust.authentication import trust
+from reference_connector.trust.identity import identity_of
 from reference_connector.worker import Worker, no_stats
 
 try:
@@ -75,36 +77,6 @@ class NotifiedLeases(KVConnectorWorkerMetadata):
         return NotifiedLeases(self.leases | other.leases)
 
 
-class ReferenceStats(KVConnectorStats):
-    """`data`: what a worker counts, see `no_stats` in worker.py."""
-
-    def reset(self) -> None:
-        self.data = no_stats()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return ReferenceStats({name: self.data[name] + other.data[name] for name in self.data})
-
-    def reduce(self) -> dict[str, int | float]:
-        """Totals and averages over all loads, with the names and units that vLLM logs."""
-        loads, seconds = len(self.data["seconds"]), sum(self.data["seconds"])
-        megabytes = sum(self.data["bytes"]) / 2**20
-        return {
-            "Loads": loads,
-            "Avg load time (ms)": round(1e3 * seconds / max(loads, 1), 3),
-            "Avg MB per load": round(megabytes / max(loads, 1), 3),
-            "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
-            "Avg number of descriptors": round(sum(self.data["descriptors"]) / max(loads, 1), 1),
-            **{
-                name.replace("_", " ").capitalize(): count
-                for name, count in self.data.items()
-                if isinstance(count, int)
-            },
-        }
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
-
-
 class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
@@ -116,6 +88,11 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = read_options(transfer.kv_connector_extra_config)
+        if transfer.kv_buffer_device != current_platform.device_type:
+            raise ValueError(
+                "ReferenceConnector reads KV where it lies, without a buffer: kv_buffer_device is "
+                f"{transfer.kv_buffer_device}, and KV is on {current_platform.device_type}"
+            )
         for name in (
             "pipeline_parallel_size",
             "decode_context_parallel_size",
@@ -259,6 +236,10 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return ReferenceStats(data or no_stats())
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
+        return ReferenceMetrics(*args)
 
     def shutdown(self) -> None:
         """Close both halves. vLLM may call this twice, and on an object whose `__init__` failed."""

@@ -1,7 +1,7 @@
 """The side channel: D's workers ask P's scheduler for P's workers. One question for all ranks, once per peer.
 
-Without a key P answers at once. With a key (authentication.py) P first sends a challenge, D proves the key
-for the two random numbers of this handshake, and P seals its answer with a proof of its own for the same two.
+Without a key (trust/authentication.py) P answers at once. With one P first sends a challenge, D proves the
+key for the two random numbers of this handshake, and P seals its answer with a proof for the same two.
 So nobody without the key learns what NIXL needs to read P's memory, and D gives NIXL no metadata of others.
 
 No message can end the listener. It answers with a Refusal if a message is not a question, if the question
@@ -20,8 +20,6 @@ from typing import Any
 
 import zmq
 
-from reference_connector.authentication import ANYBODY, Trust
-from reference_connector.identity import difference
 from reference_connector.messages import (
     VERSION,
     Address,
@@ -36,6 +34,8 @@ from reference_connector.messages import (
     decode,
     encode,
 )
+from reference_connector.trust.authentication import ANYBODY, Trust
+from reference_connector.trust.identity import difference
 
 logger = logging.getLogger("vllm.reference_connector.handshake")
 LONGEST_QUESTION = 1 << 16  # bytes; ZeroMQ drops longer ones unread

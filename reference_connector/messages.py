@@ -75,7 +75,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     # Of each group of P the block ids, and the token at which they begin.
     remote_block_ids: Annotated[list[Blocks], msgspec.Meta(min_length=1, max_length=256)]
     remote_first_tokens: Annotated[list[Token], msgspec.Meta(max_length=256)]
-    # With a key, see authentication.py: in seconds since 1970, and in hexadecimal digits.
+    # With a key, see trust/authentication.py: in seconds since 1970, and in hexadecimal digits.
     remote_expiry: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
     remote_signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -150,7 +150,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
-    identity: dict[str, str] = {}  # see identity.py
+    identity: dict[str, str] = {}  # see trust/identity.py
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ NIXL's `release_xfer_handle` and `remove_remote_agent` succeed while a read is i
 writing: into blocks that another request may have by then. So a read ends in one of two ways, and NIXL
 reports both: it is done, or it has failed. Until then its handle is kept, its peer stays connected, and what
 waits for it waits on. Reads from a process that has died fail within a second. Reads from one that is stopped
-neither fail nor end before it goes on. `tests/reference/test_nixl.py` measures all of this.
+neither fail nor end before it goes on. `tests/reference/nixl/test_nixl.py` measures all of this.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.leases import new_number
 from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
+from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # RequestStatus of a prompt that was computed

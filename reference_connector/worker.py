@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from reference_connector import messages
-from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError, fetch
 from reference_connector.integrity import Digests, digest, queries
@@ -36,6 +35,7 @@ from reference_connector.peers import Peer, Peers
 from reference_connector.plan import Runs, Table, Unplannable, pair, runs
 from reference_connector.reads import Reads, Task
 from reference_connector.transport import Memory, Transport, TransportError
+from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.worker")
 CLOSING_S = 2.0  # for so long a worker that is being closed waits for reads that are in progress

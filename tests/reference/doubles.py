@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from reference_connector.authentication import ANYBODY, Trust
 from reference_connector.boxes import Axis, Box
 from reference_connector.handshake import Listener
 from reference_connector.messages import Address, Handoff, Load, Part
@@ -18,6 +17,7 @@ from reference_connector.options import Options
 from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.transport import Memory, TransportError
+from reference_connector.trust.authentication import ANYBODY, Trust
 from reference_connector.worker import Worker
 
 PATIENCE_S = 20.0

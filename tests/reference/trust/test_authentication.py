@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import zmq
 
-from reference_connector.authentication import ANYBODY, THIS_MACHINE, Trust, trust
 from reference_connector.handshake import HandshakeError, Listener, fetch
 from reference_connector.messages import (
     VERSION,
@@ -33,6 +32,7 @@ from reference_connector.messages import (
 )
 from reference_connector.options import BadOption, Options
 from reference_connector.scheduler import Scheduler
+from reference_connector.trust.authentication import ANYBODY, THIS_MACHINE, Trust, trust
 from tests.reference.doubles import ADDRESS, FULL, WINDOW, Wire, WorkerEngine, box, request, tables
 
 KEY, OTHER = Trust(b"k" * 32), Trust(b"o" * 32)

@@ -12,11 +12,11 @@ import pytest
 
 from model_matrix.geometries import load_geometries
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
-from reference_connector.authentication import Trust
 from reference_connector.handshake import HandshakeError, Listener, fetch
-from reference_connector.identity import identity_of
 from reference_connector.messages import Address
 from reference_connector.options import BadOption, Fact, read_options
+from reference_connector.trust.authentication import Trust
+from reference_connector.trust.identity import identity_of
 from tests.reference.trust.test_authentication import CARDS, PATIENCE_S
 
 

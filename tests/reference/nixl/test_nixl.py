@@ -14,7 +14,7 @@ import pytest
 
 from reference_connector.transport import Memory
 from tests.reference.doubles import Local, Wire
-from tests.reference.nixl_behaviour import SCENARIOS, Reader
+from tests.reference.nixl.nixl_behaviour import SCENARIOS, Reader
 
 PATIENCE_S = 240
 # The facts on which reads.py stands. A version of NIXL that can cancel a read changes some of them.
@@ -73,10 +73,10 @@ def test_the_double_does_what_nixl_does(scenario: Any) -> None:
 
 
 def test_nixl_does_what_the_double_does() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = os.environ | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "PYTHONPATH": str(root)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.reference.nixl_behaviour"],
+        [sys.executable, "-m", "tests.reference.nixl.nixl_behaviour"],
         env=environment,
         cwd=root,
         capture_output=True,
