@@ -227,19 +227,23 @@ class WorkerEngine:
         fill: int,
         layer: str = "layers.0",
         trusted: Trust = ANYBODY,
+        zeroed: frozenset[int] = frozenset(),
         **options: float | bool,
     ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
-        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
+        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view, zero=self.zero)
         settings = Options(**{"handshake_timeout": 0.5, **options})
         self.name, self.worker = (
             name,
-            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted),
+            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted, zeroed),
         )
         self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card], trusted)
 
     def view(self, start: int, count: int) -> np.ndarray:
         return self.pool.reshape(-1)[start : start + count]
+
+    def zero(self, start: int, count: int) -> None:
+        self.view(start, count)[:] = 0
 
     @property
     def address(self) -> Address:

@@ -10,10 +10,7 @@ import pytest
 
 from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
-from reference_connector.messages import (
-    Lease,
-    Orders,
-)
+from reference_connector.messages import Lease, Orders
 from reference_connector.worker import Results
 from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine
 
@@ -45,6 +42,19 @@ def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., WorkerEngi
     taken = d.worker.stats()
     assert taken["bytes"] == [BYTES + 12] and not taken["failed_loads"]
     assert "r" not in d.worker.results().received, "the end is reported twice"
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_the_rest_of_new_blocks_is_zeroed_where_vllm_would(
+    make: Callable[..., WorkerEngine], zeroed: bool
+) -> None:
+    p, d = make("p", 7), make("d", 255, zeroed=frozenset({0} if zeroed else ()))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
+    assert not until(d).failed
+    expected = np.full_like(d.pool, 255)
+    expected[[3, 6]] = 7
+    expected[6, 12:] = 0 if zeroed else 255
+    assert (d.pool == expected).all()
 
 
 def test_a_load_is_not_reported_before_its_read_ends(make: Callable[..., WorkerEngine], wire: Wire) -> None:

@@ -17,12 +17,12 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_additi
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
-from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
     BLOCK,
     DeadlinePassed,
+    PeerEngineHandle,
     RunningScenario,
     SteppedEngine,
     Steps,

@@ -12,7 +12,8 @@ from pytest_kvconform.rigs.peers.scenario_engines import ScenarioEngines, Scenar
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
-SLEEP_S = 2.5  # for which P's process is stopped: longer than a load may take
+SLEEP_S = 2.5  # for which P's process is stopped at most: longer than a load may take
+LOADING_S = 0.5  # before D aborts the request
 LATE_S = 0.5  # in which D writes what is still to come
 
 
@@ -32,11 +33,13 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         yield from p.stop_process()
         added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
-        yield from pause(bench.scaled_seconds(SLEEP_S) / 2)
         if why == ABORT:
+            yield from pause(bench.scaled_seconds(LOADING_S))
             yield from d.call("abort", request.id)
-        yield from pause(bench.scaled_seconds(SLEEP_S) / 2)
-        numbers[why] = float(request.id not in (yield from d.call("usage")).requests)
+        deadline = d.deadline(bench.scaled_seconds(SLEEP_S))
+        while (waits := request.id in (yield from d.call("usage")).requests) and not deadline.over():
+            yield
+        numbers[why] = float(not waits)
         yield from _overwrite(engines, d)
         p.resume()
         yield from engines.wait_until_gone(d, request.id, engines.limits.release)

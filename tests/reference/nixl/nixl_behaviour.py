@@ -73,11 +73,11 @@ class Reader:
         except TransportError:
             return "ERR"
 
-    def overwrites(self) -> bool:
-        """Whether the transport writes from now on, when the memory has another owner."""
+    def overwrites(self, seconds: float = PATIENCE_S) -> bool:
+        """Whether the transport writes in this time, when the memory has another owner."""
         self.memory[:] = OTHER
         self.peer.go_on()
-        return self.wait(lambda: (self.memory != OTHER).any(), 2.0)
+        return self.wait(lambda: (self.memory != OTHER).any(), seconds)
 
 
 def works(act: Callable[..., Any], *arguments: Any) -> bool:
@@ -120,7 +120,7 @@ def died(d: Reader) -> dict[str, Any]:
     before = d.state(handle)
     d.peer.die()
     d.wait(lambda: d.state(handle) != "PROC")
-    found = {"before": before, "after": d.state(handle), "goes on writing": d.overwrites()}
+    found = {"before": before, "after": d.state(handle), "goes on writing": d.overwrites(SOON_S)}
     found |= {"release": d.transport.release(handle), "prepare": works(d.prepare)}
     found |= {"begin": works(lambda: d.transport.begin(d.prepare()))}
     found |= {"notify": works(d.transport.notify, d.peer.name, b"x")}
@@ -131,7 +131,7 @@ def died(d: Reader) -> dict[str, Any]:
 def not_begun(d: Reader) -> dict[str, Any]:
     """A read is released before it has begun."""
     handle = d.prepare()
-    return {"before": d.state(handle), "release": d.transport.release(handle), "after": d.state(handle)}
+    return {"before": d.state(handle), "release": d.transport.release(handle)}
 
 
 def closed(d: Reader) -> dict[str, Any]:

@@ -40,7 +40,7 @@ EXPECTED = {
         "prepare after": False,
         "notify after": False,
     },
-    "not_begun": {"before": "ERR", "release": True, "after": "ERR"},
+    "not_begun": {"before": "ERR", "release": True},
     "closed": {"goes on writing": False},
 }
 
