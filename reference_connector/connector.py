@@ -2,7 +2,8 @@
 
     scheduler.py               what is handed over, and when
     messages.py                the messages between P and D; what a lease is
-    worker.py                  how a load goes from its order to its last byte
+    worker.py, reads.py        how a load goes from its order to its last byte
+    leases.py                  how long P keeps its blocks
     peers.py, handshake.py     how a worker of D meets those of P
     trust/                     whom D believes, and whom P lets read; whether P's KV is that of D's model
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
