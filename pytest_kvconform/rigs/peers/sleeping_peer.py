@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import time
 
-from pytest_kvconform.rigs.peers.scenario_engines import ScenarioEngines, ScenarioObservation
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    WITHIN_STEP,
+    ScenarioEngines,
+    ScenarioObservation,
+    loaded_within_step,
+)
+from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # for which P's process is stopped at most: longer than a load may take
@@ -21,10 +26,12 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
     """P's process is stopped during a load of D. D aborts the request, or the load passes its time limit.
 
     Other requests of D get blocks as soon as they are free, and write them. Then P goes on, and D's pool is
-    compared. `numbers`: why -> whether the request had ended, or its blocks were free, before P went on.
+    compared. `numbers`: why -> whether the request had ended, and its blocks were free, before P went on.
     """
     bench = engines.bench
     decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    if loaded_within_step(decodes["met"].trace):
+        return ScenarioObservation(decodes, unsupported=WITHIN_STEP)
     yield from engines.wait_until_empty(d)
     yield from d.call("reuse", True)
     numbers, audits = {}, ()
@@ -35,12 +42,10 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         request = yield from engines.add_decode(d, prefill)
         if why == ABORT:
             yield from pause(bench.scaled_seconds(LOADING_S))
-            yield from d.call("abort", request.id)
-        deadline = d.deadline(bench.scaled_seconds(SLEEP_S))
-        while (waits := request.id in (yield from d.call("usage")).requests) and not deadline.over():
-            yield
-        numbers[why] = float(not waits)
-        yield from _overwrite(engines, d)
+            d.queue("abort", request.id)  # D may stand in a step until P goes on
+        if given_up := (yield from _is_gone(d, request.id, bench.scaled_seconds(SLEEP_S))):
+            yield from _overwrite(engines, d)
+        numbers[why] = float(given_up)
         p.resume()
         yield from engines.wait_until_gone(d, request.id, engines.limits.release)
         yield from pause(bench.scaled_seconds(LATE_S))
@@ -51,6 +56,19 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
     yield from d.call("reuse", False)
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes, audits=audits, numbers=numbers)
+
+
+def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
+    """Whether an engine that answers holds nothing of a request any more, within `seconds`."""
+    deadline = engine.deadline(seconds)
+    while not deadline.over():
+        usage = engine.queue("usage")
+        if not (yield from until(lambda call=usage: call.done, deadline)):
+            return False
+        if request_id not in usage.answer.requests:
+            return True
+        yield
+    return False
 
 
 def _overwrite(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
