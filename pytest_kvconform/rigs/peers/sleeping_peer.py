@@ -7,6 +7,7 @@ A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is su
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from pytest_kvconform.rigs.peers.scenario_engines import (
     WITHIN_STEP,
@@ -63,7 +64,7 @@ def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
     deadline = engine.deadline(seconds)
     while not deadline.over():
         usage = engine.queue("usage")
-        if not (yield from until(lambda call=usage: call.done, deadline)):
+        if not (yield from until(partial(getattr, usage, "done"), deadline)):
             return False
         if request_id not in usage.answer.requests:
             return True
