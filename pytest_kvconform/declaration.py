@@ -35,7 +35,17 @@ from pytest_kvconform.settings.tables import refuse_unknown
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
 AMOUNTS = ("load_granularity", "min_load")  # how much is loaded
-KEYS = ("profile", "handover", "lease", *AMOUNTS, "asks_worker", "services", "features", "known")
+KEYS = (
+    "profile",
+    "handover",
+    "lease",
+    "load_timeout",
+    *AMOUNTS,
+    "asks_worker",
+    "services",
+    "features",
+    "known",
+)
 _KNOWN_KEYS = ("case", "issue", "expires", "reason", "vllm")
 _LEASE = re.compile(r"[^$].*|\$[A-Za-z_]\w*|")
 _URL = re.compile(r"https?://[^\s/]+\S*")
@@ -72,6 +82,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     # key of kv_connector_extra_config, or "$NAME" of an environment variable, for the seconds that P keeps KV
     # which no D reads
     lease: str = ""
+    load_timeout: str = ""  # key of kv_connector_extra_config for the seconds that a load may take
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
@@ -96,7 +107,12 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
         raise BadSetting(
             f"{place}{dot}lease: expected a key of kv_connector_extra_config or $VARIABLE, got {lease!r}"
         )
-    words: dict[str, Any] = {"lease": lease}
+    timeout = table.get("load_timeout", "")
+    if not isinstance(timeout, str) or not _LEASE.fullmatch(timeout) or timeout.startswith("$"):
+        raise BadSetting(
+            f"{place}{dot}load_timeout: expected a key of kv_connector_extra_config, got {timeout!r}"
+        )
+    words: dict[str, Any] = {"lease": lease, "load_timeout": timeout}
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         parse = (word_or_function if key == "handover" else one_of)(*valid)
         try:

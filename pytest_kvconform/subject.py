@@ -56,6 +56,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     # seconds that P keeps KV which no D reads, which may be an environment variable instead: "$NAME"
     folder: str = ""
     lease: str = ""
+    load_timeout: str = ""
     children: tuple[Child, ...] = ()  # connectors inside it, in the order of its configuration
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
@@ -148,6 +149,7 @@ def resolve(settings: Settings) -> Subject:
         else handover or ("none" if profile in STORES else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
+        load_timeout=declared.load_timeout,
         children=children_of(config, declared.lease),
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
@@ -188,7 +190,9 @@ def _read_declaration(settings: Settings) -> Declaration:
     table: dict[str, Any] = {
         key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
-    table |= {key: getattr(settings, key) for key in ("lease", "asks_worker", *declaration.AMOUNTS)}
+    table |= {
+        key: getattr(settings, key) for key in ("lease", "load_timeout", "asks_worker", *declaration.AMOUNTS)
+    }
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 

@@ -15,6 +15,9 @@ compared by intersecting ranges. plan.py does that.
     MLA          the same with a single head, which every rank holds
     state        a box for each part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm"
                  with the axis head. A state has no tokens; its boxes have one token in a block
+    pages        where a backend's page is not heads x tokens (_is_page), a cell of the part "tile" holds a
+                 whole block of one slot and all heads of the rank. Only ranks with the same heads and
+                 blocks of the same size can exchange it
     CPU_ATTN     K is transposed within a block, so the bytes of a token are not contiguous. A cell of the
                  part "tile" holds all tokens of a block; the parts "k" and "v" are the same bytes in small
                  cells, for a peer whose blocks have another size
@@ -94,7 +97,8 @@ def boxes_of(
                     common, spec, view, *((0, 1) if spec.tp_replicated else (tp_rank, tp_size))
                 )
             elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
-                heads = _heads(vllm_config, name, spec, view.shape[1], tp_rank, tp_size)
+                here = view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
+                heads = _heads(vllm_config, name, spec, here, tp_rank, tp_size)
                 boxes += _attention_boxes(
                     vllm_config, common, spec, view, heads, view.shape[0] // kv_cache_config.num_blocks
                 )
@@ -136,6 +140,21 @@ def _is_draft(vllm_config: Any, name: str) -> bool:
     )
 
 
+def _is_page(spec: Any) -> bool:
+    """Whether a block is more than heads x tokens: what a token has lies in several places of it.
+
+    K and V in slots of their own, with heads or scales in an order of the kernel (`customize_spec` of
+    FlashInfer with NVFP4, ROCM_ATTN, ROCM_AITER_FA with the shuffled layout, and B12X); scales behind all
+    tokens of a block (the indexers of DeepSeek V3.2, and DeepSeek V4).
+    """
+    return (
+        spec.num_head_slots is not None
+        or getattr(getattr(spec, "cache_role", None), "value", "") == "indexer"
+        or getattr(spec, "model_version", None) is not None
+        or spec.kv_quant_mode.name == "NVFP4_DS_MLA"
+    )
+
+
 def _attention_boxes(
     vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int
 ) -> Iterator[Box]:
@@ -150,6 +169,23 @@ def _attention_boxes(
     backend = get_current_attn_backends(vllm_config, [common["layer"]])[0]
     common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block}
     common |= {"pieces": pieces, "tokens": tokens}
+    if _is_page(spec):
+        if token != width:
+            raise ValueError(f"Layer {common['layer']} has pages of {backend.get_name()} that are not dense.")
+        first, end, whole = heads
+        ranks = Axis("rank", first // (end - first), end // (end - first), whole // (end - first), 0)
+        slots = Axis("slot", 0, view.shape[1], view.shape[1], head)
+        element = f"{cache_dtype if quantised else element} of {backend.get_name()}"
+        yield Box(
+            **common,
+            part="tile",
+            element=element,
+            unit=tokens,
+            token_stride=0,
+            axes=(ranks, slots),
+            width=tokens * width,
+        )
+        return
     if backend.get_name() != "CPU_ATTN":
         if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
             common |= {"num_blocks": blocks // pieces, "block_stride": block * pieces}

@@ -2,10 +2,14 @@
 
     scheduler.py               what is handed over, and when
     messages.py                the messages between P and D; what a lease is
-    worker.py                  how a load goes from its order to its last byte
+    worker.py, reads.py        how a load goes from its order to its last byte
+    leases.py                  how long P keeps its blocks
     peers.py, handshake.py     how a worker of D meets those of P
+    trust/                     whom D believes, and whom P lets read; whether P's KV is that of D's model
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
+    integrity.py               whether the bytes that arrived are P's
     transport.py, options.py   what moves them: NIXL; what can be set
+    statistics.py              what vLLM logs and counts
 
 vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They
 communicate through `Metadata` (scheduler to workers, each step), `NotifiedLeases` (back) and `CardMetadata`
@@ -31,19 +35,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
 from reference_connector.messages import Card, Lease, Orders
 from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
+from reference_connector.statistics import ReferenceMetrics, ReferenceStats
 from reference_connector.transport import HOST, Memory, Nixl
+from reference_connector.trust.authentication import trust
+from reference_connector.trust.identity import identity_of
 from reference_connector.worker import Worker, no_stats
 
 try:
@@ -70,36 +78,6 @@ class NotifiedLeases(KVConnectorWorkerMetadata):
         return NotifiedLeases(self.leases | other.leases)
 
 
-class ReferenceStats(KVConnectorStats):
-    """`data`: what a worker counts, see `no_stats` in worker.py."""
-
-    def reset(self) -> None:
-        self.data = no_stats()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return ReferenceStats({name: self.data[name] + other.data[name] for name in self.data})
-
-    def reduce(self) -> dict[str, int | float]:
-        """Totals and averages over all loads, with the names and units that vLLM logs."""
-        loads, seconds = len(self.data["seconds"]), sum(self.data["seconds"])
-        megabytes = sum(self.data["bytes"]) / 2**20
-        return {
-            "Loads": loads,
-            "Avg load time (ms)": round(1e3 * seconds / max(loads, 1), 3),
-            "Avg MB per load": round(megabytes / max(loads, 1), 3),
-            "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
-            "Avg number of descriptors": round(sum(self.data["descriptors"]) / max(loads, 1), 1),
-            **{
-                name.replace("_", " ").capitalize(): count
-                for name, count in self.data.items()
-                if isinstance(count, int)
-            },
-        }
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
-
-
 class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
@@ -111,6 +89,11 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = read_options(transfer.kv_connector_extra_config)
+        if transfer.kv_buffer_device != current_platform.device_type:
+            raise ValueError(
+                "ReferenceConnector reads KV where it lies, without a buffer: kv_buffer_device is "
+                f"{transfer.kv_buffer_device}, and KV is on {current_platform.device_type}"
+            )
         for name in (
             "pipeline_parallel_size",
             "decode_context_parallel_size",
@@ -120,10 +103,11 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ValueError(
                     f"ReferenceConnector has no such parallelism: {name} is {getattr(parallel, name)}"
                 )
+        host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._trust = trust(self._options, host, identity_of(vllm_config))
         self._listener: Listener | None = None
         self._notified: set[Lease] = set()  # see Results in worker.py
         if role == KVConnectorRole.SCHEDULER:
-            host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if self._options.side_channel_port is None else self._options.side_channel_port
             port = port + parallel.data_parallel_index if port else 0
@@ -133,7 +117,13 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             caching = vllm_config.cache_config.enable_prefix_caching
             self._scheduler = Scheduler(
-                _groups(kv_cache_config), self._address, lookahead, self._options.heartbeat, caching
+                _groups(kv_cache_config),
+                self._address,
+                lookahead,
+                self._options.heartbeat,
+                caching,
+                self._trust,
+                self._options.kv_lease_duration,
             )
 
     @property
@@ -168,7 +158,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
         if self._listener is not None or not cards:
             return
-        self._listener = Listener(*self._me, cards)
+        self._listener = Listener(*self._me, cards, self._trust)
         self._address["remote_port"] = self._listener.port
 
     def on_new_request(self, request: Any) -> None:
@@ -216,7 +206,8 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Nixl(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
-        self._worker = Worker(options, rank, size, transport, boxes, memory)
+        zeroed = _zeroed(self._kv_cache_config)
+        self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CardMetadata(self._worker.card)
@@ -247,6 +238,10 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return ReferenceStats(data or no_stats())
 
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
+        return ReferenceMetrics(*args)
+
     def shutdown(self) -> None:
         """Close both halves. vLLM may call this twice, and on an object whose `__init__` failed."""
         for half in ("_listener", "_worker"):
@@ -272,5 +267,23 @@ def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
         place = HOST if device.type == "cpu" else ("VRAM", device.index or 0)
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         view = partial(lambda flat, start, count: flat[start : start + count].cpu().numpy(), flat)
-        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view)
+        zero = partial(_zero, flat)
+        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view, zero)
     return list(found.values())
+
+
+def _zero(flat: torch.Tensor, start: int, count: int) -> None:
+    flat[start : start + count].zero_()
+    if flat.is_cuda:  # a read may write next to these bytes, or over them
+        torch.cuda.current_stream(flat.device).synchronize()
+
+
+def _zeroed(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The transfer groups of which vLLM zeroes new blocks, unless a connector loads into them.
+
+    See needs_kv_cache_zeroing, and SingleTypeKVCacheManager.__init__ of v1/core/.
+    """
+    if not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return frozenset()
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    return frozenset(index for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec))

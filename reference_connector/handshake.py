@@ -1,15 +1,22 @@
 """The side channel: D's workers ask P's scheduler for P's workers. One question for all ranks, once per peer.
 
+Without a key (trust/authentication.py) P answers at once. With one P first sends a challenge, D proves the
+key for the two random numbers of this handshake, and P seals its answer with a proof for the same two.
+So nobody without the key learns what NIXL needs to read P's memory, and D gives NIXL no metadata of others.
+
 No message can end the listener. It answers with a Refusal if a message is not a question, if the question
 has another version of the protocol, or if it is for another engine. By the last one D notices that P was
-restarted at the same address.
+restarted at the same address. A refusal tells nothing about the engine that is there.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
@@ -20,13 +27,21 @@ from reference_connector.messages import (
     Ask,
     BadMessage,
     Card,
+    Challenge,
+    Proof,
     Refusal,
+    Sealed,
     decode,
     encode,
 )
+from reference_connector.trust.authentication import ANYBODY, Trust
+from reference_connector.trust.identity import difference
 
 logger = logging.getLogger("vllm.reference_connector.handshake")
 LONGEST_QUESTION = 1 << 16  # bytes; ZeroMQ drops longer ones unread
+LONGEST_ANSWER = 1 << 26
+RANDOM = 32  # bytes
+CHALLENGES = 1024  # that wait for a proof; P forgets the oldest of more
 WAKE_MS = 100  # how often the listener checks whether it has to end
 
 
@@ -37,10 +52,19 @@ class HandshakeError(Exception):
 class Listener:
     """Answers handshakes of one engine in its own thread, until `close`. OSError if it cannot listen."""
 
-    def __init__(self, host: str, port: int, engine: str, incarnation: str, cards: Sequence[Card]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        engine: str,
+        incarnation: str,
+        cards: Sequence[Card],
+        trust: Trust = ANYBODY,
+    ):
         """`port`: 0 for any free one; `cards`: of every rank."""
-        self._engine, self._incarnation = engine, incarnation
-        self._answer = encode(Answer(list(cards)))
+        self._engine, self._incarnation, self._trust = engine, incarnation, trust
+        self._answer = encode(Answer(list(cards), dict(trust.identity)))
+        self._challenged: dict[bytes, tuple[Any, ...]] = {}  # connection -> what its proof must be about
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_QUESTION)
@@ -60,23 +84,34 @@ class Listener:
             try:
                 if self._socket.poll(WAKE_MS):
                     peer, *frames = self._socket.recv_multipart()
-                    self._socket.send_multipart([peer, b"", self.reply(frames[-1] if frames else b"")])
+                    self._socket.send_multipart([peer, b"", self.reply(frames[-1] if frames else b"", peer)])
             except zmq.ZMQError as error:  # the peer is gone
                 logger.warning("the side channel could not answer: %s", error)
 
-    def reply(self, question: bytes) -> bytes:
-        """The answer to a question, whatever bytes it is."""
+    def reply(self, question: bytes, peer: bytes = b"") -> bytes:
+        """The answer to a question from a connection, whatever bytes it is."""
         try:
-            ask = decode(question, Ask)
+            ask = decode(question, Ask | Proof)
         except BadMessage as error:
             return encode(Refusal(f"this is not a question of the side channel: {error}"))
+        if isinstance(ask, Proof):
+            about = self._challenged.pop(peer, None)  # each challenge serves once
+            if about is None or not self._trust.fits(ask.mac, "question", *about):
+                return encode(Refusal("the key of this deployment is another one, or the proof is too late"))
+            return encode(Sealed(self._answer, self._trust.mac("answer", *about, self._answer)))
         if ask.version != VERSION:
             sentence = f"this engine has version {VERSION} of the protocol, the question has {ask.version}"
             return encode(Refusal(sentence))
         if (ask.engine, ask.incarnation) != (self._engine, self._incarnation):
-            asked, here = f"{ask.engine} ({ask.incarnation})", f"{self._engine} ({self._incarnation})"
-            return encode(Refusal(f"engine {asked} is not here, but {here}"))
-        return self._answer
+            logger.warning("a peer asks for another engine than this one, %s", self._engine)
+            return encode(Refusal("the engine that was asked for is not here"))
+        if not self._trust.key:
+            return self._answer
+        random = secrets.token_bytes(RANDOM)
+        self._challenged[peer] = (ask.engine, ask.incarnation, ask.random, random)
+        if len(self._challenged) > CHALLENGES:
+            del self._challenged[next(iter(self._challenged))]
+        return encode(Challenge(random))
 
     def close(self) -> None:
         """End the thread and release the port."""
@@ -85,23 +120,46 @@ class Listener:
         self._context.destroy(linger=0)
 
 
-def fetch(peer: Address, timeout: float) -> tuple[Card, ...]:
+def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Card, ...]:
     """Ask an engine for the cards of all its ranks, for at most `timeout` seconds. Raises HandshakeError."""
-    where = f"{peer.engine} at {peer.host}:{peer.port}"
+    where, deadline = f"{peer.engine} at {peer.host}:{peer.port}", time.monotonic() + timeout
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, int(":" in peer.host))
+        socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_ANSWER)
+
+        def ask(question: Any, kind: Any) -> Any:
+            socket.send(encode(question))
+            if not socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                raise HandshakeError(f"{where} did not answer within {timeout:g} s")
+            reply = decode(socket.recv(), kind | Refusal, LONGEST_ANSWER)
+            if isinstance(reply, Refusal):
+                raise HandshakeError(f"{where} refused: {reply.sentence}")
+            return reply
+
         try:
             socket.connect(f"tcp://{_bracketed(peer.host)}:{peer.port}")
-            socket.send(encode(Ask(VERSION, peer.engine, peer.incarnation)))
-            if not socket.poll(int(1000 * timeout)):
-                raise HandshakeError(f"{where} did not answer within {timeout:g} s")
-            reply = decode(socket.recv(), Answer | Refusal)
+            random = secrets.token_bytes(RANDOM)
+            question = Ask(VERSION, peer.engine, peer.incarnation, random)
+            if not trust.key:
+                answer = ask(question, Answer | Challenge)
+                if isinstance(answer, Challenge):
+                    raise HandshakeError(f"{where} wants a proof of its key, and this engine has no key")
+                return _cards(answer, where, trust)
+            # Bytes of a peer that has not proved the key are not looked at, except for these two messages.
+            about = (peer.engine, peer.incarnation, random, ask(question, Challenge).random)
+            sealed = ask(Proof(trust.mac("question", *about)), Sealed)
+            if not trust.fits(sealed.mac, "answer", *about, sealed.answer):
+                raise HandshakeError(f"{where} did not prove the key")
+            return _cards(decode(sealed.answer, Answer, LONGEST_ANSWER), where, trust)
         except (zmq.ZMQError, BadMessage) as error:
             raise HandshakeError(f"{where}: {error}") from None
-    if isinstance(reply, Refusal):
-        raise HandshakeError(f"{where} refused: {reply.sentence}")
-    return tuple(reply.cards)
+
+
+def _cards(answer: Answer, where: str, trust: Trust) -> tuple[Card, ...]:
+    if different := difference(trust.identity, answer.identity, trust.may_differ):
+        raise HandshakeError(f"{where} has other KV: {different} (option allow_different)")
+    return tuple(answer.cards)
 
 
 def _bracketed(host: str) -> str:

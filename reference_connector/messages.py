@@ -3,12 +3,13 @@
     Handoff        P's scheduler -> router -> D's scheduler   `kv_transfer_params` of a request
     Orders         scheduler -> its workers                   what is new in a step
     Ask, Answer    D's worker -> P's side channel and back    the handshake: P's ranks and their memory
+    Challenge, Proof, Sealed   between the two, with a key    D proves the key; P proves it with its answer
     Leases         D's worker 0 -> P's workers                notification: leases to end, leases to renew
     Query          D's worker -> one of P's                   notification: send a digest (integrity)
 
 **The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine
 gives out once. The lease ends when D releases it or when its time is over. Then each worker of P writes the
-number into its **ledger** (entry number % length) before it releases the blocks. D reads that entry after the
+number into its **ledger** (see leases.py) before it releases the blocks. D reads that entry after the
 KV. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
 may belong to another request.
 
@@ -25,13 +26,18 @@ import msgspec
 
 from reference_connector.boxes import Box
 
-VERSION = 1  # of all messages between engines
+VERSION = 2  # of all messages between engines
+LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
 ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may ask again
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Blocks = Annotated[list[Block], msgspec.Meta(max_length=1 << 22)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+Random = Annotated[bytes, msgspec.Meta(max_length=32)]
+Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 
 
 class BadParams(Exception):
@@ -67,8 +73,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_lease: Count
     remote_num_tokens: Count  # tokens that P has computed: of a state, those that went into it
     # Of each group of P the block ids, and the token at which they begin.
-    remote_block_ids: Annotated[list[list[Block]], msgspec.Meta(min_length=1, max_length=256)]
-    remote_first_tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]]
+    remote_block_ids: Annotated[list[Blocks], msgspec.Meta(min_length=1, max_length=256)]
+    remote_first_tokens: Annotated[list[Token], msgspec.Meta(max_length=256)]
+    # With a key, see trust/authentication.py: in seconds since 1970, and in hexadecimal digits.
+    remote_expiry: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    remote_signature: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def lease(self) -> Lease:
@@ -134,12 +143,27 @@ class Card(msgspec.Struct, frozen=True):
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     version: int
-    engine: str  # the one in the Handoff that D received
-    incarnation: str
+    engine: Name  # the one in the Handoff that D received
+    incarnation: Name
+    random: Random  # new for each question
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
     cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
+    identity: dict[str, str] = {}  # see trust/identity.py
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    random: Random
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    mac: Random
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    answer: bytes  # an Answer
+    mac: Random
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -147,13 +171,13 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leases(msgspec.Struct, frozen=True, tag=True):
-    released: list[int] = []  # not needed any more
-    renewed: list[int] = []  # still needed
+    released: Numbers = []  # not needed any more
+    renewed: Numbers = []  # still needed
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
     ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # random; the place of the answer follows from it
-    runs: bytes  # int64 [2, n]: addresses, lengths
+    runs: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]  # int64 [2, n]: addresses, lengths
 
 
 Notice = Leases | Query
@@ -166,8 +190,10 @@ class BadMessage(Exception):
 encode = msgspec.msgpack.encode
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes, kind: Any, longest: int = LONGEST) -> Any:
     """Decode a message of this type, or union of types. Raises BadMessage."""
+    if len(data) > longest:
+        raise BadMessage(f"it has {len(data)} bytes, and at most {longest} are read")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+Fact = Literal["model", "revision", "dtype", "quantization", "rope", "window", "cache_dtype", "draft", "vllm"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+# Options of NixlConnector that are not here, and why. docs/reference.md has a table of all of them.
+OF_NIXL_CONNECTOR = {
+    "bidirectional_kv_xfer": "KV goes from P to D only, and P computes or caches what a next turn needs",
+    "decoder_kv_blocks_ttl": "D keeps no blocks for P",
+    "enforce_handshake_compat": "allow_different lists what may differ",
+    "engine_ttl": "a peer is forgotten when another one answers at its address",
+    "kv_recompute_threshold": "D loads whatever P has",
+}
 
 
 class BadOption(ValueError):
@@ -29,7 +38,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # of NIXL's backend, besides the caller's
     # NIXL's progress thread. None: on, except where KV is in host memory, since it keeps one core busy.
     progress_thread: bool | None = None
-    # Compare a digest of the bytes that D read with P's. It costs a pass over the bytes on both sides.
+    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and only with peers of this
+    # machine. See trust/authentication.py.
+    key: str = ""
+    # The hosts to which D connects: names, addresses, or networks like "10.0.0.0/8". Empty: all.
+    peers: tuple[str, ...] = ()
+    # Facts of P that may differ from those of D, see trust/identity.py.
+    allow_different: tuple[Fact, ...] = ()
+    # Compare a digest of the bytes that D read with P's. Both sides need the option.
+    # It costs a pass over the bytes on both sides.
     integrity: bool = False
 
     @property
@@ -39,6 +56,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_options(extra: dict[str, Any]) -> Options:
     """The options of `kv_connector_extra_config`. Raises BadOption."""
+    for name in sorted(set(extra) & set(OF_NIXL_CONNECTOR)):
+        raise BadOption(f"kv_connector_extra_config: {name} is NixlConnector's: {OF_NIXL_CONNECTOR[name]}")
     if unknown := sorted(set(extra) - set(Options.__struct_fields__)):
         raise BadOption(
             f"kv_connector_extra_config: no option {unknown[0]!r}; "

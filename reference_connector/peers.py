@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reference_connector.boxes import Box
-from reference_connector.handshake import HandshakeError, fetch
+from reference_connector.handshake import HandshakeError
 from reference_connector.messages import Address, Card
 from reference_connector.plan import Pairing, Unplannable, pair
 from reference_connector.transport import Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.peers")
+Ask = Callable[[Address], tuple[Card, ...]]
 GRACE_S = 1.0  # a failed handshake is not repeated for this time; all loads that wait for it fail with it
 
 
@@ -47,22 +48,29 @@ class Peer:
 class Peers:
     """The peers of one worker: rank `rank` of `size`, whose memory `boxes` describe."""
 
-    def __init__(self, boxes: tuple[Box, ...], rank: int, size: int, transport: Transport, timeout: float):
+    def __init__(self, boxes: tuple[Box, ...], rank: int, size: int, transport: Transport, ask: Ask):
+        """`ask`: handshake.fetch, with all but its first argument."""
         self._boxes, self._rank, self._size = boxes, rank, size
-        self._transport, self._timeout = transport, timeout
+        self._transport, self._ask = transport, ask
         self._met: dict[Address, Peer] = {}
         self._asked: dict[Address, Future[Peer]] = {}
         self._missed: dict[Address, tuple[HandshakeError, float]] = {}  # why, and until when not to ask again
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reference-connector-handshake")
         self.failed_handshakes = 0
 
-    def meet(self, address: Address) -> Generator[None, None, Peer]:
-        """The peer at an address, after a handshake if need be; yields meanwhile. Raises HandshakeError."""
+    def meet(self, address: Address, deadline: float) -> Generator[None, None, Peer]:
+        """The peer at an address, after a handshake if need be; yields meanwhile. Raises HandshakeError.
+
+        A peer from which a read has failed is disconnected first, once no other read from it is in progress:
+        after `remove_remote_agent` NIXL no longer reports the end of a read. `deadline` is for that.
+        """
         while (known := self._met.get(address)) is not None and known.failed:
             if not known.busy:
                 self._disconnect(address)
                 break
-            yield  # tasks that still read from this peer end, by their deadlines at the latest
+            if time.monotonic() > deadline:
+                raise HandshakeError(f"reads from {address.engine} are in progress, and others have failed")
+            yield
         while (peer := self._met.get(address)) is None:
             error, until = self._missed.get(address, (None, 0.0))
             if error is not None and time.monotonic() < until:
@@ -89,7 +97,7 @@ class Peers:
 
     def _handshake(self, address: Address) -> Peer:
         """Runs in a thread of the pool, so it uses neither the transport nor changing state of this."""
-        cards = fetch(address, self._timeout)
+        cards = self._ask(address)
         try:
             return Peer(cards, pair(self._boxes, [card.boxes for card in cards], self._rank, self._size))
         except Unplannable as error:

@@ -23,7 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from reference_connector.leases import new_number
 from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
+from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # RequestStatus of a prompt that was computed
@@ -50,15 +52,19 @@ class Scheduler:
         lookahead: int,
         heartbeat: float,
         caching: bool,
+        trust: Trust = ANYBODY,
+        lease: float = 30.0,
     ):
         """`address`: the fields of a Handoff with this engine's address.
 
         `lookahead`: vLLM's num_prefill_lookahead_tokens. `caching`: whether prefix caching is on.
+        `lease`: for so many seconds D may use what P hands over.
         """
         self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
+        self._trust, self._lease = trust, lease
         # Tokens at the end of a prompt that P does not compute.
         self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
-        self._last_lease = 0
+        self._given = 0  # leases
         self._handoffs: dict[str, Handoff] = {}  # requests of D for which P has KV
         self._placed: set[str] = set()  # those whose load is in progress
         # Lease -> requests that need it: several, if the router gave them the same parameters.
@@ -104,18 +110,20 @@ class Scheduler:
         if not all(tables):
             logger.warning("request %s is not handed over: a group has no blocks of it", request.request_id)
             return False, None
-        self._last_lease += 1
-        self._orders.leases[self._last_lease] = request.request_id
-        return True, {
+        self._given += 1
+        lease = new_number(self._given)
+        self._orders.leases[lease] = request.request_id
+        handed_over = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             **self._address,
             "remote_request_id": request.request_id,
-            "remote_lease": self._last_lease,
+            "remote_lease": lease,
             "remote_num_tokens": request.num_computed_tokens,
             "remote_block_ids": tables,
             "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],
         }
+        return True, self._trust.sign(handed_over, request, self._lease)
 
     # ---- D
 
@@ -126,7 +134,8 @@ class Scheduler:
             self._shorten(request)
             return
         try:
-            handoff = read_params(params)
+            if (handoff := read_params(params)) is not None:
+                self._trust.check(handoff, request)
         except BadParams as error:
             logger.warning("request %s is computed by D: %s", request.request_id, error)
             return

@@ -34,6 +34,7 @@ class Memory:
     nbytes: int
     place: Place = HOST
     view: Callable[[int, int], Any] | None = None  # view(i, n): n bytes from byte i on, in host memory
+    zero: Callable[[int, int], None] | None = None  # zero(i, n): write zeros there, and wait for them
 
 
 class Transport(Protocol):
@@ -46,7 +47,8 @@ class Transport(Protocol):
     def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any: ...  # a read, not begun
     def begin(self, handle: Any) -> None: ...
     def done(self, handle: Any) -> bool: ...  # False while the read is in progress; raises if it has failed
-    def release(self, handle: Any) -> bool: ...  # cancel and forget the read; False if it may still write
+    # Forget a read that has ended: one in progress cannot be cancelled. False if it may still write.
+    def release(self, handle: Any) -> bool: ...
     def notify(self, peer: str, message: bytes) -> None: ...
     def notifications(self) -> list[bytes]: ...  # those that arrived since the last call
     def close(self) -> None: ...
@@ -109,7 +111,7 @@ class Nixl:
     def release(self, handle: Any) -> bool:
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception:  # it cannot be cancelled now
+        except Exception:  # a part of it has failed, and another part is in progress
             return False
         return True
 
@@ -122,7 +124,10 @@ class Nixl:
             return [message for messages in self._agent.get_new_notifs().values() for message in messages]
 
     def close(self) -> None:
-        """Release all memory. A piece that cannot be released does not keep the others."""
+        """Release all memory. A piece that cannot be released does not keep the others.
+
+        With the agent end all reads: this alone stops one that is in progress.
+        """
         for descriptors in self._registered:
             try:
                 self._agent.deregister_memory(descriptors)

@@ -7,35 +7,38 @@ place (`_advance_task`). So the steps of a load can be read from top to bottom:
     meet      the handshake, once for each peer (peers.py)
     plan      which bytes of which ranks of P go where
     read      from all ranks at once. The end of a load is not reported while one of its reads may still write
-    compare   with the option integrity: whether the bytes that arrived are P's
+    compare   with the option integrity: whether the bytes that arrived are P's (integrity.py)
     ledger    whether the lease was still valid after the read. If not, the load has failed
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import secrets
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from reference_connector import messages
 from reference_connector.boxes import Box
-from reference_connector.handshake import HandshakeError
+from reference_connector.handshake import HandshakeError, fetch
+from reference_connector.integrity import Digests, digest, queries
+from reference_connector.leases import GivenLeases, entry_of
 from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
 from reference_connector.options import Options
 from reference_connector.peers import Peer, Peers
-from reference_connector.plan import Ints, Runs, Table, Unplannable, runs
-from reference_connector.transport import HOST, Memory, Transport, TransportError
+from reference_connector.plan import Runs, Table, Unplannable, pair, runs
+from reference_connector.reads import Reads, Task
+from reference_connector.transport import Memory, Transport, TransportError
+from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.worker")
-Task = Generator[None, None, None]
-LANDING = 1 << 16  # entries of boards that can be read at once: a load reads one of each rank
+CLOSING_S = 2.0  # for so long a worker that is being closed waits for reads that are in progress
 ASK_AGAIN_S = 1.0  # a notification may be lost: a query is repeated after this time, then after twice as long
 
 
@@ -79,26 +82,38 @@ class Worker:
         transport: Transport,
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
+        trust: Trust = ANYBODY,
+        zeroed: frozenset[int] = frozenset(),
     ):
-        """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind."""
+        """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
+
+        `zeroed`: groups whose new blocks vLLM would have zeroed, had the scheduler half not said that it
+        loads them.
+        """
+        self._to_zero = pair(kept, [kept]) if (kept := _of_groups(boxes, zeroed)) else None
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
-        self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
-        own = [Memory(array.ctypes.data, array.nbytes) for array in (self._board, self._landing)]
-        transport.register([*self._memory, *own])
+        ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
+        self._peers = Peers(boxes, rank, size, transport, ask)
+        self._reads = Reads(transport, self._peers.name)
+        board = Memory(self._board.ctypes.data, self._board.nbytes)
+        transport.register([*self._memory, board, self._reads.memory])
         self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
-        self._peers = Peers(boxes, rank, size, transport, options.handshake_timeout)
+        self._digests = Digests(self._board[LEDGER:], self._memory, options.integrity)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
         self._errands: list[Task] = []  # messages to peers that may have to be met first
-        self._leases: dict[int, tuple[str, float]] = {}  # of this engine: number -> request, its end
-        self._last_lease = 0
-        # released before their order arrived: D can be faster than our scheduler
-        self._early: set[int] = set()
-        self._places = itertools.count()
+        self._leases = GivenLeases(self._board[:LEDGER], options.kv_lease_duration)
 
     def close(self) -> None:
-        """End threads, reads and the transport."""
+        """End threads, reads and the transport.
+
+        Reads from a peer that does not answer end with the transport.
+        """
+        deadline = time.monotonic() + CLOSING_S
+        while self._reads.in_progress and time.monotonic() < deadline:
+            self.advance()
+            time.sleep(0.001)
         for task in (*self._loads.values(), *self._errands):
             task.close()
         self._peers.close()
@@ -106,12 +121,7 @@ class Worker:
 
     def start(self, orders: Orders) -> None:
         """Start what the scheduler orders in this step."""
-        for number, request in orders.leases.items():
-            self._leases[number] = request, time.monotonic() + self._options.kv_lease_duration
-            self._last_lease = max(self._last_lease, number)
-            if number in self._early:
-                self._early.discard(number)
-                self._end(number)
+        self._results.sent |= self._leases.give(orders.leases)
         self._loads |= {request: self._load(load) for request, load in orders.loads.items()}
         if self._rank == 0:  # one rank notifies peers for all
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
@@ -123,6 +133,7 @@ class Worker:
     def advance(self) -> None:
         """Continue all loads and messages as far as they get."""
         self._listen()
+        self._digests.work()
         for request, load in list(self._loads.items()):
             if (error := self._advance_task(load)) is not None:
                 del self._loads[request]
@@ -131,7 +142,8 @@ class Worker:
                     self._results.failed.add(request)
                     self._stats["failed_loads"] += 1
                     logger.error("LoadError: request %s was not loaded: %s", request, error)
-        self._errands = [task for task in self._errands if self._advance_task(task) is None]
+        errands, self._errands = self._errands, []  # a task may add another one
+        self._errands += [task for task in errands if self._advance_task(task) is None]
 
     @staticmethod
     def _advance_task(task: Task) -> Exception | None:
@@ -160,7 +172,6 @@ class Worker:
 
     def _listen(self) -> None:
         """Read notifications of peers, and end leases whose time is over."""
-        now = time.monotonic()
         try:
             received = self._transport.notifications()
         except TransportError as error:
@@ -173,26 +184,12 @@ class Worker:
                 logger.warning("a notification is not a message of this connector: %s", error)
                 continue
             if isinstance(notice, Query):
-                self._answer(notice)
+                self._digests.ask(notice)
             else:
-                if len(self._early) < LEDGER:
-                    self._early |= {n for n in notice.released[:LEDGER] if n > self._last_lease}
-                for number in self._leases.keys() & notice.released:
-                    self._end(number)
-                for number in self._leases.keys() & notice.renewed:
-                    request, end = self._leases[number]
-                    self._leases[number] = request, max(end, now + self._options.kv_lease_duration * 2 / 3)
-        for number in [n for n, (_, end) in self._leases.items() if end < now]:
-            request, seconds = self._leases[number][0], self._options.kv_lease_duration
-            logger.warning("request %s was not read within its lease of %g s", request, seconds)
-            self._stats["expired_leases"] += 1
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        """End a lease: first write the ledger, then release the blocks; see messages.py."""
-        request, _ = self._leases.pop(number)
-        self._board[number % LEDGER] = number
-        self._results.sent.add(request)
+                self._results.sent |= self._leases.on_notice(notice)
+        expired = self._leases.expire()
+        self._stats["expired_leases"] += len(expired)
+        self._results.sent |= expired
 
     # ---- D: loads
 
@@ -203,7 +200,7 @@ class Worker:
         """
         handoff, lease, begun = load.handoff, load.handoff.lease, time.monotonic()
         deadline = begun + self._options.transfer_timeout
-        peer = yield from self._peers.meet(lease.peer)
+        peer = yield from self._peers.meet(lease.peer, deadline)
         if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
         spans = [(part.start, part.stop) for part in load.parts]
@@ -215,12 +212,13 @@ class Worker:
         planned = {
             rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)
         }
+        self._zero_ends(load)
         with peer.used():
-            yield from self._read(peer, planned, deadline)
+            yield from self._reads.read(peer, planned, deadline, self.card.place)
             if self._options.integrity:
                 yield from self._compare(peer, planned, deadline)
-            ended = yield from self._read_boards(
-                peer, dict.fromkeys(planned, lease.number % LEDGER), 1, deadline
+            ended = yield from self._reads.read_boards(
+                peer, dict.fromkeys(planned, entry_of(lease.number)), 1, deadline
             )
             if (ended >= lease.number).any():
                 self._stats["late_reads"] += 1
@@ -231,25 +229,28 @@ class Worker:
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
 
-    def _read(self, peer: Peer, reads: dict[int, Runs], deadline: float, kv: bool = True) -> Task:
-        """Read from several ranks at once: KV, or (`kv` false) host memory. Raises TransportError."""
-        handles: list[Any] = []
-        try:
-            for rank, plan in reads.items():
-                here, there = (self.card.place, peer.cards[rank].place) if kv else (HOST, HOST)
-                handles.append(self._transport.prepare(self._peers.name(peer, rank), plan, here, there))
-                self._transport.begin(handles[-1])
-            waiting = list(handles)
-            while waiting := [handle for handle in waiting if not self._transport.done(handle)]:
-                yield from self._wait(deadline)
-            peer.reached |= reads.keys()
-        except Exception:
-            while handles := [handle for handle in handles if self._may_write(handle, deadline)]:
-                yield
-            raise
-        finally:  # the reads have ended, or the worker is being closed
-            for handle in handles:
-                self._transport.release(handle)
+    def _zero_ends(self, load: Load) -> None:
+        """Zero what vLLM would have zeroed and a load does not read: before its first token, after its last.
+
+        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN. The
+        blocks in which a load begins and ends are zeroed as far as the plan takes them, before it reads them.
+        """
+        if self._to_zero is None:
+            return
+        tokens = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
+        tables = [Table(part.blocks, part.first) for part in load.parts]
+        ends = [part.first + len(part.blocks) * tokens.get(i, 0) for i, part in enumerate(load.parts)]
+        before = [(part.first, part.start) if i in tokens else (0, 0) for i, part in enumerate(load.parts)]
+        after = [
+            (part.stop, end) if i in tokens else (0, 0)
+            for i, (part, end) in enumerate(zip(load.parts, ends, strict=True))
+        ]
+        for spans in (before, after):
+            for plan in runs(self._to_zero, spans, tables, tables).values():
+                for address, length in zip(plan.local.tolist(), plan.length.tolist(), strict=True):
+                    memory = next(m for m in self._memory if 0 <= address - m.address < m.nbytes)
+                    if memory.zero is not None:
+                        memory.zero(address - memory.address, length)
 
     def _wait(self, deadline: float) -> Task:
         """Wait until the next step. Raises TransportError after the deadline."""
@@ -257,48 +258,49 @@ class Worker:
             raise TransportError(f"the load took longer than {self._options.transfer_timeout:g} s")
         yield
 
-    def _may_write(self, handle: Any, deadline: float) -> bool:
-        """Whether a read may still write. If not, it has ended or been cancelled, and is forgotten.
-
-        A read that is in progress is cancelled only after the deadline.
-        """
-        try:
-            if not self._transport.done(handle) and time.monotonic() <= deadline:
-                return True
-        except TransportError:
-            pass  # the read has failed, but the transport may still write
-        return not self._transport.release(handle)
-
-    def _read_boards(
-        self, peer: Peer, entries: dict[int, int], count: int, deadline: float
-    ) -> Generator[None, None, Ints]:
-        """Read `count` numbers of boards. `entries` is rank -> first entry. int64 [rank, number]."""
-        places, reads = [next(self._places) % LANDING for _ in entries], {}
-        for place, (rank, entry) in zip(places, entries.items(), strict=True):
-            local, remote = self._landing[place].ctypes.data, peer.cards[rank].board + 8 * entry
-            reads[rank] = Runs(*np.array([[local], [remote], [8 * count]]))
-        yield from self._read(peer, reads, deadline, kv=False)
-        return self._landing[places, :count]
-
     def _notify(self, address: messages.Address, leases: Leases) -> Task:
         """Notify every rank of a peer. If that fails, the leases end when their time is over."""
+        deadline = time.monotonic() + self._options.handshake_timeout
         try:
-            peer = yield from self._peers.meet(address)
-            with peer.used():
-                # Read from new ranks first: NIXL might not send a first
-                # message if this engine stops stepping.
-                new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
-                yield from self._read_boards(peer, new, 1, time.monotonic() + self._options.handshake_timeout)
-                for rank in range(len(peer.cards)):
-                    self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
+            peer = yield from self._peers.meet(address, deadline)
+            # Read from new ranks first: NIXL might not send a first message if this engine stops stepping.
+            reading = self._first_read(peer, deadline)
+            while (ended := self._advance_task(reading)) is None:
+                if time.monotonic() > deadline:
+                    self._errands.append(reading)  # until the read ends
+                    raise TransportError(f"{address.engine} does not answer")
+                yield
+            if not isinstance(ended, StopIteration):
+                raise ended
+            for rank in range(len(peer.cards)):
+                self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
             logger.warning("%s was not notified of %s: %s", address.engine, leases, error)
         finally:  # after any error the engine may stop stepping
             self._results.notified |= {Lease(address, number) for number in leases.released}
 
+    def _first_read(self, peer: Peer, deadline: float) -> Task:
+        """Read from ranks of a peer from which no read has ended."""
+        with peer.used():
+            new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
+            yield from self._reads.read_boards(peer, new, 1, deadline)
+
     def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
-        """Ask P for a digest of the bytes that should have arrived. Raises LoadError if it differs."""
+        """Ask P for digests of the bytes that should have arrived. Raises LoadError if one differs."""
+        for asked in itertools.zip_longest(*map(queries, planned.values())):
+            together = {rank: plan for rank, plan in zip(planned, asked, strict=True) if plan is not None}
+            found = yield from self._ask(peer, together, deadline)
+            for (rank, plan), of_peer in zip(together.items(), found, strict=True):
+                if of_peer != (yield from digest(self._memory, plan.local, plan.length)):
+                    raise LoadError(
+                        f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
+                    )
+
+    def _ask(
+        self, peer: Peer, planned: dict[int, Runs], deadline: float
+    ) -> Generator[None, None, list[tuple[int, int]]]:
+        """The digests of P's bytes of these runs, one a rank. Zeros if P has none."""
         tickets = {rank: 1 + secrets.randbits(61) for rank in planned}
         entries = {rank: LEDGER + ticket % ANSWERS * ANSWER for rank, ticket in tickets.items()}
         found, again, pause = np.zeros((len(planned), 3), np.int64), 0.0, ASK_AGAIN_S
@@ -309,32 +311,9 @@ class Worker:
                     query = Query(tickets[rank], np.stack([plan.remote, plan.length]).tobytes())
                     self._transport.notify(self._peers.name(peer, rank), messages.encode(query))
             yield from self._wait(deadline)
-            found = yield from self._read_boards(peer, entries, 3, deadline)
-        for (rank, plan), digest in zip(planned.items(), found[:, 1:].tolist(), strict=True):
-            if digest != self._digest(plan.local, plan.length):
-                raise LoadError(
-                    f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
-                )
+            found = yield from self._reads.read_boards(peer, entries, 3, deadline)
+        return [(first, second) for first, second in found[:, 1:].tolist()]
 
-    def _answer(self, query: Query) -> None:
-        """P's half of `_compare`. No query can raise here."""
-        entry = self._board[LEDGER:].reshape(ANSWERS, ANSWER)[query.ticket % ANSWERS]
-        entry[0] = 0  # no ticket until both numbers are written
-        try:
-            entry[1:3] = self._digest(*np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1))
-        except Exception as error:
-            logger.warning("a query for a digest has no answer: %s", error)
-            entry[1:3] = 0
-        entry[0] = query.ticket
 
-    def _digest(self, addresses: Ints, lengths: Ints) -> list[int]:
-        """A digest, two numbers, of bytes that peers may read. Raises ValueError for other bytes."""
-        made = hashlib.blake2b(digest_size=16)
-        for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-            end = address + length
-            fitting = (m for m in self._memory if m.address <= address <= end <= m.address + m.nbytes)
-            memory = next(fitting, None)
-            if memory is None or memory.view is None:
-                raise ValueError(f"no peer may read {length} bytes at {address:#x}")
-            made.update(memory.view(address - memory.address, length))
-        return np.frombuffer(made.digest(), dtype=np.int64).tolist()
+def _of_groups(boxes: tuple[Box, ...], groups: frozenset[int]) -> tuple[Box, ...]:
+    return tuple(box for box in boxes if box.group in groups)

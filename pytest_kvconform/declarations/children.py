@@ -33,6 +33,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "p2p"
     folder: str = ""
     lease: str = ""
+    load_timeout: str = ""  # no declaration of ours has the key
 
     @property
     def is_store(self) -> bool:

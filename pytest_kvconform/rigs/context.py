@@ -249,12 +249,13 @@ def transfer_config(
     port: int = 0,
     folder: str = "",
     lease_s: float = 0.0,
+    load_s: float = 0.0,
     policy: str = "",
 ) -> dict[str, Any]:
     """The fields of vLLM's KVTransferConfig for one side. The user's configuration wins over the suite's.
 
     `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector
-    declares the key for it. `policy`: kv_load_failure_policy; it wins over the user's.
+    declares the key for it; `load_s`: of a load, too. `policy`: kv_load_failure_policy, over the user's.
     """
     roles = {"P": "kv_producer", "D": "kv_consumer"}
     ours: dict[str, Any] = {
@@ -267,7 +268,7 @@ def transfer_config(
         ours["kv_port"] = port
     if subject.handover == "rendezvous":
         ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
-    ours |= _keys_of_suite(subject, folder, lease_s)
+    ours |= _keys_of_suite(subject, folder, lease_s, load_s)
     config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
     if not subject.children:
         return config
@@ -279,7 +280,7 @@ def transfer_config(
     return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}
 
 
-def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float) -> dict[str, Any]:
+def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float, load_s: float = 0.0) -> dict[str, Any]:
     """What the suite configures of a connector, beside or inside another one."""
     extra: dict[str, Any] = {}
     if one.module is None and one.connector.startswith("Nixl"):
@@ -288,6 +289,8 @@ def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float) -> dict[st
         extra[one.folder] = folder
     if one.lease and lease_s and not one.lease.startswith("$"):
         extra[one.lease] = lease_s
+    if one.load_timeout and load_s:
+        extra[one.load_timeout] = load_s
     return {EXTRA: extra} if extra else {}
 
 

@@ -43,14 +43,13 @@ HUB = "hub"  # of --kv-gsm8k: no folder
 NIGHTLY = "nightly"  # as in model_matrix/nightly.py
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
 PROFILES, HANDOVERS = ("p2p", "store", "same-engine"), ("handoff", "rendezvous", "none")
-# Settings that describe the connector that pyproject.toml names. They do not hold for another connector
-# that is tested in the same folder.
-CONNECTOR_SETTINGS = (
+CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names, and no other
     "config",
     "declare",
     "profile",
     "handover",
     "lease",
+    "load_timeout",
     "load_granularity",
     "min_load",
     "asks_worker",
@@ -198,6 +197,9 @@ class Settings:
         "key of kv_connector_extra_config, or $NAME of an environment variable, for the seconds that P keeps "
         "KV which no D reads; the suite sets a small value",
         toml_only=True,
+    )
+    load_timeout: str = row(
+        "", parse_text, "KEY", "key of kv_connector_extra_config for the seconds of a load", toml_only=True
     )
     load_granularity: int = row(
         0,

@@ -22,6 +22,7 @@ def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
         scale: float = 1.0,
         lease_s: int = LEASE_S,
         modules: tuple[str, ...] = MODULES,
+        config: str = LEASE,
     ) -> Reported:
         """Run the cases of one cell. A FAIL with another rule than the case's is the name of that rule."""
         run = case_runner.run(
@@ -31,7 +32,7 @@ def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
             scale=scale,
             setup="b16",
             matrix="full",
-            config=LEASE % lease_s,
+            config=config % lease_s,
             only=lambda planned: planned.module in modules,
         )
         return dict(zip(run.outcomes, map(reported, run.results), strict=True))

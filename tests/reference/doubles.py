@@ -17,6 +17,7 @@ from reference_connector.options import Options
 from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.transport import Memory, TransportError
+from reference_connector.trust.authentication import ANYBODY, Trust
 from reference_connector.worker import Worker
 
 PATIENCE_S = 20.0
@@ -70,16 +71,17 @@ class Wire:
     """What connects the transports of a test, and its mishaps."""
 
     inboxes: dict[str, deque[bytes]] = field(default_factory=dict)
-    late: int = 0  # questions for the state of a read before it moves anything
+    late: int = 0  # rounds of the reader's agent before a read moves anything
     failing: int = 0  # so many of the next reads fail
-    stubborn: int = 0  # so often a read refuses its release
-    reads: list[Any] = field(default_factory=list)
+    stubborn: int = 0  # so often a read that has failed refuses its release, as NIXL's API allows
+    stopped: set[str] = field(default_factory=set)  # peers whose process is stopped
+    reads: list[Copy] = field(default_factory=list)
     disconnected: list[str] = field(default_factory=list)  # peers that were disconnected
 
 
 @dataclass
 class Copy:
-    """A read: memmove, some questions after it was begun."""
+    """A read: memmove, some rounds after it was begun."""
 
     wire: Wire
     peer: str
@@ -87,21 +89,35 @@ class Copy:
     left: int = 0
     fails: bool = False
     stubborn: int = 0
-    state: str = "new"
+    state: str = "new"  # then "open", and at last "done" or "failed"
+    released: bool = False
+    disconnected: bool = False
 
-    def move(self) -> None:
-        for local, remote, length in self.runs:
-            ctypes.memmove(local, remote, length)
-        self.state = "done"
+    def advance(self) -> None:
+        """One round of the reader's agent, which serves reads that were released or disconnected, too."""
+        if self.state != "open" or self.peer in self.wire.stopped:
+            return
+        self.left -= 1
+        if self.fails or self.peer not in self.wire.inboxes:
+            self.state = "failed"
+        elif self.left < 0:
+            for local, remote, length in self.runs:
+                ctypes.memmove(local, remote, length)
+            self.state = "done"
 
 
 class Local:
-    """A Transport (reference_connector/transport.py) whose peers live in this process."""
+    """A Transport (reference_connector/transport.py) whose peers live in this process.
+
+    Its answers are those of `Nixl` over UCX and TCP, and test_nixl.py compares the two.
+    """
 
     def __init__(self, wire: Wire, name: str):
         self.wire, self.name = wire, name
         # by a read; NIXL sends the first message only when its sender makes further calls
+        self.reached: set[str] = set()
         self.connected: set[str] = set()
+        self.own: list[Copy] = []
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:
@@ -111,14 +127,18 @@ class Local:
         return self.name.encode()
 
     def connect(self, metadata: bytes) -> str:
-        return metadata.decode()
+        self.connected.add(peer := metadata.decode())
+        return peer
 
     def disconnect(self, peer: str) -> None:
+        self.connected.discard(peer)
         self.wire.disconnected.append(peer)
+        for copy in self.own:
+            copy.disconnected |= copy.peer == peer
 
     def prepare(self, peer: str, runs: Runs, here: Any, there: Any) -> Copy:
-        if peer not in self.wire.inboxes:
-            raise TransportError(f"{peer} is gone")
+        if peer not in self.connected:
+            raise TransportError(f"{peer} is not connected")
         return Copy(
             self.wire,
             peer,
@@ -126,39 +146,54 @@ class Local:
         )
 
     def begin(self, handle: Copy) -> None:
+        if handle.state == "open":
+            raise TransportError("the read is in progress")
+        handle.state = "failed"
+        if handle.peer not in self.wire.inboxes and handle.peer not in self.wire.stopped:
+            raise TransportError(f"{handle.peer} is gone")
         handle.left, handle.state = self.wire.late, "open"
         handle.fails, handle.stubborn = self.wire.failing > 0, self.wire.stubborn
         self.wire.failing -= handle.fails
         self.wire.reads.append(handle)
+        self.own.append(handle)
 
     def done(self, handle: Copy) -> bool:
-        if handle.fails:
+        if handle.state == "new":
+            raise TransportError("the read has not begun")
+        if handle.released:
+            return True
+        self._advance()
+        if handle.disconnected or handle.state == "failed":
             raise TransportError("it failed")
-        if handle.state == "open":
-            handle.left -= 1
-            if handle.left < 0:
-                handle.move()
-                self.connected.add(handle.peer)
+        if handle.state == "done":
+            self.reached.add(handle.peer)
         return handle.state == "done"
 
+    def _advance(self) -> None:
+        for copy in self.own:
+            copy.advance()
+
     def release(self, handle: Copy) -> bool:
-        handle.stubborn -= 1
-        if handle.stubborn >= 0:
+        handle.stubborn -= handle.state == "failed"
+        if handle.state == "failed" and handle.stubborn >= 0:
             return False
-        handle.state = "released"
+        handle.released = True
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
-        if peer not in self.wire.inboxes:
+        if peer not in self.wire.inboxes or peer not in self.connected:
             raise TransportError(f"{peer} is gone")
-        if peer in self.connected:
+        if peer in self.reached:
             self.wire.inboxes[peer].append(message)
 
     def notifications(self) -> list[bytes]:
-        inbox = self.wire.inboxes[self.name]
+        if (inbox := self.wire.inboxes.get(self.name)) is None:
+            raise TransportError("the transport is closed")
+        self._advance()
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def close(self) -> None:
+        self.own.clear()  # the agent's end is the end of its reads
         self.wire.inboxes.pop(self.name, None)
 
 
@@ -185,18 +220,30 @@ def box(pool: np.ndarray, layer: str = "layers.0") -> Box:
 class WorkerEngine:
     """One rank with a pool of uint8 [block, byte], and the side channel of its engine."""
 
-    def __init__(self, wire: Wire, name: str, fill: int, layer: str = "layers.0", **options: float | bool):
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        fill: int,
+        layer: str = "layers.0",
+        trusted: Trust = ANYBODY,
+        zeroed: frozenset[int] = frozenset(),
+        **options: float | bool,
+    ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
-        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view)
+        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view, zero=self.zero)
         settings = Options(**{"handshake_timeout": 0.5, **options})
         self.name, self.worker = (
             name,
-            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory]),
+            Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted, zeroed),
         )
-        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card])
+        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card], trusted)
 
     def view(self, start: int, count: int) -> np.ndarray:
         return self.pool.reshape(-1)[start : start + count]
+
+    def zero(self, start: int, count: int) -> None:
+        self.view(start, count)[:] = 0
 
     @property
     def address(self) -> Address:

@@ -64,12 +64,63 @@ def test_given_options_are_used() -> None:
         ({"backends": "UCX"}, "backends"),
         ({"integrity": "yes"}, "integrity"),
         ({"lease": 30}, "no option 'lease'; there are kv_lease_duration"),
+        ({"peers": "10.0.0.0/8"}, "peers"),
+        ({"bidirectional_kv_xfer": True}, "is NixlConnector's: KV goes from P to D only"),
+        ({"enforce_handshake_compat": False}, "is NixlConnector's: allow_different lists"),
     ],
 )
 def test_a_wrong_option_is_named(extra: dict[str, Any], name: str) -> None:
     with pytest.raises(BadOption, match=name) as raised:
         read_options(extra)
     assert "\n" not in str(raised.value)
+
+
+def test_a_buffer_on_another_device_is_refused() -> None:
+    mend_imports()
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from reference_connector import ReferenceConnector
+
+    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cuda")
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=None)
+    with pytest.raises(ValueError, match=r"kv_buffer_device is cuda, and KV is on cpu$"):
+        ReferenceConnector(config, KVConnectorRole.WORKER, None)
+
+
+def test_statistics_reach_prometheus() -> None:
+    mend_imports()
+    from functools import partial
+
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from reference_connector import ReferenceConnector
+
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = ReferenceConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"], 1: ["1"]}
+    )
+    data = ReferenceConnector.build_kv_connector_stats().data
+    numbers = {name: 2 for name in data if isinstance(data[name], int)}
+    metrics.observe(data | numbers | {"seconds": [0.5], "bytes": [4096], "descriptors": [7, 8]}, 1)
+
+    def value(name: str, engine: str = "1") -> float | None:
+        return registry.get_sample_value(f"vllm:reference_{name}", {"engine": engine})
+
+    assert (value("xfer_time_seconds_sum"), value("bytes_transferred_sum")) == (0.5, 4096)
+    assert value("num_descriptors_count") == 2 and value("num_descriptors_count", "0") == 0
+    for name in ("failed_transfers", "failed_handshakes", "failed_notifications", "late_reads"):
+        assert value(f"num_{name}_total") == 2
+    assert value("num_kv_expired_reqs_total") == 2
+
+
+def test_every_statistic_is_logged_and_a_metric() -> None:
+    mend_imports()
+    from reference_connector.statistics import COUNTERS, HISTOGRAMS, ReferenceStats
+    from reference_connector.worker import no_stats
+
+    assert {*COUNTERS, *HISTOGRAMS} == set(no_stats())
+    assert len(ReferenceStats(no_stats()).reduce()) == 5 + len(COUNTERS)
 
 
 class Agent:

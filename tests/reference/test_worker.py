@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -11,15 +10,7 @@ import pytest
 
 from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
-from reference_connector.messages import (
-    ANSWER,
-    ANSWERS,
-    LEDGER,
-    Lease,
-    Orders,
-    Query,
-    encode,
-)
+from reference_connector.messages import Lease, Orders
 from reference_connector.worker import Results
 from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine
 
@@ -53,6 +44,19 @@ def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., WorkerEngi
     assert "r" not in d.worker.results().received, "the end is reported twice"
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_the_rest_of_new_blocks_is_zeroed_where_vllm_would(
+    make: Callable[..., WorkerEngine], zeroed: bool
+) -> None:
+    p, d = make("p", 7), make("d", 255, zeroed=frozenset({0} if zeroed else ()))
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
+    assert not until(d).failed
+    expected = np.full_like(d.pool, 255)
+    expected[[3, 6]] = 7
+    expected[6, 12:] = 0 if zeroed else 255
+    assert (d.pool == expected).all()
+
+
 def test_a_load_is_not_reported_before_its_read_ends(make: Callable[..., WorkerEngine], wire: Wire) -> None:
     p, d = make("p", 7), make("d", 0)
     wire.late = 10
@@ -83,7 +87,7 @@ def test_a_lease_that_expires_during_the_read_fails_the_load(
     d.worker.start(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
     while not wire.reads:
         d.worker.advance()
-    p.worker._end(4)
+    p.worker._leases._end([4])
     p.pool[:] = 9
     assert until(d).failed == {"r"}
     assert d.worker.stats()["late_reads"] == 1
@@ -96,18 +100,81 @@ def test_a_failed_read_is_reported_when_it_cannot_write_any_more(
     wire.failing, wire.stubborn, steps = 1, 10, []
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     assert until(d, steps=steps).failed == {"r"}
-    assert len(steps) >= 5 and wire.reads[0].state == "released"
+    assert len(steps) >= 5 and wire.reads[0].released
     wire.stubborn = 0
     d.worker.start(Orders(loads={"s": p.load(1, [5, 6], [3, 4])}))
     assert not until(d, "s").failed
 
 
-def test_a_read_that_never_ends_is_cancelled(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p, d = make("p", 7), make("d", 0, transfer_timeout=0.2)
-    wire.late = 10**9
+def test_a_load_that_took_too_long_is_reported_when_its_read_has_ended(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
+    wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    deadline = time.monotonic() + 0.4
+    while time.monotonic() < deadline:
+        assert not d.worker.results().received
+        time.sleep(0.002)
+    assert wire.reads[0].state == "open" and not wire.reads[0].released
+    wire.stopped.clear()
     assert until(d).failed == {"r"}
-    assert wire.reads[0].state == "released"
+    assert wire.reads[0].state == "done" and wire.reads[0].released
+    d.pool[:] = 0  # the blocks have another owner
+    for _ in range(20):
+        d.worker.results()
+    assert not d.pool.any()
+
+
+def test_a_load_ends_when_its_peer_dies_while_it_is_stopped(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    for _ in range(20):
+        assert not d.worker.results().received
+        time.sleep(0.002)
+    wire.inboxes.pop("p")
+    wire.stopped.clear()
+    assert until(d).failed == {"r"} and not d.pool.any()
+
+
+def test_no_peer_is_disconnected_while_a_read_from_it_is_in_progress(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker._peers._met[p.address].failed = True
+    d.worker.start(Orders(loads={"other": p.load(2, [5, 6], [1, 2])}))
+    assert until(d, "other").failed == {"other"}, "it waits for the peer no longer than its time limit"
+    assert not wire.disconnected and wire.reads[0].state == "open"
+    wire.stopped.clear()
+    assert until(d).failed == {"r"}
+
+
+def test_a_worker_that_is_closed_waits_for_its_reads(
+    make: Callable[..., WorkerEngine], wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.late = 50
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker.close()
+    assert wire.reads[0].state == "done" and wire.reads[0].released
+    wire.reads.clear()
+    d = make("d", 0)
+    monkeypatch.setattr(worker_module, "CLOSING_S", 0.1)
+    wire.stopped.add("p")
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:
+        d.worker.results()
+    d.worker.close()
+    assert not wire.reads[0].released
 
 
 def test_a_failure_fails_only_its_own_request(make: Callable[..., WorkerEngine]) -> None:
@@ -165,78 +232,3 @@ def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wir
     assert failed == {"old"} and (d.pool[1:3] == 9).all()
     assert wire.disconnected == ["p"], "the earlier life is disconnected"
     p.listener = Listener("127.0.0.1", 0, "p", "p", [])
-
-
-def test_integrity_compares_the_digest_of_p(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-    for request, corrupt in (("right", False), ("wrong", True)):
-        wire.reads.clear()
-        d.worker.start(Orders(loads={request: p.load(1, [5, 6], [3, 4])}))
-        deadline, found = time.monotonic() + PATIENCE_S, Results()
-        while request not in found.received and time.monotonic() < deadline:
-            if corrupt and wire.reads and wire.reads[0].state == "released":
-                d.pool[4, 5] ^= 1
-                corrupt = False
-            found = d.worker.results()
-            p.worker.start(Orders())
-        assert (request in found.received, request in found.failed) == (True, request == "wrong")
-
-
-def integrity_load(p: WorkerEngine, d: WorkerEngine, seconds: float = PATIENCE_S) -> Results:
-    """Steps of both until a load has ended."""
-    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    deadline, found = time.monotonic() + seconds, Results()
-    while "r" not in found.received and time.monotonic() < deadline:
-        found = d.worker.results()
-        p.worker.start(Orders())
-        time.sleep(0.001)
-    return found
-
-
-def test_a_query_that_was_lost_is_repeated(
-    make: Callable[..., WorkerEngine], wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-    monkeypatch.setattr(worker_module, "ASK_AGAIN_S", 0.05)
-    sent, notify = list[bytes](), d.worker._transport.notify
-
-    def lossy(peer: str, message: bytes) -> None:
-        sent.append(message)
-        if len(sent) > 2:
-            notify(peer, message)
-
-    monkeypatch.setattr(d.worker._transport, "notify", lossy)
-    found = integrity_load(p, d)
-    assert found.received == {"r"} and not found.failed
-    assert len(sent) >= 3 and len(set(sent)) == 1
-    assert not wire.inboxes["d"], "P answers on its board and sends nothing"
-
-
-def test_without_a_digest_of_p_the_load_fails_at_once(
-    make: Callable[..., WorkerEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = make("p", 7), make("d", 0, integrity=True)
-
-    def view(start: int, count: int) -> np.ndarray:
-        raise RuntimeError("no copy to host memory")
-
-    p.worker._memory = (dataclasses.replace(p.worker._memory[0], view=view),)
-    found = integrity_load(p, d)
-    assert found.failed == {"r"}
-    p.worker.start(Orders(leases={9: "x"}))  # and P goes on
-    d.worker.start(Orders(releases=[Lease(p.address, 9)]))
-    while not d.worker.results().notified:
-        pass
-    assert p.worker.results().sent == {"x"}
-
-
-def test_p_sends_no_digest_of_memory_that_is_not_kv(make: Callable[..., WorkerEngine], wire: Wire) -> None:
-    p = make("p", 7)
-    board = p.worker._board[LEDGER:].reshape(ANSWERS, ANSWER)
-    at, size = p.pool.ctypes.data, p.pool.nbytes
-    for ticket, where in enumerate([(at - 1, 2), (at, size + 1), (0, 8), (at, -8), (at, 8, 8)], 1):
-        wire.inboxes["p"].append(encode(Query(ticket, np.array(where).tobytes())))
-    wire.inboxes["p"] += [encode(Query(6, b"odd")), encode(Query(7, np.array([at, 8]).tobytes()))]
-    p.worker.start(Orders())
-    assert board[1:8, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert not board[1:7, 1:].any() and board[7, 1:3].all()

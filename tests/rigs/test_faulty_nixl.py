@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, FaultyAgent
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
 from pytest_kvconform.rigs.vllm_setup import nixl_agents
+from tests.reference.nixl.test_nixl import EXPECTED as MEASURED
 
 
 class Real:
@@ -77,6 +78,17 @@ def test_a_held_transfer_is_begun_late(agent: Callable[..., Any]) -> None:
     one.transfer("h")
     assert states(one, "h", 2) == ["PROC"] * 2 and one.begun == [] and faulty_nixl.fault_report().pending == 1
     assert states(one, "h", 1) == ["DONE"] and one.begun == ["h"] and faulty_nixl.fault_report().pending == 0
+
+
+def test_a_held_transfer_that_is_released_is_made_as_nixl_makes_it(agent: Callable[..., Any]) -> None:
+    one = agent(Faults(hold=3))
+    one.transfer("h")
+    found = {"before": one.check_xfer_state("h"), "release": one.release_xfer_handle("h") is None}
+    found |= {"after": one.check_xfer_state("h"), "release again": one.release_xfer_handle("h") is None}
+    assert one.begun == one.released == [] and faulty_nixl.fault_report().pending == 1
+    heard(one, 3)
+    assert found | {"goes on writing": one.begun == ["h"]} == MEASURED["released"]
+    assert one.released == ["h"] and faulty_nixl.fault_report().pending == 0
 
 
 def test_a_connector_that_asks_for_notifications_only_gets_its_transfer_all_the_same(

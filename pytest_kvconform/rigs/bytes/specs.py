@@ -25,10 +25,11 @@ def byte_engine_spec(
     folder: str = "",
     lease_s: float = 0.0,
     policy: str = "",
+    load_s: float = 0.0,
 ) -> ByteEngineSpec:
     """How one side of a cell is built, with room for `longest` tokens at once.
 
-    `folder`, `lease_s` and `policy`: see `rigs.context.transfer_config`.
+    `folder`, `lease_s`, `policy` and `load_s`: see `rigs.context.transfer_config`.
     """
     geometry, side = load_geometries()[cell.family], side_of(cell, role)
     blocks = needed_blocks(cell, role, longest)
@@ -41,7 +42,7 @@ def byte_engine_spec(
         max_model_len=longest,
         max_batched_tokens=2 * longest,
         kv_transfer_config=context.transfer_config(
-            role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy
+            role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy, load_s=load_s
         ),
         environment=port_environment() | lease_environment(context.subject, lease_s),
         layout=side.layout,

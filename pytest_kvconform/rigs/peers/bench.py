@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import msgspec
+
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
@@ -21,6 +23,8 @@ from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 LEASE_S = 3
+LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout`
+OVER_TCP = ("P12", "D12")  # engines of `sleeping_peer`
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end.
@@ -75,10 +79,20 @@ class PeerBench:
         """A wait inside a scenario: longer with --kv-timeout-scale, never shorter."""
         return self.context.scaled_seconds(seconds)
 
-    def spec(self, role: str, cell: Cell) -> ByteEngineSpec:
-        """How an engine of a role is built."""
-        longest = AT_ONCE * prompt_length(self.context)
-        return byte_engine_spec(self.context, cell, role, longest, lease_s=self._asked_lease_s)
+    def spec(self, name: str, cell: Cell) -> ByteEngineSpec:
+        """How the engine of this name is built.
+
+        NIXL of the engines `OVER_TCP` reads with P's help, so that a P that is stopped holds reads up. Over
+        shared memory NIXL copies what a stopped process has. Their loads may take `LOAD_S`.
+        """
+        longest, over_tcp = AT_ONCE * prompt_length(self.context), name in OVER_TCP
+        load_s = self.scaled_seconds(LOAD_S) if over_tcp else 0.0
+        lease_s = self._asked_lease_s
+        spec = byte_engine_spec(self.context, cell, name[0], longest, lease_s=lease_s, load_s=load_s)
+        if not over_tcp:
+            return spec
+        transports = "tcp,self,cuda_copy" if self.context.facts.device == "cuda" else "tcp,self"
+        return msgspec.structs.replace(spec, environment=spec.environment | {"UCX_TLS": transports})
 
     @property
     def _asked_lease_s(self) -> float:

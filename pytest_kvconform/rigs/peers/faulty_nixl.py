@@ -66,6 +66,7 @@ class _FaultyTransfer:
     posted: bool = False
     failed_at: int = -1  # round of the first bad answer
     over: bool = False  # it can no longer write
+    released: bool = False  # by the connector, before it was made
 
 
 NOTHING = Faults()
@@ -173,6 +174,8 @@ class FaultyAgent:
             transfer = self._transfers.get(handle)
             if transfer is None:
                 return self.real.check_xfer_state(self, handle)
+            if transfer.released:
+                return "DONE"  # as NIXL says
             transfer.asked += 1
             round_ = self._advance(transfer)
             if transfer.faults.fail:
@@ -190,14 +193,18 @@ class FaultyAgent:
             return "PROC" if state == "DONE" and transfer.done <= transfer.faults.late else state
 
     def release_xfer_handle(self, handle: Any) -> Any:
+        """Release a handle. As with NIXL, a transfer that is in progress is made all the same."""
         with self._lock:
             transfer = self._transfers.get(handle)
             if transfer is not None and transfer.faults.linger and not transfer.over:
                 raise self.error(
                     "NIXL_ERR_REPOST_ACTIVE: the transfer cannot be cancelled (asked for by the test suite)"
                 )
-            self._transfers.pop(handle, None)
             self._open.discard(handle)
+            if transfer is not None and not (transfer.posted or transfer.faults.fail):
+                transfer.released = True
+                return None
+            self._transfers.pop(handle, None)
         return self.real.release_xfer_handle(self, handle)
 
     def _start_held(self) -> None:
@@ -212,6 +219,8 @@ class FaultyAgent:
         for transfer in list(self._transfers.values()):
             with contextlib.suppress(self.error):  # the next check_xfer_state raises it
                 self._advance(transfer)
+            if transfer.released and transfer.posted and not self._may_still_write(transfer):
+                self.release_xfer_handle(transfer.handle)
 
     def _advance(self, transfer: _FaultyTransfer) -> int:
         """Begin the transfer if it is due. Returns its round."""
@@ -321,9 +330,7 @@ def start_held_transfers() -> None:
 
 
 def progress() -> None:
-    """Let the agents of this process serve their peers although the connector does not call them.
-
-    A progress thread would do the same (see vllm_setup/nixl_agents.py).
+    """Let agents serve their peers, as a progress thread would (see vllm_setup/nixl_agents.py).
 
     An engine without requests does not step. Without this a peer that still reads from it would wait for
     ever, instead of reading what is in the blocks by now.

@@ -17,12 +17,12 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_additi
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
-from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
     BLOCK,
     DeadlinePassed,
+    PeerEngineHandle,
     RunningScenario,
     SteppedEngine,
     Steps,
@@ -133,7 +133,7 @@ class ScenarioEngines:
     def start(self, name: str, after: str = "") -> SteppedEngine:
         """Start an engine. `after`: an engine that has ended, whose ports the new one gets."""
         context = self.bench.context
-        spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name[0], self.cell)
+        spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name, self.cell)
         handle = PeerEngineHandle(
             context.address,
             f"{self.cell}-{name}-{context.next_name()}",

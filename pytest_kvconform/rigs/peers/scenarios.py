@@ -30,6 +30,7 @@ from pytest_kvconform.rigs.peers.rank_scenarios import (
     worker_fails_at_end_of_load,
 )
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.sleeping_peer import sleeping_peer
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -330,6 +331,7 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
         "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
+        "sleeping_peer": PeerScenario(sleeping_peer, ("P12", "D12"), starts_early=True),
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
         **_in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
     },

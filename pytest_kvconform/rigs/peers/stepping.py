@@ -21,7 +21,7 @@ from typing import Any
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Output
-from pytest_kvconform.rigs.peers.handle import PeerEngineHandle
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.processes.cores import Deadline
 
 BLOCK = 16  # tokens
@@ -42,6 +42,24 @@ class ScenarioEngineFailed(Exception):
     def __init__(self, engine: SteppedEngine):
         super().__init__(engine.name)
         self.engine = engine
+
+
+class PeerEngineHandle(FaultyEngineHandle):
+    """A handle on `process.PeerEngineProcess`. Its calls are sent and their answers taken without waiting."""
+
+    target = "pytest_kvconform.rigs.peers.process:serve"
+
+    def answered(self) -> bool:
+        """Whether an answer, or the end of the process, can be read without waiting."""
+        return self.process.connection.poll(0)
+
+    def take_answer(self, name: str) -> Any:
+        """The answer to a call, which has arrived. Raises EngineFailed."""
+        return self.wait_ready() if name == "start" else self.answer(name)
+
+    def fail_as_hung(self, name: str, deadline: Deadline) -> None:
+        """Note that the engine has not answered a call by its deadline. Raises EngineFailed."""
+        self._hung(name, deadline)
 
 
 @dataclass

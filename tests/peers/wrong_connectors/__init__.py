@@ -10,6 +10,7 @@ under its full name; the tests themselves do not import it.
 # ruff: noqa: F403
 
 from .failed_steps import *
+from .late_writes import *
 from .leases import *
 from .ranks import *
 from .right import *

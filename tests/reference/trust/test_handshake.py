@@ -34,7 +34,7 @@ def address(listener: Listener, incarnation: str = "first life", engine: str = "
 def malformed(seed: int, count: int) -> Iterator[list[bytes]]:
     """Frames of messages: noise, msgpack of anything, questions that are cut off or changed."""
     r = random.Random(seed)
-    ask = encode(Ask(VERSION, "p", "first life"))
+    ask = encode(Ask(VERSION, "p", "first life", b"random"))
     values = [
         None,
         1,
@@ -97,12 +97,12 @@ def test_a_message_that_is_too_long_is_not_read(listener: Listener) -> None:
 def test_another_engine_behind_the_same_port_is_noticed(
     listener: Listener, incarnation: str, engine: str
 ) -> None:
-    with pytest.raises(HandshakeError, match=r"is not here, but p \(first life\)"):
+    with pytest.raises(HandshakeError, match=r"refused: the engine that was asked for is not here$"):
         fetch(address(listener, incarnation, engine), PATIENCE_S)
 
 
 def test_another_version_is_refused_in_a_sentence(listener: Listener) -> None:
-    reply = decode(listener.reply(encode(Ask(VERSION + 1, "p", "first life"))), Answer | Refusal)
+    reply = decode(listener.reply(encode(Ask(VERSION + 1, "p", "first life", b"random"))), Answer | Refusal)
     assert isinstance(reply, Refusal) and f"has version {VERSION}" in reply.sentence
 
 
@@ -133,7 +133,7 @@ def test_a_host_that_is_none(host: str) -> None:
     ],
 )
 def test_answers_that_are_none(listener: Listener, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "reply", lambda question: answer)
+    monkeypatch.setattr(listener, "reply", lambda question, peer: answer)
     with pytest.raises(HandshakeError):
         fetch(address(listener), PATIENCE_S)
 

@@ -1,0 +1,79 @@
+"""A P whose process stands still while D loads, on the real transport, and goes on when D has given up.
+
+A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is such a transport:
+`release_xfer_handle` of a read in progress succeeds, and UCX goes on writing.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    WITHIN_STEP,
+    ScenarioEngines,
+    ScenarioObservation,
+    loaded_within_step,
+)
+from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+
+LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
+SLEEP_S = 2.5  # for which P's process is stopped at most: longer than a load may take
+LOADING_S = 0.5  # before D aborts the request
+LATE_S = 0.5  # in which D writes what is still to come
+
+
+def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """P's process is stopped during a load of D. D aborts the request, or the load passes its time limit.
+
+    Other requests of D get blocks as soon as they are free, and write them. Then P goes on, and D's pool is
+    compared. `numbers`: why -> whether the request had ended, and its blocks were free, before P went on.
+    """
+    bench = engines.bench
+    decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    if loaded_within_step(decodes["met"].trace):
+        return ScenarioObservation(decodes, unsupported=WITHIN_STEP)
+    yield from engines.wait_until_empty(d)
+    yield from d.call("reuse", True)
+    numbers, audits = {}, ()
+    for why in (LIMIT, ABORT):
+        prefill = yield from engines.prefill(p)
+        yield from p.stop_process()
+        added = time.monotonic()
+        request = yield from engines.add_decode(d, prefill)
+        if why == ABORT:
+            yield from pause(bench.scaled_seconds(LOADING_S))
+            d.queue("abort", request.id)  # D may stand in a step until P goes on
+        if given_up := (yield from _is_gone(d, request.id, bench.scaled_seconds(SLEEP_S))):
+            yield from _overwrite(engines, d)
+        numbers[why] = float(given_up)
+        p.resume()
+        yield from engines.wait_until_gone(d, request.id, engines.limits.release)
+        yield from pause(bench.scaled_seconds(LATE_S))
+        yield from _overwrite(engines, d)
+        audits += yield from d.call("audit")
+        if why == LIMIT:
+            decodes[why] = yield from engines.finish_decode(d, request, added)
+    yield from d.call("reuse", False)
+    decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
+    return ScenarioObservation(decodes, audits=audits, numbers=numbers)
+
+
+def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
+    """Whether an engine that answers holds nothing of a request any more, within `seconds`."""
+    deadline = engine.deadline(seconds)
+    while not deadline.over():
+        usage = engine.queue("usage")
+        if not (yield from until(partial(getattr, usage, "done"), deadline)):
+            return False
+        if request_id not in usage.answer.requests:
+            return True
+        yield
+    return False
+
+
+def _overwrite(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
+    """Wait until other requests have written every block that D has freed, and have ended."""
+    deadline = d.deadline(engines.limits.release)
+    while not (yield from d.call("overwritten")) and not deadline.over():
+        yield

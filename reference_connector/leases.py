@@ -1,0 +1,82 @@
+"""P's half of a lease: how long a worker of P keeps blocks, and the ledger in which D reads its end.
+
+A lease is given by the order of P's scheduler, prolonged by renewals, and ends when D releases it or when its
+time is over. D can be faster than P's scheduler: a release that comes before the order is kept for a while.
+A peer cannot know the number of a lease whose hand-over it has not got (`new_number`), so it cannot end one.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+from reference_connector.messages import LEDGER, Leases
+from reference_connector.plan import Ints
+
+logger = logging.getLogger("vllm.reference_connector.leases")
+RANDOM_BITS = 26  # of a number, below its place in the order of leases. JSON keeps 53 bits
+EARLY = 1024  # releases that are kept until their order comes
+
+
+def new_number(place: int) -> int:
+    """The number of a lease. Numbers ascend with `place`."""
+    return place << RANDOM_BITS | secrets.randbits(RANDOM_BITS)
+
+
+def entry_of(number: int) -> int:
+    """The entry of the ledger in which the end of a lease is written."""
+    return (number >> RANDOM_BITS) % LEDGER
+
+
+@dataclass
+class Given:
+    """A lease that has not ended."""
+
+    request: str
+    until: float  # of the monotonic clock
+
+
+class GivenLeases:
+    """The leases that one worker of P has given."""
+
+    def __init__(self, ledger: Ints, seconds: float):
+        """`ledger`: int64 [LEDGER], which peers read."""
+        self._ledger, self._seconds = ledger, seconds
+        self._given: dict[int, Given] = {}  # by number
+        self._early: dict[int, float] = {}  # number -> until when its release is kept
+
+    def give(self, leases: dict[int, str]) -> set[str]:
+        """Begin leases, number -> request. Returns requests whose lease has ended."""
+        until = time.monotonic() + self._seconds
+        self._given |= {number: Given(request, until) for number, request in leases.items()}
+        return self._end([number for number in leases if self._early.pop(number, None)])
+
+    def on_notice(self, notice: Leases) -> set[str]:
+        """What a peer releases and renews. Returns requests whose lease has ended."""
+        now = time.monotonic()
+        for number in self._given.keys() & notice.renewed:
+            lease = self._given[number]
+            lease.until = max(lease.until, now + self._seconds * 2 / 3)
+        for number in notice.released:
+            if number not in self._given and len(self._early) < EARLY:
+                self._early[number] = now + self._seconds
+        return self._end(list(self._given.keys() & notice.released))
+
+    def expire(self) -> set[str]:
+        """Requests whose lease is over, since no peer has read them within its time."""
+        now = time.monotonic()
+        self._early = {number: until for number, until in self._early.items() if until > now}
+        over = [number for number, lease in self._given.items() if lease.until < now]
+        for number in over:
+            name = self._given[number].request
+            logger.warning("request %s was not read within its lease of %g s", name, self._seconds)
+        return self._end(over)
+
+    def _end(self, numbers: list[int]) -> set[str]:
+        """End leases: first write the ledger, then release the blocks; see messages.py."""
+        for number in numbers:
+            entry = entry_of(number)  # an earlier lease may have the same one, and end later
+            self._ledger[entry] = max(self._ledger[entry], number)
+        return {self._given.pop(number).request for number in numbers}

@@ -1,0 +1,90 @@
+"""Reads from the memory of peers. A read that has begun cannot be cancelled.
+
+NIXL's `release_xfer_handle` and `remove_remote_agent` succeed while a read is in progress, and UCX goes on
+writing: into blocks that another request may have by then. So a read ends in one of two ways, and NIXL
+reports both: it is done, or it has failed. Until then its handle is kept, its peer stays connected, and what
+waits for it waits on. Reads from a process that has died fail within a second. Reads from one that is stopped
+neither fail nor end before it goes on. `tests/reference/nixl/test_nixl.py` measures all of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from reference_connector.messages import ANSWER
+from reference_connector.peers import Peer
+from reference_connector.plan import Ints, Runs
+from reference_connector.transport import HOST, Memory, Place, Transport, TransportError
+
+logger = logging.getLogger("vllm.reference_connector.reads")
+Task = Generator[None, None, None]
+LANDING = 1 << 14  # entries of boards that can be read at once: a load reads one of each rank
+
+
+class Reads:
+    """The reads of one worker that are in progress, and the memory for entries of boards."""
+
+    def __init__(self, transport: Transport, connect: Callable[[Peer, int], str]):
+        """`connect`: the transport's name for a rank of a peer, see `Peers.name`."""
+        self._transport, self._connect = transport, connect
+        self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
+        self._free = deque(range(LANDING))  # entries of `_landing` into which no read may write
+        self.memory = Memory(self._landing.ctypes.data, self._landing.nbytes)
+        self.in_progress = 0
+
+    def read(self, peer: Peer, plans: dict[int, Runs], deadline: float, kv_at: Place | None = None) -> Task:
+        """Read from several ranks at once: KV into memory at `kv_at`, or (None) entries of boards.
+
+        Returns when NIXL has reported the end of every read. Raises TransportError then, if one has failed,
+        or if the deadline had passed.
+        """
+        left: list[Any] = []
+        why: Exception | None = None
+        try:
+            for rank, plan in plans.items():
+                here, there = (kv_at, peer.cards[rank].place) if kv_at else (HOST, HOST)
+                left.append(self._transport.prepare(self._connect(peer, rank), plan, here, there))
+                self.in_progress += 1
+                self._transport.begin(left[-1])
+        except Exception as error:  # the reads that have begun go on
+            why = error
+        while left:
+            for handle in list(left):
+                try:
+                    if not self._transport.done(handle):
+                        continue
+                except TransportError as error:
+                    why = why or error
+                if self._transport.release(handle):
+                    left.remove(handle)
+                    self.in_progress -= 1
+            if left and why is None and time.monotonic() > deadline:
+                why = TransportError("the transfer took too long")
+                logger.warning("%d reads take too long. Their blocks are kept until they end", len(left))
+            if left:
+                yield
+        if why is not None:
+            raise why
+        peer.reached |= plans.keys()
+
+    def read_boards(
+        self, peer: Peer, entries: dict[int, int], count: int, deadline: float
+    ) -> Generator[None, None, Ints]:
+        """Read `count` numbers of boards. `entries` is rank -> first entry. int64 [rank, number]."""
+        while len(self._free) < len(entries):
+            yield
+        places, plans = [self._free.popleft() for _ in entries], {}
+        for place, (rank, entry) in zip(places, entries.items(), strict=True):
+            local, remote = self._landing[place].ctypes.data, peer.cards[rank].board + 8 * entry
+            plans[rank] = Runs(*np.array([[local], [remote], [8 * count]]))
+        try:
+            yield from self.read(peer, plans, deadline)
+            return self._landing[places, :count]
+        finally:  # the reads have ended, or the worker is being closed
+            self._free.extend(places)

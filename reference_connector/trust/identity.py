@@ -1,0 +1,45 @@
+"""Identity: what two engines must have in common so that KV of one is KV of the other.
+
+KV of another model fits into the same blocks, and D would answer with fluent nonsense. So P sends its facts
+in the handshake, and D compares them with its own. Not here is what boxes.py compares byte by byte: heads,
+sizes of cells, their elements, and the layout in which a backend keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def identity_of(vllm_config: Any) -> dict[str, str]:
+    """The facts of an engine, by name."""
+    import vllm
+
+    model, draft = vllm_config.model_config, vllm_config.speculative_config
+    config = model.hf_text_config.to_dict()
+    facts = {
+        "model": model.model,
+        "revision": model.revision,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,  # of weights
+        "rope": _some(config, ("rope", "rotary")),
+        "window": [model.disable_sliding_window, _some(config, ("window", "layer_types", "chunk_size"))],
+        "cache_dtype": vllm_config.cache_config.cache_dtype,
+        # The minor: another one may lay out KV in another way.
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+    }
+    if draft is not None and draft.draft_model_config is not None:
+        facts["draft"] = [draft.method, draft.draft_model_config.model, draft.draft_model_config.revision]
+    return {name: json.dumps(fact, sort_keys=True, default=str) for name, fact in facts.items()}
+
+
+def _some(config: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """The keys of config.json that are about something."""
+    return {key: value for key, value in config.items() if any(word in key for word in words)}
+
+
+def difference(here: Mapping[str, str], there: Mapping[str, str], may_differ: Iterable[str] = ()) -> str:
+    """What differs, as a part of a sentence; empty if nothing does. Only facts of both sides are compared."""
+    names = [name for name in here if there.get(name, here[name]) != here[name] and name not in may_differ]
+    return ", and ".join(f"its {name} is {there[name]:.300} and not {here[name]:.300}" for name in names)

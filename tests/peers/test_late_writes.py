@@ -1,0 +1,30 @@
+"""A load that D gives up while P stands still, on NIXL over TCP: the case finds who writes afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tests.peers.conftest import Reported
+
+CASE = "nothing_is_written_when_p_wakes"
+MODULE = ("protocol/peers/late_writes",)
+LOAD_S = '{"kv_connector_extra_config": {"kv_lease_duration": %d, "transfer_timeout": 1}}'
+
+
+def test_a_read_that_was_only_released_writes_into_other_requests(run_cases: Callable[..., Reported]) -> None:
+    [(name, (outcome, why))] = run_cases("CancelsByRelease", "P1D1", modules=MODULE, config=LOAD_S).items()
+    assert (name, outcome) == (CASE, "FAIL")
+    assert re.search(
+        "went on when the load of D had passed its time limit and the request of D had been aborted: rank 0 "
+        "of D found bytes in blocks of other requests .*\n.*releasing a NIXL handle does not cancel its read",
+        why,
+    ), why
+
+
+def test_a_load_that_is_kept_until_its_read_ends_is_right(run_cases: Callable[..., Reported]) -> None:
+    assert run_cases("Reference", "P1D1", modules=MODULE, config=LOAD_S)[CASE][0] == "PASS"
+
+
+def test_nixl_connector_waits_for_the_read(run_cases: Callable[..., Reported]) -> None:
+    assert run_cases("NixlConnector", "P1D1", modules=MODULE)[CASE][0] == "PASS"
