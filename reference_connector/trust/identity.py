@@ -8,8 +8,15 @@ sizes of cells, their elements, and the layout in which a backend keeps them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+# What rotates keys. Other entries of rope_parameters are not compared: models of vLLM change them in the
+# configuration when they are built (deepseek_v2.py: rope_type), so that they tell which process was asked.
+ROPE = frozenset(
+    "rope_theta rope_local_base_freq factor original_max_position_embeddings beta_fast beta_slow mscale "
+    "mscale_all_dim low_freq_factor high_freq_factor short_factor long_factor".split()
+)
 
 
 def identity_of(vllm_config: Any) -> dict[str, str]:
@@ -23,7 +30,7 @@ def identity_of(vllm_config: Any) -> dict[str, str]:
         "revision": model.revision,
         "dtype": str(model.dtype),
         "quantization": model.quantization,  # of weights
-        "rope": _some(config, ("rope", "rotary")),
+        "rope": dict(_rope_numbers(config)),
         "window": [model.disable_sliding_window, _some(config, ("window", "layer_types", "chunk_size"))],
         "cache_dtype": vllm_config.cache_config.cache_dtype,
         # The minor: another one may lay out KV in another way.
@@ -37,6 +44,16 @@ def identity_of(vllm_config: Any) -> dict[str, str]:
 def _some(config: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
     """The keys of config.json that are about something."""
     return {key: value for key, value in config.items() if any(word in key for word in words)}
+
+
+def _rope_numbers(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers of ROPE in config.json, by their place: rope parameters may differ by kind of layer."""
+    for key, value in config.items():
+        place = f"{path}.{key}" if path else key
+        if key in ROPE:
+            yield place, value
+        elif isinstance(value, Mapping) and (path or "rope" in key):
+            yield from _rope_numbers(value, place)
 
 
 def difference(here: Mapping[str, str], there: Mapping[str, str], may_differ: Iterable[str] = ()) -> str:

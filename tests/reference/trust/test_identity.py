@@ -89,6 +89,18 @@ def test_a_peer_with_other_kv_is_refused_and_the_difference_named(fact: str) -> 
     assert meet(mine, mine) == CARDS
 
 
+def test_what_a_model_writes_into_its_configuration_is_no_difference() -> None:
+    """vLLM's deepseek_v2.py names the type of rope anew when a process builds the model."""
+
+    def rope(kind: str, factor: float) -> dict[str, str]:
+        parameters = {"rope_type": kind, "factor": factor, "rope_theta": 1e4}
+        return identity_of(
+            changed(lambda c: setattr(c.model_config.hf_text_config, "rope_parameters", parameters))
+        )
+
+    assert rope("yarn", 32.0) == rope("deepseek_yarn", 32.0) != rope("yarn", 40.0)
+
+
 def test_every_difference_is_named() -> None:
     mine = {"model": '"a"', "dtype": '"bfloat16"'}
     said = 'its model is "b" and not "a", and its dtype is "float16" and not "bfloat16"'
