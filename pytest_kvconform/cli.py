@@ -266,7 +266,7 @@ def _new(options: argparse.Namespace) -> int:
         (job, "a CI job for GitHub"),
     ):
         print(f"wrote {path}: {what}")
-    print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-tier=engine")
+    print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-topology=P1D1 kv::engine/bytes")
     return 0
 
 

@@ -37,6 +37,7 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "explain",
         "verify",
         "diff",
+        "new",
     }
 
 
