@@ -294,7 +294,7 @@ def first_run(connector_is_right: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, starter.write("my_connector", Path(folder))[0])
         if not connector_is_right:
-            old, new = re.findall(r"^[-+]( .*\n)", (DOCS / "start.md").read_text("utf-8"), re.MULTILINE)
+            old, new = re.findall(r"^[-+]( {9}.*\n)", (DOCS / "start.md").read_text("utf-8"), re.MULTILINE)
             file.write_text(new.join(file.read_text("utf-8").split(old)), "utf-8")
         cases, shown = (FIRST, summary) if connector_is_right else (BROKEN, section)
         return _run(folder, f"--kv-connector=my_connector:MyConnector {cases}", shown)
