@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pytest_kvconform.plan import PlannedCase
-from tests.helpers.case_runner import CaseRunner
+from tests.helpers.case_runner import CaseRunner, CellRun
 
 NO_LEASE = {"features": '{"lease": {"unsupported": "P copies its blocks to files at once"}}'}
 
 
-def run(runner: CaseRunner, case: str, variants: str, declared: dict[str, Any]) -> dict[str, str]:
+def run(runner: CaseRunner, case: str, variants: str, declared: dict[str, Any]) -> CellRun:
     def is_it(planned: PlannedCase) -> bool:
         return planned.case.name == case
 
-    found = runner.run(
+    return runner.run(
         "MyConnector",
         "llama3_1_8b",
         setup="b16",
@@ -25,22 +23,18 @@ def run(runner: CaseRunner, case: str, variants: str, declared: dict[str, Any]) 
         only=is_it,
         declared=declared,
     )
-    assert not found.findings or set(found.outcomes.values()) == {"WARNING"}, found.findings
-    return found.outcomes
 
 
-@pytest.mark.parametrize(("declared", "outcome"), [(NO_LEASE, "PASS"), ({}, "WARNING")], ids=["none", "any"])
-def test_p_without_a_lease_waits_for_no_notification(
-    my_connector: CaseRunner, declared: dict[str, Any], outcome: str
-) -> None:
-    """Blocks that P copies at once are nobody's business on D. With a lease D would have to notify P."""
+def test_p_without_a_lease_waits_for_no_notification(my_connector: CaseRunner) -> None:
+    """Blocks that P copies at once are not D's business. With a lease D would have to notify P."""
     case = "loads_nothing_if_another_connector_loads"
-    assert run(my_connector, case, "first", declared) == {f"{case}[first]": outcome}
+    assert run(my_connector, case, "first", NO_LEASE).outcomes == {f"{case}[first]": "PASS"}
+    [finding] = run(my_connector, case, "first", {}).findings.values()
+    assert finding.rule == "KV-HIT-001"
+    assert "no step's metadata orders a notification to P" in finding.happened
 
 
 def test_a_copy_outlives_the_engine_that_made_it(my_connector: CaseRunner) -> None:
     case = "restarted_peer_is_a_new_engine"
-    assert run(my_connector, case, "met stranger", {}) == {
-        f"{case}[met]": "PASS",
-        f"{case}[stranger]": "PASS",
-    }
+    found = run(my_connector, case, "met stranger", {})
+    assert found.outcomes == {f"{case}[met]": "PASS", f"{case}[stranger]": "PASS"}
