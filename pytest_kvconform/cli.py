@@ -1,4 +1,4 @@
-"""Console script `kvconform`: questions that need no run of the suite.
+"""Console script `kvconform`: questions that need no run of the suite, and a connector to start from.
 
 Exit codes: 0 yes; 1 no (the reports differ, the verdict does not follow, nothing can run here); 2 a wrong
 question.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from model_matrix.cells import EVERY_MATRIX
-from pytest_kvconform import __version__, doctor, features, loading, plan, rules
+from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
 from pytest_kvconform.report import document, page
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
@@ -78,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     one = command("diff", _diff, "print what changed from one report to another")
     one.add_argument("before", metavar="A", type=Path)
     one.add_argument("after", metavar="B", type=Path)
+    one = command(
+        "new", _new, "write a small connector that conforms, its declaration and a CI job into this folder"
+    )
+    one.add_argument("name", metavar="NAME", help="of the module, such as my_connector")
     return parser
 
 
@@ -272,6 +276,22 @@ def _diff(options: argparse.Namespace) -> int:
     words = (before.verdict.word, after.verdict.word)
     print(f"{len(changed)} of {len(old | new)} cases changed; verdict {' -> '.join(dict.fromkeys(words))}")
     return 1 if changed or words[0] != words[1] else 0
+
+
+# ---- new --------------------------------------------------------------------------------------------------
+
+
+def _new(options: argparse.Namespace) -> int:
+    connector, declaration, job = starter.write(options.name, Path.cwd())
+    subject = f"{options.name}:{starter.class_name(options.name)}"
+    for path, what in (
+        (connector, "the connector, which hands KV over in files"),
+        (declaration, "what it declares, for the suite"),
+        (job, "a CI job for GitHub"),
+    ):
+        print(f"wrote {path}: {what}")
+    print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-topology=P1D1 kv::engine/bytes")
+    return 0
 
 
 if __name__ == "__main__":

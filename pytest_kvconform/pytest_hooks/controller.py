@@ -37,6 +37,7 @@ _LETTERS: dict[Outcome, tuple[str, str, tuple[str, dict[str, bool]]]] = {
     Outcome.NOT_APPLICABLE: ("not applicable", "n", ("NOT-APPLICABLE", {})),
     Outcome.KNOWN: ("known", "k", ("KNOWN", {"yellow": True})),
 }
+_TABLES = ("features", "known", "services")  # settings whose values are too long for a line
 
 
 class Controller:
@@ -66,7 +67,10 @@ class Controller:
             f"seed {settings.seed}",
             f"device {settings.device}",
         ]
-        shown = [f"{option.key}={_text(value)} ({origin})" for option, value, origin in non_default(settings)]
+        shown = [
+            f"{option.key}{'' if option.key in _TABLES else f'={_text(value)}'} ({origin})"
+            for option, value, origin in non_default(settings)
+        ]
         return f"kv: {', '.join(words)}; set: {', '.join(shown)}"
 
     def pytest_sessionstart(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -72,6 +73,8 @@ def anchors(text: str) -> set[str]:
 
 def regenerate() -> ModuleType:
     """docs/regenerate.py, which is a script and in no package."""
+    if str(DOCS) not in sys.path:
+        sys.path.append(str(DOCS))  # where Python finds the modules of a script
     spec = importlib.util.spec_from_file_location("regenerate", DOCS / "regenerate.py")
     assert spec is not None
     assert spec.loader is not None

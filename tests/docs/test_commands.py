@@ -38,6 +38,7 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "verify",
         "diff",
         "html",
+        "new",
     }
 
 
