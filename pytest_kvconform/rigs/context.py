@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 CALL_S, START_S, REQUEST_S, RELEASE_S = 20.0, 90.0, 30.0, 5.0  # deadlines, times --kv-timeout-scale
 SHORTER = 0.2  # of a deadline: what a wait lasts after one of its kind has ended in vain
 SHORTER_RELEASE = 0.1  # the same for blocks that are to return, which takes milliseconds
-# of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks
-LEASE_KEY = "kv_lease_duration"
-DEFAULT_LEASE_S = 30  # its default
+# of vLLM's NixlConnector in kv_connector_extra_config: seconds P keeps unread blocks, and its default
+LEASE_KEY, DEFAULT_LEASE_S = "kv_lease_duration", 30
 # Tokens that are added to prompts if a connector that declares nothing loads nothing: two chunks of the size
 # that is usual for stores, 256 tokens.
 LONGER = 512
