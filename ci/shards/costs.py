@@ -2,8 +2,8 @@
 
     python ci/shards/costs.py REPORT ...
 
-`--kv-shard` divides a run by these costs (pytest_kvconform/shards/costs.toml). Only the ratios matter. A shard
-computes its part from the installed file, so all shards of a run need one version of the suite.
+`--kv-shard` divides a run by these costs (pytest_kvconform/shards/costs.toml). Only the ratios matter. A
+shard computes its part from the installed file, so all shards of a run need one version of the suite.
 """
 
 from __future__ import annotations

@@ -81,9 +81,7 @@ def what_ran(report: Report) -> list[str]:
         lines.append(f"selection: {len(chosen.manifest) - chosen.left_out} of {len(chosen.manifest)}")
     if shard := shard_of(report):
         every = len(chosen.selected) + len(chosen.elsewhere)
-        lines.append(
-            f"shard {shard}: {len(chosen.selected)} of {_count(every, 'case')}; kvconform merge joins all shards"
-        )
+        lines.append(f"shard {shard}: {len(chosen.selected)} of {_count(every, 'case')}; see kvconform merge")
     return lines
 
 
