@@ -37,7 +37,9 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="divide into N shards, as --kv-shard=I/N does",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object, in one line, instead of a table"
+    )
 
 
 def _positive(text: str) -> int:
@@ -56,7 +58,7 @@ def print_matrix(options: argparse.Namespace) -> int:
     cells = cells_of(plan.make_plan(settings, (), extras.not_installed()), settings.matrix, options.shards)
     names = [f"{number}/{options.shards}" for number in range(1, options.shards + 1)]
     if options.json:
-        print(json.dumps({"matrix": settings.matrix, "shards": names, "cells": cells}, indent=1))
+        print(json.dumps({"matrix": settings.matrix, "shards": names, "cells": cells}))
         return 0
     for cell in cells:
         measured = "" if cell["measured"] else "  (declared)"
