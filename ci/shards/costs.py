@@ -22,7 +22,7 @@ HEAD = """\
 # `python ci/shards/costs.py REPORT` wrote them from the quick run of the reference connector, on two cores.
 # `other` is the mean of the rig: what a family costs that is not in the quick matrix.
 
-# Declared, and not measured: no real checkpoint of the nightly matrix has been served. Every cell counts the
+# Declared, and not measured: no real checkpoint of the nightly matrix has been served. Every case counts the
 # same.
 [nightly]
 other = 75.0
