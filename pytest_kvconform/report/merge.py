@@ -20,7 +20,7 @@ from pytest_kvconform.shards import numbers
 from pytest_kvconform.subject import Subject
 
 _OF_A_SHARD = ("shard", "report")  # settings that differ between the shards of a run
-_OF_A_MACHINE = ("file",)  # facts that differ between machines
+_OF_A_MACHINE = ("file", "mended")  # facts with paths, which differ between machines
 _MOST = 60  # characters of a value that a sentence shows
 
 
