@@ -74,6 +74,49 @@ def test_merged_shards_equal_the_whole_run(kv, parts, capsys, arguments, how):
     assert cli.main(["verify", "merged"]) == 0
 
 
+def levels(path: Path) -> dict[str, str]:
+    """The verdict of each level that ran."""
+    words = {one.name: one.word for one in document.read(path).verdict.levels}
+    return {name: word for name, word in words.items() if word != "NOT-RUN"}
+
+
+def test_merged_shards_have_the_level_table_of_the_whole_run(kv, parts, capsys):
+    """One level is violated in one shard. Other shards, and the other levels, conform nevertheless."""
+    how = {"deeds": {"window(gemma3-P1D2*": "violate"}}
+    folders = parts(**how)
+    whole = kv(**how)
+    assert levels(whole.path) == {
+        "core": "CONFORMS",
+        "hybrid": "CONFORMS",
+        "heterogeneous": "CONFORMS",
+        "resilient": "VIOLATES",
+    }
+    assert merge(folders, capsys)[0] == 1
+    merged = json.loads(Path("merged/report.json").read_bytes())
+    assert merged["verdict"]["levels"] == whole.report["verdict"]["levels"]
+    words = [levels(folder) for folder in folders]
+    assert [list(one.values()).count("VIOLATES") for one in words].count(1) == 1
+    assert {word for one in words for word in one.values()} == {"CONFORMS", "VIOLATES"}
+    assert any(set(one) < set(levels(whole.path)) for one in words)
+
+
+def test_a_level_of_a_shard_of_a_claim_leaves_out_no_case_of_another_shard(kv, parts, capsys):
+    for folder in (folders := parts("--kv-claim")):
+        assert set(levels(folder).values()) == {"CONFORMS"}
+    assert levels(kv("--kv-claim").path) == dict.fromkeys(
+        ("core", "hybrid", "heterogeneous", "resilient"), "CONFORMS"
+    )
+    assert merge(folders, capsys)[0] == 0
+    assert set(levels(Path("merged")).values()) == {"CONFORMS"}
+
+
+def test_merged_shards_of_runs_with_a_page_have_one(parts, capsys):
+    folders = parts("--kv-html")
+    code, out, _ = merge(folders, capsys)
+    assert (code, "page: merged/report.html" in out) == (0, True)
+    assert Path("merged/report.html").is_file()
+
+
 def test_a_shard_says_which_it_is_and_what_it_leaves_to_others(kv, parts, capsys):
     [first, *_] = parts()
     report = document.read(first)
