@@ -43,7 +43,8 @@ class Criteria(msgspec.Struct, frozen=True, kw_only=True):
     features: dict[str, str]  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
     claim: bool = False  # the run must be complete: nothing left out, no hidden ability, no known failure
-    left_out: int = 0  # cases of the manifest that were not selected
+    left_out: int = 0  # cases of the manifest that were not selected, for no shard
+    shard: str = ""  # which part of the run the results are, "2/4"; "": all of it
     should: tuple[str, ...] = ()  # ids of the rules of strength SHOULD: who breaks one gets a warning
 
 

@@ -1,7 +1,7 @@
 """Console script `kvconform`: questions that need no run of the suite, and a connector to start from.
 
 Exit codes: 0 yes; 1 no (the reports differ, the verdict does not follow, nothing can run here); 2 a wrong
-question.
+question. `merge` ends as the run would: 0, 1, 10 or 11; 2 if the reports are not the shards of one run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
 from pytest_kvconform.report import document, page
+from pytest_kvconform.report.merge import BadShards
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
+from pytest_kvconform.shards.commands import add_matrix_arguments, print_matrix, print_merged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (BadSetting, plan.BadSuite, rules.BadRules, document.BadReport) as error:
+    except (BadSetting, plan.BadSuite, rules.BadRules, document.BadReport, BadShards) as error:
         print(f"kvconform: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `kvconform list cases | head`
@@ -74,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("report", metavar="REPORT", type=Path)
     one.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help=f"default: {page.FILE} in the folder of the report"
+    )
+    one = command("merge", print_merged, "make one report of all shards of a run, and print its verdict")
+    one.add_argument("reports", metavar="REPORT", type=Path, nargs="+")
+    one.add_argument(
+        "--report", metavar="DIR", default="kv-report", help="folder for report.json (default: %(default)s)"
+    )
+    add_matrix_arguments(
+        command("matrix", print_matrix, "print the cells that a run has, what each costs, and its shard")
     )
     one = command("diff", _diff, "print what changed from one report to another")
     one.add_argument("before", metavar="A", type=Path)

@@ -18,7 +18,7 @@ from typing import Any
 
 from model_matrix.cells import MODELS
 from model_matrix.limits import Limit, cpu_features, load_limits
-from pytest_kvconform import features, loading, rules
+from pytest_kvconform import features, loading, rules, shards
 from pytest_kvconform.case import Case
 from pytest_kvconform.declaration import version
 from pytest_kvconform.result import Cell
@@ -71,6 +71,7 @@ class Plan:
     # ids of the others, with the known limit of vLLM on this machine, or the minors for which the rule holds
     limited: tuple[tuple[str, Limit | str], ...] = ()
     not_installed: tuple[str, ...] = ()  # or because packages are not installed
+    elsewhere: tuple[str, ...] = ()  # ids of cases that the settings select too, and that other shards run
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -85,8 +86,8 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
     that are not installed. The tier is left out then, unless it is named, or the only one that is selected:
     then its cases say what to install.
 
-    Raises BadSetting if a tier, level, family, topology, rule, feature or argument matches nothing, BadSuite
-    for a file without cases.
+    Raises BadSetting if a tier, level, family, topology, rule, feature or argument matches nothing, or if a
+    shard would be empty; BadSuite for a file without cases.
     """
     tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
     for tier in settings.tier:
@@ -152,11 +153,18 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
         if lacking and one.case.tier == ACCURACY and not (named or alone)
     }
     out = {*limited, *not_installed}
+    try:
+        mine, others = shards.part(
+            [one for one in selected if one.id not in out], settings.matrix, settings.shard
+        )
+    except ValueError as error:
+        raise BadSetting(f"--kv-shard={settings.shard}: {error}") from None
     return Plan(
-        tuple(one for one in selected if one.id not in out),
+        tuple(mine),
         tuple(sorted({planned.id for planned in [*every, *selected]} - out)),
         tuple(sorted(limited.items())),
         tuple(sorted(not_installed)),
+        tuple(sorted(one.id for one in others)),
     )
 
 

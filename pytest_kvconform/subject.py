@@ -15,16 +15,9 @@ import msgspec
 from pytest_kvconform import declaration
 from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
-from pytest_kvconform.declarations.children import (
-    SAME_ENGINE,
-    STORES,
-    Child,
-    children_of,
-    completed_config,
-    merge_config,
-    together,
-)
+from pytest_kvconform.declarations.children import children_of, completed_config, together
 from pytest_kvconform.extras import import_error
+from pytest_kvconform.kv_config import SAME_ENGINE, STORES, Child, merge_config
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.engine_ports import check_ports
 from pytest_kvconform.services.reading import check_placeholders

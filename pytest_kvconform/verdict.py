@@ -222,12 +222,13 @@ def _word_and_sentence(
             f"{len(blocked)} of {_count_cases(len(results))} could not run here: {reasons[0]}{more}",
         )
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
+    here = f" in shard {criteria.shard} alone" if criteria and criteria.shard else ""
     if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known), level)):
         return "INCOMPLETE", wrong
     if not passed:
-        return (
-            "INCOMPLETE",
-            "no case passed: every case is not applicable, a warning or a known failure, which shows nothing",
+        return "INCOMPLETE", (
+            f"no case passed{here}: every case is not applicable, a warning or a known failure, which shows "
+            "nothing"
         )
     moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
     moving = [
@@ -243,11 +244,11 @@ def _word_and_sentence(
     )
     if moving and not moved and not loaded:
         return "INCOMPLETE", (
-            f"{_count_cases(len(passed))} passed, but no byte was moved: also select cases that compare "
-            "KV (kv::engine/bytes), "
+            f"{_count_cases(len(passed))} passed{here}, but no byte was moved: also select cases that "
+            "compare KV (kv::engine/bytes), "
             "or check whether the connector transfers anything with this --kv-config"
         )
-    tail = f", {moved:,} bytes moved and compared" if moved else ""
+    tail = (f", {moved:,} bytes moved and compared" if moved else "") + (here and f",{here}")
     if known:
         failures = "1 known failure" if len(known) == 1 else f"{len(known)} known failures"
         return (
@@ -269,14 +270,15 @@ def _declaration_mistake(
     for entry in criteria.known:
         mine = [result for result in results if entry.matches(result.id)]
         name = f"{entry.place} ({entry.case})"
-        if entry.state == "expired" and (mine or not (criteria.left_out or level)):
+        if entry.state == "expired" and (mine or not (criteria.left_out or criteria.shard or level)):
             return (
                 f"{name} expired on {entry.expires}: fix the failure, or read {entry.issue} and set "
                 "another date"
             )
         passed = [result.id for result in mine if result.outcome is Outcome.PASS]
         if passed and entry.state == "open":
-            change = "remove the entry" if len(passed) == len(mine) else "let it match only cases that fail"
+            every = len(passed) == len(mine) and not criteria.shard
+            change = "remove the entry" if every else "let it match only cases that fail"
             return (
                 f"{len(passed)} of {_count_cases(len(mine))} of {name} no longer fail, the first is "
                 f"{passed[0]}: "
@@ -293,7 +295,7 @@ def _declaration_mistake(
             continue  # cases of the feature's own level test it
         mine = [result for result in results if name in result.features]
         outcomes = {result.case_outcome or result.outcome for result in mine}
-        if why == "" and outcomes == {Outcome.NOT_APPLICABLE}:
+        if why == "" and outcomes == {Outcome.NOT_APPLICABLE} and not criteria.shard:
             return f"{name} is declared supported, but no case could test it: {mine[0].reason}"
     if criteria.claim:
         for result in results:

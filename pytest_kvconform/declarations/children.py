@@ -14,31 +14,13 @@ import msgspec
 
 from pytest_kvconform import features
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
+from pytest_kvconform.kv_config import CHILDREN, EXTRA, STORES, Child, merge_config
 
-EXTRA, CHILDREN = "kv_connector_extra_config", "connectors"
-SAME_ENGINE = "same-engine"
-STORES = ("store", SAME_ENGINE)  # profiles
 # Features that are asked of every child, judged or not: all get the same layers and the same requests.
 OF_ALL = frozenset(
     "full-attention mla sliding-window mamba-state mla-and-state mla-and-gqa speculative-draft preemption "
     "abort".split()
 )
-
-
-class Child(msgspec.Struct, frozen=True, kw_only=True):
-    """One connector inside another one, see `Subject`."""
-
-    connector: str
-    module: str | None = None
-    profile: str = "p2p"
-    folder: str = ""
-    lease: str = ""
-    load_timeout: str = ""  # no declaration of ours has the key
-
-    @property
-    def is_store(self) -> bool:
-        """Whether it saves KV and loads it later, and hands nothing over."""
-        return self.profile in STORES
 
 
 def children_of(config: dict[str, Any], lease: str) -> tuple[Child, ...]:
@@ -95,22 +77,6 @@ def together(whole: BundledDeclaration, config: dict[str, Any], profile: str) ->
         exempt=_one(ours.exempt for ours in known),
         features=(_features(known, judged) if len(known) == len(pairs) else {}) | whole.features,
     )
-
-
-def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
-    extra = defaults.get(EXTRA, {}) | config.get(EXTRA, {})
-    return defaults | config | ({EXTRA: extra} if extra else {})
-
-
-def with_folder(config: Any, ours: str, own: str) -> Any:
-    """The same configuration with another folder of the suite, also in connectors inside."""
-    if isinstance(config, dict):
-        return {key: with_folder(value, ours, own) for key, value in config.items()}
-    if isinstance(config, list):
-        return [with_folder(value, ours, own) for value in config]
-    inside = isinstance(config, str) and (config == ours or config.startswith(f"{ours}/"))
-    return own + config.removeprefix(ours) if inside else config
 
 
 def _features(known: Sequence[BundledDeclaration], judged: Sequence[BundledDeclaration]) -> dict[str, Any]:

@@ -236,6 +236,7 @@ class Controller:
             sorted(self._troubles),
             self.runner.plan().limited,
             self.runner.plan().not_installed,
+            self.runner.plan().elsewhere,
         )
 
     def _close(self) -> list[str]:

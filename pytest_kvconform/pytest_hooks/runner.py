@@ -94,7 +94,7 @@ class CaseRunner:
                 raise pytest.UsageError(str(error)) from None
             except (BadSuite, rules.BadRules) as error:
                 pytest.exit(f"harness: {error}", returncode=11)
-            self._plan = plan if self._arguments is not None else replace(plan, selected=())
+            self._plan = plan if self._arguments is not None else replace(plan, selected=(), elsewhere=())
         return self._plan
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:

@@ -34,8 +34,9 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import Verdict, decide_verdict
 
 FILE = "report.json"
-_VERDICT_SETTINGS = ("matrix", "claim", "declare")  # settings that recompute_verdict uses
-_READ_SETTINGS = (*_VERDICT_SETTINGS, "device", "features", "known")  # settings that `kvconform` reads
+_VERDICT_SETTINGS = ("matrix", "claim", "declare", "shard")  # settings that recompute_verdict uses
+# settings that `kvconform` reads, and that every report has: "shard" came later
+_READ_SETTINGS = ("matrix", "claim", "declare", "device", "features", "known")
 # the reason of a case that was blocked, because another case found that the cell was refused or failed
 _DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
@@ -69,11 +70,12 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limits: tuple[KnownLimit, ...] = ()  # cases of the matrix that are not in the manifest, and why
     # cases of the matrix that are not in the manifest, because packages of their tier are not installed
     not_installed: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()  # cases of the other shards, sorted; empty without --kv-shard
 
     @property
     def left_out(self) -> int:
-        """How many cases of the manifest were not selected."""
-        return len(set(self.manifest) - set(self.selected))
+        """How many cases of the manifest were not selected, for this shard or for another one."""
+        return len({*self.manifest}.difference(self.selected, self.elsewhere))
 
     @property
     def not_in_manifest(self) -> tuple[str, ...]:
@@ -107,11 +109,12 @@ def make_report(
     troubles: Sequence[str],
     limited: Sequence[tuple[str, object]] = (),
     not_installed: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
 ) -> Report:
     """Return the report of a run, with its verdict.
 
     `limited`: ids of cases that are left out, with the reason: see KnownLimit. `not_installed`: ids of cases
-    that are left out because packages are not installed.
+    that are left out because packages are not installed. `elsewhere`: ids of cases that other shards run.
     """
     limits: dict[str, list[str]] = {}
     for name, limit in limited:
@@ -132,6 +135,7 @@ def make_report(
             selected=tuple(sorted(selected)),
             limits=tuple(KnownLimit(limit=limit, ids=tuple(ids)) for limit, ids in limits.items()),
             not_installed=tuple(sorted(not_installed)),
+            elsewhere=tuple(sorted(elsewhere)),
         ),
         should=rules.should(rules.load()),
         results=tuple(sorted(results, key=lambda result: result.id)),
@@ -158,6 +162,12 @@ def recompute_verdict(report: Report) -> Verdict:
     return decide_verdict(report.results, report.selection.selected, report.troubles, criteria_of(report))
 
 
+def shard_of(report: Report) -> str:
+    """Return which part of a run the report is, `2/4`; "" if it is a whole run."""
+    setting = report.settings.get("shard")  # a report of an earlier suite has none
+    return setting.value if setting else ""
+
+
 def criteria_of(report: Report) -> Criteria:
     """Return the criteria of the verdict that the report holds."""
     subject, claim = report.subject, report.settings["claim"].value is True
@@ -166,6 +176,7 @@ def criteria_of(report: Report) -> Criteria:
         known=subject.known,
         claim=claim,
         left_out=report.selection.left_out,
+        shard=shard_of(report),
         should=report.should,
     )
 
@@ -189,6 +200,10 @@ def inconsistencies(report: Report) -> list[str]:
             )
     if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
         found.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
+    if report.selection.elsewhere and not shard_of(report):
+        found.append("selection.elsewhere names cases of other shards, but the run had no --kv-shard")
+    if twice := sorted({*report.selection.selected} & {*report.selection.elsewhere}):
+        found.append(f"{len(twice)} cases are both selected and elsewhere, the first is {twice[0]}")
     verdict, given = recompute_verdict(report), report.verdict
     if (verdict.word, verdict.sentence) != (given.word, given.sentence):
         found.append(
@@ -311,13 +326,13 @@ def read(path: Path) -> Report:
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
     for option in OPTIONS:
-        if option.key not in _READ_SETTINGS:  # a report of an earlier suite lacks later settings
-            continue
-        if option.key not in report.settings:
+        setting = report.settings.get(option.key)
+        if setting is None and option.key in _READ_SETTINGS:
             raise BadReport(f"{path}: $.settings: {option.key} is missing")
+        if setting is None or setting.value == option.default or option.key not in _VERDICT_SETTINGS:
+            continue
         try:
-            if option.key in _VERDICT_SETTINGS:
-                option.parse(report.settings[option.key].value)
+            option.parse(setting.value)
         except ValueError as error:
             raise BadReport(f"{path}: $.settings.{option.key}: {error}") from None
     return report

@@ -71,7 +71,7 @@ def rerun_command(settings: Settings, *arguments: str) -> str:
     """
     words = ["pytest", f"--kv-connector={settings.connector}"]
     for option in OPTIONS:
-        if option.name in ("connector", "report", "html") or option.repeatable or not option.flag:
+        if option.name in ("connector", "report", "html", "shard") or option.repeatable or not option.flag:
             continue  # an id selects the case by itself
         value = getattr(settings, option.name)
         if value != option.default and settings.origins.get(option.name) != "pyproject.toml":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.report.failure import compress_ids
-from pytest_kvconform.report.terminal import left_out_here, title
+from pytest_kvconform.report.terminal import left_out_here, title, what_ran
 
 _MOST = 10
 
@@ -30,9 +30,7 @@ def job_summary(report: Report) -> str:
         lines.append("")
     if verdict.counts:
         lines += [_counts(verdict.counts), ""]
-    if report.selection.left_out:
-        lines += [f"Selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", ""]
-    for line in left_out_here(report):
+    for line in (*what_ran(report), *left_out_here(report)):
         lines += [line, ""]
     if any(row.cases for row in verdict.features):
         lines += ["| feature | declared | observed | |", "|---|---|---|---|"]

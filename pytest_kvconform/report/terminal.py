@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pytest_kvconform.apply_declaration import FeatureResult
 from pytest_kvconform.extras import EXTRA
 from pytest_kvconform.plan import tier_order
-from pytest_kvconform.report.document import Report
+from pytest_kvconform.report.document import Report, shard_of
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import Cause, LevelVerdict
 
@@ -56,8 +56,7 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     """Return all lines under the headline. `width` in columns; without `unicode` every character is ASCII."""
     verdict = report.verdict
     above = [*_levels(verdict.levels, width), *((row, {}) for row in _table(report, width))]
-    if report.selection.left_out:
-        above.append((f"selection: {len(report.selection.selected)} of {len(report.selection.manifest)}", {}))
+    above += [(line, {}) for line in what_ran(report)]
     above += [(line, {}) for line in left_out_here(report)]
     if stood_in := (report.facts or {}).get("stand_in"):
         above.append((f"device: {stood_in}", {}))
@@ -73,6 +72,17 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     room = _MOST_LINES - len(above) - len(below) - 1
     lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
     return lines if unicode else [(to_ascii(text), markup) for text, markup in lines]
+
+
+def what_ran(report: Report) -> list[str]:
+    """Return a line for a selection, and one for a shard."""
+    chosen, lines = report.selection, []
+    if chosen.left_out:
+        lines.append(f"selection: {len(chosen.manifest) - chosen.left_out} of {len(chosen.manifest)}")
+    if shard := shard_of(report):
+        every = len(chosen.selected) + len(chosen.elsewhere)
+        lines.append(f"shard {shard}: {len(chosen.selected)} of {_count(every, 'case')}; see kvconform merge")
+    return lines
 
 
 def left_out_here(report: Report) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_kvconform.declarations.children import CHILDREN, EXTRA, Child, merge_config
+from pytest_kvconform.kv_config import CHILDREN, EXTRA, Child, keys_of_suite, merge_config
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
@@ -267,30 +267,16 @@ def transfer_config(
         ours["kv_port"] = port
     if subject.handover == "rendezvous":
         ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
-    ours |= _keys_of_suite(subject, folder, lease_s, load_s)
+    ours |= keys_of_suite(subject, folder, lease_s, load_s)
     config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
     if not subject.children:
         return config
     # each connector inside reads keys of its own; what the user gave one wins here, too
     inside = [
-        merge_config(given, _keys_of_suite(child, folder and f"{folder}/{number}", lease_s))
+        merge_config(given, keys_of_suite(child, folder and f"{folder}/{number}", lease_s))
         for number, (child, given) in enumerate(zip(subject.children, config[EXTRA][CHILDREN], strict=True))
     ]
     return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}
-
-
-def _keys_of_suite(one: Subject | Child, folder: str, lease_s: float, load_s: float = 0.0) -> dict[str, Any]:
-    """What the suite configures of a connector, beside or inside another one."""
-    extra: dict[str, Any] = {}
-    if one.module is None and one.connector.startswith("Nixl"):
-        extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
-    if one.folder and folder:
-        extra[one.folder] = folder
-    if one.lease and lease_s and not one.lease.startswith("$"):
-        extra[one.lease] = lease_s
-    if one.load_timeout and load_s:
-        extra[one.load_timeout] = load_s
-    return {EXTRA: extra} if extra else {}
 
 
 def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pytest_kvconform.settings.option import ENV_PREFIX, Option
+from pytest_kvconform.settings.option import Option
 from pytest_kvconform.settings.option import option as row
 from pytest_kvconform.settings.parsers import (
-    did_you_mean,
     object_or_path,
     one_of,
     parse_factor,
     parse_seed,
+    parse_shard,
     parse_switch,
     parse_text,
     parse_tokens,
@@ -36,7 +36,7 @@ from pytest_kvconform.settings.parsers import (
     words_of,
 )
 from pytest_kvconform.settings.tables import BadSetting as BadSetting
-from pytest_kvconform.settings.tables import read_table
+from pytest_kvconform.settings.tables import read_table, refuse_unknown_settings
 
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 HUB = "hub"  # of --kv-gsm8k: no folder
@@ -98,6 +98,7 @@ class Settings:
     feature: tuple[str, ...] = row(
         (), parse_words, "NAME", "only the cases that need this feature, e.g. prefix-hit"
     )
+    shard: str = row("", parse_shard, "I/N", "only part I of the N parts of the selected cells, by cost")
     matrix: str = row(
         "quick",
         one_of("quick", "full", NIGHTLY),
@@ -290,7 +291,7 @@ def load(
     was no earlier run.
     """
     table = read_table(root / "pyproject.toml")
-    _refuse_unknown(environment, table)
+    refuse_unknown_settings(environment, table, OPTIONS, OTHER_VARIABLES)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
@@ -328,19 +329,6 @@ def _previous(seed: int | None) -> int:
     if seed is None:
         raise ValueError("there is no previous run whose seed could be used; give a number")
     return seed
-
-
-def _refuse_unknown(environment: Mapping[str, str], table: Mapping[str, Any]) -> None:
-    variables = [option.variable for option in OPTIONS if option.variable]
-    for name in sorted(environment):
-        if name.startswith(ENV_PREFIX) and name not in (*variables, *OTHER_VARIABLES):
-            raise BadSetting(f"environment: there is no variable {name}{did_you_mean(name, variables)}")
-    keys = [option.key for option in OPTIONS]
-    for key in sorted(table):
-        if key not in keys:
-            raise BadSetting(
-                f"pyproject.toml: tool.kvconform.{key}: there is no such key{did_you_mean(key, keys)}"
-            )
 
 
 def non_default(settings: Settings) -> list[tuple[Option, Any, str]]:

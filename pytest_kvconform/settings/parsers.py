@@ -129,6 +129,17 @@ def parse_seed(value: Any) -> int | str:
     return number
 
 
+def parse_shard(value: Any) -> str:
+    """Return `i/n` with 1 <= i <= n, without leading zeros."""
+    number, slash, of = value.partition("/") if isinstance(value, str) else ("", "", "")
+    # at most four digits: no run has ten thousand cells
+    if not (slash and all(part.isascii() and part.isdigit() and len(part) <= 4 for part in (number, of))):
+        raise ValueError(f"expected I/N, such as 2/4, got {value!r}")
+    if not 1 <= int(number) <= int(of):
+        raise ValueError(f"expected I/N with I from 1 to N, such as 2/4, got {value!r}")
+    return f"{int(number)}/{int(of)}"
+
+
 def parse_switch(value: Any) -> bool:
     """Return a boolean, which an environment variable writes as 1, true, yes, 0, false or no."""
     if value in (True, "1", "true", "yes"):

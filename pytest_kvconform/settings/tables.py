@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pytest_kvconform.settings.option import ENV_PREFIX, Option
 from pytest_kvconform.settings.parsers import did_you_mean
 
 
@@ -41,3 +42,25 @@ def refuse_unknown(
         if key not in valid:
             hint = did_you_mean(str(key), valid) or f"; there are {', '.join(valid)}"
             raise BadSetting(f"{place}{dot}{key}: there is no such {what}{hint}")
+
+
+def refuse_unknown_settings(
+    environment: Mapping[str, str],
+    table: Mapping[str, Any],
+    options: Sequence[Option],
+    other_variables: Sequence[str],
+) -> None:
+    """Raise BadSetting for a variable KVCONFORM_* or a key of [tool.kvconform] that no option has.
+
+    `other_variables`: those that are read elsewhere.
+    """
+    variables = [option.variable for option in options if option.variable]
+    for name in sorted(environment):
+        if name.startswith(ENV_PREFIX) and name not in (*variables, *other_variables):
+            raise BadSetting(f"environment: there is no variable {name}{did_you_mean(name, variables)}")
+    keys = [option.key for option in options]
+    for key in sorted(table):
+        if key not in keys:
+            raise BadSetting(
+                f"pyproject.toml: tool.kvconform.{key}: there is no such key{did_you_mean(key, keys)}"
+            )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pytest_kvconform import cli, doctor
-from pytest_kvconform.features import required_features
-from pytest_kvconform.plan import make_plan
+from pytest_kvconform.features import load, required_features
+from pytest_kvconform.plan import PlannedCase, make_plan
 from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 from pytest_kvconform.settings import Settings
@@ -39,6 +41,8 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "diff",
         "html",
         "new",
+        "matrix",
+        "merge",
     }
 
 
@@ -80,33 +84,57 @@ def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pyte
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with every report that a page names."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("before", "after", "kv-report"):
+    for folder in ("before", "after", "kv-report", "whole"):
         document.write(report(Outcome.PASS), tmp_path / folder)
+    for number in (1, 2, 3, 4):
+        document.write(shard(f"{number}/4"), tmp_path / f"shard-{number}")
+
+
+NAME = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"
 
 
 def report(outcome: Outcome) -> document.Report:
-    name = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"
-    evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
     plan = make_plan(Settings(), ())
-    [planned] = [one for one in plan.selected if one.id == name]
-    result = CaseResult(
-        id=name,
-        rule=planned.case.rule,
-        cell=planned.cell,
-        features=required_features(planned),
-        level=planned.level,
-        outcome=outcome,
-        evidence=evidence,
-    )
+    return report_of(Settings(connector="m:C"), [one for one in plan.selected if one.id == NAME], outcome)
+
+
+def shard(number: str) -> document.Report:
+    settings = Settings(connector="m:C", shard=number, features=json.dumps(dict.fromkeys(load(), True)))
+    return report_of(settings, make_plan(settings, ()).selected, Outcome.PASS)
+
+
+def report_of(settings: Settings, cases: Sequence[PlannedCase], outcome: Outcome) -> document.Report:
+    """The report of a run in which all these cases end in the same way."""
+    evidence = Evidence(looked_at=1, unit="bytes", bytes_moved=1) if outcome is Outcome.PASS else None
+    plan = make_plan(settings, ())
+    results = [
+        CaseResult(
+            id=planned.id,
+            rule=planned.case.rule,
+            cell=planned.cell,
+            features=required_features(planned),
+            level=planned.level,
+            outcome=outcome,
+            evidence=evidence,
+        )
+        for planned in cases
+    ]
     return document.make_report(
-        Settings(connector="m:C"),
-        Subject(spec="m:C", connector="C", module="m"),
+        settings,
+        Subject(
+            spec="m:C",
+            connector="C",
+            module="m",
+            features=dict.fromkeys(json.loads(settings.features or "{}"), ""),
+        ),
         None,
-        [result],
-        [name],
+        results,
+        [one.id for one in cases],
         plan.manifest,
         (),
         plan.limited,
+        plan.not_installed,
+        plan.elsewhere,
     )
 
 

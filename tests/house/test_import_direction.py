@@ -17,11 +17,11 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = ("services", "result", "case", "case_outcome", "extras", "subject", "kvspace", "rigs")
+LOWER = ("services", "result", "case", "case_outcome", "extras", "kv_config", "subject", "kvspace", "rigs")
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration declarations apply_declaration features
-                   plan loading rules verdict report cli doctor starter suite""".split()
+                   plan loading rules verdict report cli doctor shards starter suite""".split()
 )
 LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace", "rigs")))
 

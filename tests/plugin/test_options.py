@@ -18,6 +18,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     "rule": (["--kv-rule=KV-BYTES-002"], lambda run: sorted(run.outcomes)),
     "level": (["--kv-level=hybrid"], lambda run: sorted(run.outcomes)),
     "feature": (["--kv-feature=sliding-window"], lambda run: sorted(run.outcomes)),
+    "shard": (["--kv-shard=2/2"], lambda run: sorted(run.outcomes)),
     "matrix": (["--kv-matrix=full"], lambda run: sorted(run.outcomes)),
     "device": (["--kv-device=cpu"], lambda run: run.log),
     # what they do to servers: tests/accuracy
@@ -174,6 +175,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-topology",
         "--kv-rule",
         "--kv-feature",
+        "--kv-shard",
         "--kv-matrix",
         "--kv-gsm8k",
         "--kv-models",

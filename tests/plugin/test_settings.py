@@ -25,6 +25,7 @@ SAMPLES = {
     },
     "device": [("cpu", "cpu"), ("cuda", "cuda")],
     "hide_cpu": [("avx512", ("avx512",)), ("amx_tile,avx512", ("amx_tile", "avx512"))],
+    "shard": [("1/2", "1/2"), ("02/3", "2/3")],
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
     "seed": [("3", 3), ("4", 4)],
     "report": [("a", "a"), ("b", "b")],

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from tests.right_connectors.push import HEAD, SIGN_S, WAIT, WRITTEN, TcpPush, Write
+from tests.push.right import HEAD, SIGN_S, WAIT, WRITTEN, TcpPush, Write
 from tests.right_connectors.sockets import Load
 
 

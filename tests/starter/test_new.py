@@ -23,6 +23,8 @@ FILES = [".github/workflows/kvconform.yml", "my_connector.py", "pyproject.toml"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    # another test's connector of this name is no installed module
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / "my_connector.py").exists()])
     return tmp_path
 
 

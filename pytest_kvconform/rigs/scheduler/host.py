@@ -24,7 +24,7 @@ import msgspec
 from model_matrix import Geometry, load_geometries
 from model_matrix import Side as Memory
 from pytest_kvconform.case_outcome import CaseEnd, end_of
-from pytest_kvconform.declarations.children import with_folder
+from pytest_kvconform.kv_config import with_folder
 from pytest_kvconform.result import (
     Blocked,
     Cell,

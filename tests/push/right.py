@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from .sockets import Load, TcpPull, ask, connect, receive
+from tests.right_connectors.sockets import Load, TcpPull, ask, connect, receive
 
 HEAD = struct.Struct("!Bi")  # what P sends: WAIT, LAYER and its number, WRITTEN or REFUSED
 WAIT, LAYER, WRITTEN, REFUSED = range(4)

@@ -1,0 +1,60 @@
+"""KVTransferConfigs as objects: merged, with connectors inside, and with the keys that the suite sets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pytest_kvconform.subject import Subject
+
+EXTRA, CHILDREN = "kv_connector_extra_config", "connectors"
+SAME_ENGINE = "same-engine"
+STORES = ("store", SAME_ENGINE)  # profiles
+
+
+class Child(msgspec.Struct, frozen=True, kw_only=True):
+    """One connector inside another one, see `Subject`."""
+
+    connector: str
+    module: str | None = None
+    profile: str = "p2p"
+    folder: str = ""
+    lease: str = ""
+    load_timeout: str = ""  # no declaration of ours has the key
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it saves KV and loads it later, and hands nothing over."""
+        return self.profile in STORES
+
+
+def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
+    extra = defaults.get(EXTRA, {}) | config.get(EXTRA, {})
+    return defaults | config | ({EXTRA: extra} if extra else {})
+
+
+def with_folder(config: Any, ours: str, own: str) -> Any:
+    """The same configuration with another folder of the suite, also in connectors inside."""
+    if isinstance(config, dict):
+        return {key: with_folder(value, ours, own) for key, value in config.items()}
+    if isinstance(config, list):
+        return [with_folder(value, ours, own) for value in config]
+    inside = isinstance(config, str) and (config == ours or config.startswith(f"{ours}/"))
+    return own + config.removeprefix(ours) if inside else config
+
+
+def keys_of_suite(one: Subject | Child, folder: str, lease_s: float, load_s: float = 0.0) -> dict[str, Any]:
+    """What the suite configures of a connector, beside or inside another one."""
+    extra: dict[str, Any] = {}
+    if one.module is None and one.connector.startswith("Nixl"):
+        extra["num_threads"] = 0  # of UCX, per agent; its default of 4 is for many cores
+    if one.folder and folder:
+        extra[one.folder] = folder
+    if one.lease and lease_s and not one.lease.startswith("$"):
+        extra[one.lease] = lease_s
+    if one.load_timeout and load_s:
+        extra[one.load_timeout] = load_s
+    return {EXTRA: extra} if extra else {}

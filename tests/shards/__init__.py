@@ -1,0 +1,1 @@
+"""`--kv-shard`, `kvconform matrix` and `kvconform merge`."""
