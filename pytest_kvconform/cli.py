@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     one = command("merge", print_merged, "make one report of all shards of a run, and print its verdict")
     one.add_argument("reports", metavar="REPORT", type=Path, nargs="+")
     one.add_argument(
-        "--report", metavar="DIR", default="kv-report", help="folder for report.json (default: %(default)s)"
+        "--report", metavar="DIR", default="", help=f"folder for report.json (default: {Settings.report})"
     )
     add_matrix_arguments(
         command("matrix", print_matrix, "print the cells that a run has, what each costs, and its shard")

@@ -143,7 +143,7 @@ def resolve(settings: Settings) -> Subject:
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
         load_timeout=declared.load_timeout,
-        children=children_of(config, declared.lease),
+        children=children_of(config, declared.lease, declared.load_timeout),
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
         asks_worker=declared.asks_worker or bundled.asks_worker,

@@ -136,7 +136,9 @@ def _levels(
         word: Word | Literal["NOT-APPLICABLE", "NOT-RUN"]
         if not mine:
             word, sentence = "NOT-RUN", "no case of this level ran"
-        elif all(result.outcome is Outcome.NOT_APPLICABLE for result in mine):
+        elif all(result.outcome is Outcome.NOT_APPLICABLE for result in mine) and not (
+            criteria and _declaration_mistake(mine, criteria, 0, level)
+        ):
             word, sentence = "NOT-APPLICABLE", f"{_count_cases(len(mine))} did not apply: {mine[0].reason}"
         else:
             names = [*(result.id for result in mine), *missing]

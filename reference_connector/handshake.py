@@ -93,7 +93,7 @@ class Listener:
         try:
             ask = decode(question, Ask | Proof)
         except BadMessage as error:
-            return encode(Refusal(f"this is not a question of the side channel: {error}"))
+            return encode(Refusal(f"this is not a question of the side channel: {error!s:.300}"))
         if isinstance(ask, Proof):
             about = self._challenged.pop(peer, None)  # each challenge serves once
             if about is None or not self._trust.fits(ask.mac, "question", *about):
@@ -125,6 +125,7 @@ def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Card, 
     where, deadline = f"{peer.engine} at {peer.host}:{peer.port}", time.monotonic() + timeout
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDTIMEO, max(1, int(1000 * timeout)))  # a peer may end the session itself
         socket.setsockopt(zmq.IPV6, int(":" in peer.host))
         socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_ANSWER)
 
@@ -134,7 +135,7 @@ def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Card, 
                 raise HandshakeError(f"{where} did not answer within {timeout:g} s")
             reply = decode(socket.recv(), kind | Refusal, LONGEST_ANSWER)
             if isinstance(reply, Refusal):
-                raise HandshakeError(f"{where} refused: {reply.sentence}")
+                raise HandshakeError(f"{where} refused: {reply.sentence!r}")
             return reply
 
         try:

@@ -74,8 +74,9 @@ class Digests:
     def _answer(self, query: Query) -> Generator[None, None, None]:
         try:
             addresses, lengths = np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1)
-            if lengths.sum() > sum(memory.nbytes for memory in self.memory):
-                raise ValueError(f"the pool has fewer bytes than the {lengths.sum()} of the query")
+            asked = sum(lengths.tolist())  # integers of Python do not overflow
+            if (lengths < 1).any() or asked > sum(memory.nbytes for memory in self.memory):
+                raise ValueError(f"the pool has fewer bytes than the {asked} of the query, or a run has none")
             numbers = yield from digest(self.memory, addresses, lengths)
         except Exception as error:  # no query can end the worker
             logger.warning("a query for a digest has no answer: %s", error)

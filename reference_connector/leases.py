@@ -2,7 +2,8 @@
 
 A lease is given by the order of P's scheduler, prolonged by renewals, and ends when D releases it or when its
 time is over. D can be faster than P's scheduler: a release that comes before the order is kept for a while.
-A peer cannot know the number of a lease whose hand-over it has not got (`new_number`), so it cannot end one.
+A peer does not know the number of a lease whose hand-over it has not got (`new_number`), so that it ends none
+by mistake. One that sends all 2**26 numbers of a place can: who has the key is believed.
 """
 
 from __future__ import annotations

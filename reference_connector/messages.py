@@ -167,7 +167,7 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    sentence: str
+    sentence: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class Leases(msgspec.Struct, frozen=True, tag=True):

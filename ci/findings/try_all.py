@@ -73,14 +73,17 @@ def run_program(program: Program) -> str:
         loads_vllm = "vllm" in program.code and "mend_imports" not in program.code
         file.write_text(MENDED + program.code if loads_vllm else program.code)
         without_gpu = {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, str(file)],
-            cwd=folder,
-            env=without_gpu | os.environ | program.environment,
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM_S,
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, str(file)],
+                cwd=folder,
+                env=without_gpu | os.environ | program.environment,
+                capture_output=True,
+                text=True,
+                timeout=PROGRAM_S,
+            )
+        except subprocess.TimeoutExpired:  # some findings are about hangs: the others go on
+            return "not run"
     if done.returncode:
         return "not run"
     lines = iter(done.stdout.splitlines())

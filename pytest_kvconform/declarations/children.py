@@ -23,10 +23,10 @@ OF_ALL = frozenset(
 )
 
 
-def children_of(config: dict[str, Any], lease: str) -> tuple[Child, ...]:
+def children_of(config: dict[str, Any], lease: str, load_timeout: str = "") -> tuple[Child, ...]:
     """Return the connectors inside one with this configuration, in their order.
 
-    `lease`: the key that is declared for those of which we have no declaration.
+    `lease`, `load_timeout`: the keys that are declared for those of which we have no declaration.
     """
     found = []
     for one in _configs(config):
@@ -38,6 +38,7 @@ def children_of(config: dict[str, Any], lease: str) -> tuple[Child, ...]:
                 profile=known.profile,
                 folder=known.folder,
                 lease=known.lease,
+                load_timeout="" if _declaration(one) else load_timeout,
             )
         )
     return tuple(found)
@@ -83,8 +84,9 @@ def _features(known: Sequence[BundledDeclaration], judged: Sequence[BundledDecla
     """What children support together: what one of them does not support is unsupported."""
     found: dict[str, Any] = {}
     for name in features.load():
-        values = [ours.features[name] for ours in (known if name in OF_ALL else judged)]
-        found[name] = next((value for value in values if value is not True), True)
+        some = known if name in OF_ALL else judged
+        if all(name in ours.features for ours in some):  # a nested MultiConnector is silent on most
+            found[name] = next((why for ours in some if (why := ours.features[name]) is not True), True)
     return found
 
 
@@ -92,7 +94,10 @@ def _configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The KVTransferConfigs of the children; []: there are none."""
     given = config.get(EXTRA, {}).get(CHILDREN)
     are = isinstance(given, list) and all(
-        isinstance(one, dict) and isinstance(one.get("kv_connector"), str) for one in given
+        isinstance(one, dict)
+        and isinstance(one.get("kv_connector"), str)
+        and isinstance(one.get(EXTRA, {}), dict)
+        for one in given
     )
     return given if are else []
 

@@ -22,7 +22,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "p2p"
     folder: str = ""
     lease: str = ""
-    load_timeout: str = ""  # no declaration of ours has the key
+    load_timeout: str = ""
 
     @property
     def is_store(self) -> bool:

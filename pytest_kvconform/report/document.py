@@ -176,7 +176,7 @@ def criteria_of(report: Report) -> Criteria:
         known=subject.known,
         claim=claim,
         left_out=report.selection.left_out,
-        shard=shard_of(report),
+        shard=shard_of(report) if report.selection.elsewhere else "",  # 1/1 is the whole run
         should=report.should,
     )
 

@@ -273,7 +273,7 @@ def transfer_config(
         return config
     # each connector inside reads keys of its own; what the user gave one wins here, too
     inside = [
-        merge_config(given, keys_of_suite(child, folder and f"{folder}/{number}", lease_s))
+        merge_config(given, keys_of_suite(child, folder and f"{folder}/{number}", lease_s, load_s))
         for number, (child, given) in enumerate(zip(subject.children, config[EXTRA][CHILDREN], strict=True))
     ]
     return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from pytest_kvconform.report import document, terminal
 from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.report.merge import BadShards, Shard, merge
 from pytest_kvconform.report.page.contents import settings_of
-from pytest_kvconform.settings import NIGHTLY, OPTIONS, BadSetting, load
+from pytest_kvconform.settings import NIGHTLY, OPTIONS, BadSetting, Settings, load
 
 SELECTING = ("matrix", "tier", "level", "family", "topology", "rule", "feature")  # settings that select cases
 
@@ -54,7 +56,7 @@ def print_matrix(options: argparse.Namespace) -> int:
     The settings are those of a run in this folder: options, KVCONFORM_* and [tool.kvconform].
     """
     given = {option.dest: getattr(options, option.dest) for option in OPTIONS if option.name in SELECTING}
-    settings = load(given, os.environ, Path.cwd())
+    settings = dataclasses.replace(load(given, os.environ, Path.cwd()), shard="")
     cells = cells_of(plan.make_plan(settings, (), extras.not_installed()), settings.matrix, options.shards)
     names = [f"{number}/{options.shards}" for number in range(1, options.shards + 1)]
     if options.json:
@@ -103,7 +105,7 @@ def cells_of(made: plan.Plan, matrix: str, count: int) -> list[dict[str, Any]]:
 
 def print_merged(options: argparse.Namespace) -> int:
     """Write the report of all shards, print the last lines of the run, and return its exit code."""
-    folder = Path(options.report)
+    folder = Path(options.report or Settings.report)
     found = [Shard(path, document.read(path)) for path in options.reports]
     target = (folder / document.FILE).resolve()
     for one in found:
@@ -115,9 +117,13 @@ def print_merged(options: argparse.Namespace) -> int:
     except OSError as error:
         raise BadShards(f"{target} cannot be written: {error.strerror}") from None
     page = folder if settings_of(whole).html else None
-    for sentence in write_for_people(whole, page, os.environ.get("GITHUB_STEP_SUMMARY")):
-        print(f"kvconform: {sentence}")
-    print(terminal.title(whole))
-    for line, _ in terminal.summary(whole, str(written), shutil.get_terminal_size().columns, unicode=True):
-        print(line)
+    said = write_for_people(whole, page, os.environ.get("GITHUB_STEP_SUMMARY"))
+    lines = [*(f"kvconform: {sentence}" for sentence in said), terminal.title(whole)]
+    width = shutil.get_terminal_size().columns
+    lines += [line for line, _ in terminal.summary(whole, str(written), width, unicode=True)]
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print("\n".join(lines).encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:  # `| head`: the exit code stays that of the verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return whole.verdict.exit_code

@@ -64,8 +64,11 @@ class Trust:
         if not self.key:
             return
         unsigned = msgspec.structs.replace(handoff, remote_signature="")
-        mac = self.mac("hand-over", unsigned, _common(handoff, request)).hex()
-        if not hmac.compare_digest(mac.encode(), handoff.remote_signature.encode()):
+        try:
+            mac = self.mac("hand-over", unsigned, _common(handoff, request)).hex()
+        except UnicodeEncodeError:
+            raise BadParams("kv_transfer_params: a text is not UTF-8") from None
+        if not hmac.compare_digest(mac.encode(), handoff.remote_signature.encode(errors="replace")):
             raise BadParams(
                 "kv_transfer_params: the signature is not one of this deployment's key for these parameters "
                 "and this prompt"

@@ -84,6 +84,7 @@ def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pyte
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with every report that a page names."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for folder in ("before", "after", "kv-report", "whole"):
         document.write(report(Outcome.PASS), tmp_path / folder)
     for number in (1, 2, 3, 4):

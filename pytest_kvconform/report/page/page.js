@@ -119,9 +119,14 @@
     } catch {
       return; // the address is no address of a result
     }
-    if (!results.some((result) => result.id === id)) return;
+    const wanted = results.find((result) => result.id === id);
+    if (!wanted) return;
     choose({ text: id });
-    if (list.firstElementChild) list.firstElementChild.open = true;
+    matching = [wanted, ...matching.filter((result) => result !== wanted)];
+    list.textContent = "";
+    shown = 0;
+    showMore();
+    list.firstElementChild.open = true;
   };
 
   for (const key of choices) {
@@ -144,7 +149,7 @@
     clearTimeout(waiting);
     waiting = setTimeout(update, 80);
   });
-  form.addEventListener("reset", () => setTimeout(update));
+  form.querySelector("[type=reset]").addEventListener("click", () => setTimeout(update));
   form.addEventListener("submit", (event) => event.preventDefault());
   more.addEventListener("click", showMore);
   document.querySelectorAll("a.square, a[data-cause]").forEach((link) =>

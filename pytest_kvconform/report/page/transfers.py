@@ -134,11 +134,11 @@ def _share(value: float, decades: tuple[int, int]) -> float:
 
 def _bytes_text(size: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+        if size < 999.5:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
 
 
 def _seconds_text(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

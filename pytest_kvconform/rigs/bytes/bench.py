@@ -68,8 +68,9 @@ class ByteBench:
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
-            soon = Deadline(REFUSAL_S, tuple({p.process.pid, d.process.pid}))
+            soon = Deadline(REFUSAL_S, (p.process.pid, d.process.pid), look=True)
             found = self._observe(transfer, p, d, self.context.deadlines)
+            late = soon.over()
             if found.failed or found.stuck or found.refused:
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
@@ -79,11 +80,8 @@ class ByteBench:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")
                 on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
-                if found.refused and not found.excuse:
-                    over = soon.over()
-                else:
-                    over = self.control.is_over(cell, found, found.excuse)
-                if over:
+                refused = found.refused and not found.stuck
+                if late if refused else self.control.is_over(cell, found, found.excuse):
                     self._over[cell] = found.excuse or on, found.declined
             elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")

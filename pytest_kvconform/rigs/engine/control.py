@@ -116,10 +116,11 @@ class Control(Generic[Handle]):
         After a death others are, on fresh engines. After so many hangs they would only wait again.
         `excuse`: why the failure is not the connector's.
         """
-        if not excuse:
-            (self.hangs if hung(found) else self.deaths)[cell] += 1
-        over = self.hangs[cell] >= hangs or self.deaths[cell] >= DEATHS
-        return over or self.excused[cell] >= LIMIT
+        if excuse:
+            return self.excused[cell] >= LIMIT
+        counted, most = (self.hangs, hangs) if hung(found) else (self.deaths, DEATHS)
+        counted[cell] += 1
+        return counted[cell] >= most
 
     def excuse_call(
         self,

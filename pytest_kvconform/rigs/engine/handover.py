@@ -243,7 +243,7 @@ def _brought(one: _Pass, index: int, source: Snapshot) -> Snapshot | None:
     if one.mode != ORACLE:
         return None
     tokens = one.brings[index] if one.brings else source.tokens
-    if one.brings and not has_kv_before(source, tokens):
+    if one.brings and tokens > 0 and not has_kv_before(source, tokens):
         raise Blocked(f"P has freed KV that D reads when it continues at token {tokens}")
     return msgspec.structs.replace(source, tokens=tokens) if tokens > 0 else None
 

@@ -220,7 +220,8 @@ class FaultyAgent:
             with contextlib.suppress(self.error):  # the next check_xfer_state raises it
                 self._advance(transfer)
             if transfer.released and transfer.posted and not self._may_still_write(transfer):
-                self.release_xfer_handle(transfer.handle)
+                with contextlib.suppress(self.error):  # the connector has released it already
+                    self.release_xfer_handle(transfer.handle)
 
     def _advance(self, transfer: _FaultyTransfer) -> int:
         """Begin the transfer if it is due. Returns its round."""

@@ -120,7 +120,7 @@ class ScenarioEngines:
         self.running: dict[str, RunningScenario] = {}
         self.silent_listeners: list[SilentListener] = []
         self.proxies: list[CuttingProxy] = []
-        self.p_writes = False  # whether P began the transfers that were held last
+        self.of_p: set[str] = set()  # requests of D with held transfers that P began
         self.prefills_elsewhere = 0  # times that a scenario has let another one's engine compute a prompt
         self._router = bench.context.next_name()
         self._specs: dict[str, ByteEngineSpec] = {}
@@ -286,12 +286,14 @@ class ScenarioEngines:
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, begun = faults.ranks or range(d.handle.ranks), False
+        ranks, begun, p_writes = faults.ranks or range(d.handle.ranks), False, False
         deadline = d.deadline(self.limits.release)
         while not begun and not deadline.over():
             reports = yield from d.call("fault_reports")
-            self.p_writes = any(report.changed for report in (yield from p.call("fault_reports")))
-            begun = self.p_writes or all(reports[rank].changed for rank in ranks)
+            p_writes = any(report.changed for report in (yield from p.call("fault_reports")))
+            begun = p_writes or all(reports[rank].changed for rank in ranks)
+        if p_writes:
+            self.of_p.add(request.id)
         for engine in (p, d):
             yield from engine.call("set_faults", ())  # what is held stays held
         return (request, added) if begun else NO_TRANSFER

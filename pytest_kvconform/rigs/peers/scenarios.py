@@ -195,7 +195,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from d.pause_stepping()
-    of_p = engines.p_writes
+    of_p = held[0].id in engines.of_p
     freed = yield from engines.wait_until_freed(p, prefill, 2 * engines.lease_s + engines.limits.release)
     if not freed:
         d.resume()

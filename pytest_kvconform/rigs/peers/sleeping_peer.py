@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
-SLEEP_S = 2.5  # for which P's process is stopped at most: longer than a load may take
+SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
 LOADING_S = 0.5  # before D aborts the request
 LATE_S = 0.5  # in which D writes what is still to come
 

@@ -28,13 +28,13 @@ class Deadline:
     longest, and of all watched processes the ON_THE_WAY that waited longest count.
     """
 
-    def __init__(self, seconds: float, pids: Iterable[int] = ()):
-        """`pids`: the watched processes. Empty: this process."""
+    def __init__(self, seconds: float, pids: Iterable[int] = (), look: bool = False):
+        """`pids`: the watched processes. Empty: this process. `look`: now, for a deadline asked only once."""
         self.seconds = seconds
         self._pids = tuple(pids) or (os.getpid(),)
         self._at = time.monotonic()
         self._counted = 0.0
-        self._waits: dict[int, dict[str, float]] = {}
+        self._waits = core_waits(self._pids) if look else {}
 
     def over(self) -> bool:
         """Whether the deadline has passed."""

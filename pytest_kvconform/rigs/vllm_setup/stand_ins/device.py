@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import threading
 import time
@@ -131,7 +132,7 @@ def swap_blocks_batch(sources: Any, targets: Any, sizes: Any, **how: Any) -> Non
     The arguments are int64 [copy].
     """
     copies = list(zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True))
-    current_stream().put(lambda: _copy(copies))
+    current_stream().put(functools.partial(_copy, copies))
 
 
 def batch_memcpy(targets: int, sources: int, sizes: int, count: int, *rest: Any) -> int:
@@ -139,16 +140,17 @@ def batch_memcpy(targets: int, sources: int, sizes: int, count: int, *rest: Any)
     array = ctypes.c_uint64 * count
     listed = (array.from_address(address)[:] for address in (sources, targets, sizes))
     copies = list(zip(*listed, strict=True))
-    Stream.by_handle[rest[-1]].put(lambda: _copy(copies))
+    Stream.by_handle[rest[-1]].put(functools.partial(_copy, copies))
     return 0
 
 
 def copies_left() -> int:
-    """How many copies of this process, and waits for other streams, are still to be made.
+    """How many copies of this process are still to be made. Events that nobody asks for are none.
 
     A GPU makes them by itself. Here somebody has to ask for their events, or wait for them.
     """
-    return sum(len(stream._work) for stream in list(Stream.by_handle.values()))
+    streams = list(Stream.by_handle.values())
+    return sum(isinstance(work, functools.partial) for one in streams for work in list(one._work))
 
 
 def _copy(copies: list[tuple[int, int, int]]) -> None:

@@ -39,7 +39,13 @@ def _p_frees(bench: Bench, why: str, rule: str) -> Evidence:
     ended = observed.decodes.get(why)
     if ended and (external := ended.trace.external_tokens) and why == "whole":
         raise NotApplicable(f"with all whole blocks of a prompt in D's own cache D loads {external} tokens")
-    if observed.numbers[why] < 0 or observed.numbers[why] >= bench.peers.lease_s:
+    if observed.numbers[why] >= (lease := bench.peers.lease_s):
+        raise Blocked(
+            observed.too_slow
+            or f"the lease of {lease:.0f} s was over before it could be seen whether P is free: "
+            "--kv-timeout-scale makes it longer"
+        )
+    if observed.numbers[why] < 0:
         if observed.too_slow:
             raise Blocked(observed.too_slow)
         raise violation(
