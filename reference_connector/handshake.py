@@ -135,7 +135,7 @@ def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Card, 
                 raise HandshakeError(f"{where} did not answer within {timeout:g} s")
             reply = decode(socket.recv(), kind | Refusal, LONGEST_ANSWER)
             if isinstance(reply, Refusal):
-                raise HandshakeError(f"{where} refused: {reply.sentence!r}")
+                raise HandshakeError(f"{where} refused: {reply.sentence}")
             return reply
 
         try:

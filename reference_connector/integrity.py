@@ -75,8 +75,8 @@ class Digests:
         try:
             addresses, lengths = np.frombuffer(query.runs, dtype=np.int64).reshape(2, -1)
             asked = sum(lengths.tolist())  # integers of Python do not overflow
-            if (lengths < 1).any() or asked > sum(memory.nbytes for memory in self.memory):
-                raise ValueError(f"the pool has fewer bytes than the {asked} of the query, or a run has none")
+            if (lengths < 0).any() or asked > sum(memory.nbytes for memory in self.memory):
+                raise ValueError(f"the pool has fewer bytes than the {asked} of the query")
             numbers = yield from digest(self.memory, addresses, lengths)
         except Exception as error:  # no query can end the worker
             logger.warning("a query for a digest has no answer: %s", error)

@@ -133,6 +133,7 @@ class Worker:
     def advance(self) -> None:
         """Continue all loads and messages as far as they get."""
         self._listen()
+        self._digests.work()
         for request, load in list(self._loads.items()):
             if (error := self._advance_task(load)) is not None:
                 del self._loads[request]
@@ -156,8 +157,7 @@ class Worker:
         return None
 
     def results(self) -> Results:
-        """What has ended since the last call. vLLM asks once a step."""
-        self._digests.work()
+        """What has ended since the last call."""
         self.advance()
         results, self._results = self._results, Results()
         return results
