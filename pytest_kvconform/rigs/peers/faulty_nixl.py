@@ -219,8 +219,7 @@ class FaultyAgent:
         for transfer in list(self._transfers.values()):
             with contextlib.suppress(self.error):  # the next check_xfer_state raises it
                 self._advance(transfer)
-            if transfer.released and transfer.posted and not self._may_still_write(transfer):
-                with contextlib.suppress(self.error):  # the connector has released it already
+                if transfer.released and transfer.posted and not self._may_still_write(transfer):
                     self.release_xfer_handle(transfer.handle)
 
     def _advance(self, transfer: _FaultyTransfer) -> int:

@@ -286,14 +286,13 @@ class ScenarioEngines:
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, begun, p_writes = faults.ranks or range(d.handle.ranks), False, False
+        ranks, begun = faults.ranks or range(d.handle.ranks), False
         deadline = d.deadline(self.limits.release)
         while not begun and not deadline.over():
             reports = yield from d.call("fault_reports")
-            p_writes = any(report.changed for report in (yield from p.call("fault_reports")))
-            begun = p_writes or all(reports[rank].changed for rank in ranks)
-        if p_writes:
-            self.of_p.add(request.id)
+            if any(report.changed for report in (yield from p.call("fault_reports"))):
+                self.of_p.add(request.id)
+            begun = request.id in self.of_p or all(reports[rank].changed for rank in ranks)
         for engine in (p, d):
             yield from engine.call("set_faults", ())  # what is held stays held
         return (request, added) if begun else NO_TRANSFER
