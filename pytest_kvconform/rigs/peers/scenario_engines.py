@@ -286,8 +286,7 @@ class ScenarioEngines:
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, begun = faults.ranks or range(d.handle.ranks), False
-        deadline = d.deadline(self.limits.release)
+        ranks, begun, deadline = faults.ranks or range(d.handle.ranks), False, d.deadline(self.limits.release)
         while not begun and not deadline.over():
             reports = yield from d.call("fault_reports")
             if any(report.changed for report in (yield from p.call("fault_reports"))):

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
-from reference_connector import ReferenceConnector, connector, worker
+from reference_connector import ReferenceConnector, connector, leases
 from reference_connector.messages import Load
 
 Ended = tuple[bool, dict[str, Any] | None]
@@ -136,7 +136,7 @@ class LeasesByWallClock(ReferenceConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        worker.time = SimpleNamespace(monotonic=lambda: time.time())  # type: ignore[assignment]
+        leases.time = SimpleNamespace(monotonic=lambda: time.time())  # type: ignore[assignment]
 
 
 class ExpiresByWallClock(ReferenceConnector):
