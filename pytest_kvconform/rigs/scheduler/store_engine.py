@@ -69,8 +69,9 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
         half = torch.float16
         config.model_config.dtype = half if config.model_config.dtype != half else torch.bfloat16
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
-    rig.take_ports(1, config)
-    rig.start_asked_worker("P", config, 1)
+    number = 2 if other else 1  # of its ports: a case has one engine that differs beside one that does not
+    rig.take_ports(number, config)
+    rig.start_asked_worker("P", config, number)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 
 
