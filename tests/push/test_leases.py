@@ -44,7 +44,7 @@ def few_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_being_written_from_is_kept_beyond_a_lease(run_cases: Callable[[str], CellRun]) -> None:
     found = run_cases("Right")
     outcomes = set(found.outcomes.values())
-    assert outcomes <= {"PASS", "NOT-APPLICABLE", "BLOCKED"}, (found.outcomes, found.findings)
+    assert "PASS" in outcomes <= {"PASS", "NOT-APPLICABLE", "BLOCKED"}, (found.outcomes, found.findings)
     if found.outcomes[DURING] != "BLOCKED":  # a machine that is too busy for leases of seconds
         assert found.outcomes[DURING] == "NOT-APPLICABLE"
         assert "keeps what it is writing from for longer than a lease" in found.reasons[DURING]

@@ -125,7 +125,8 @@ def test_a_hand_over_serves_no_other_prompt(other: dict[str, Any]) -> None:
 
 
 def test_prompts_that_are_embeddings() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     embeds = torch.arange(40 * 3, dtype=torch.bfloat16).reshape(40, 3)
     given: dict[str, Any] = {"prompt_token_ids": None, "prompt_embeds": embeds}
     assert loads(handed_over(**given), **given)
