@@ -63,6 +63,8 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     assert not is_late(scenario("", 60.0), LEASE_S)  # a request that does not end is no matter of leases
     waits = {"waiting": scenario("length", 9.0).decodes["good"]}
     assert not is_late(ScenarioObservation(waits), LEASE_S)
+    unanswered = {name: scenario("error", 9.0).decodes["good"] for name in ("answering", "time_limit")}
+    assert not is_late(ScenarioObservation(unanswered), LEASE_S)
     assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
 
 

@@ -17,7 +17,8 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     prompt_length,
 )
-from pytest_kvconform.rigs.peers.scenarios import SCENARIOS
+from pytest_kvconform.rigs.peers.scenarios import CUT, SCENARIOS
+from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
 from pytest_kvconform.rigs.peers.stepping import RunningScenario, run_scenarios
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
@@ -27,8 +28,8 @@ LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout
 OVER_TCP = ("P12", "D12")  # engines of `sleeping_peer`
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
-# Requests that may find P's lease at its end.
-LATE = {"late", "waiting", "loading", "bad", "old", "stranger"}
+# Requests that may find P's lease at its end, or wait longer for a P that does not answer.
+LATE = {"late", "waiting", "loading", "bad", "old", "stranger", LIMIT, *CUT}
 
 
 def is_late(found: ScenarioObservation, lease_s: float) -> bool:
