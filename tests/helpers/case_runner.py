@@ -131,12 +131,14 @@ class CaseRunner:
     ) -> CellRun:
         """Run the cases of one cell.
 
+        `connector`: a class of the module, MODULE:CLASS, or a name of `OF_VLLM`.
+
         `declared`: settings that describe the connector, such as {"min_load": 40}.
 
         `variants` are words that select scenarios; "" selects all. `setup` is "" in the engine rig. `only`
         selects by anything that a planned case has.
         """
-        spec = connector if connector in OF_VLLM else f"{self.module}:{connector}"
+        spec = connector if connector in OF_VLLM or ":" in connector else f"{self.module}:{connector}"
         config = "" if spec == connector and config == CONFIG else config
         settings = Settings(
             connector=spec,

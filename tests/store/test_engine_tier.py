@@ -16,6 +16,7 @@ from tests.helpers.wrong import Wrong
 
 HERE = Path(__file__).parent
 FAMILIES = ("llama", "gemma3")
+WITH_STATES = ("qwen3_5", "kimi_linear")
 NO_HMA = "hybrid_allocator_stays_on"
 
 
@@ -23,7 +24,7 @@ NO_HMA = "hybrid_allocator_stays_on"
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(HERE, ROOT):
-        runner = CaseRunner("stores", "engine", FAMILIES)
+        runner = CaseRunner("stores", "engine", FAMILIES + WITH_STATES)
         yield runner
         assert runner.close() == []
 
@@ -75,6 +76,35 @@ def test_a_wrong_store_fails(run_cases: Callable[..., CellRun], wrong: Wrong) ->
     assert case in {name.partition("[")[0] for name in run.failed}
     finding = next(run.findings[name] for name in run.failed if name.startswith(case))
     assert re.search(pattern, finding.diagnosis)
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_a_right_store_of_states_conforms(run_cases: Callable[..., CellRun], family: str) -> None:
+    variants = "n129 two_at_once partial_hit chunked second_turn" if family == "qwen3_5" else ""
+    run = run_cases("states:WithStates", family, variants=variants)
+    assert set(run.outcomes.values()) == {"PASS"}, run.outcomes
+    states = [one for name, one in run.evidence.items() if name.startswith("recurrent_state_arrives")]
+    assert states and all(one.bytes_moved for one in states)
+
+
+UNWRITTEN, GARBLED = "recurrent state never written", "recurrent state garbled"
+
+
+@pytest.mark.parametrize(
+    ("store", "words"), [("ForgetsTheState", UNWRITTEN), ("FirstSlot", UNWRITTEN), ("NextLayer", GARBLED)]
+)
+def test_a_store_that_loads_no_state_or_a_wrong_one_fails(
+    run_cases: Callable[..., CellRun], store: str, words: str
+) -> None:
+    run = run_cases(f"states:{store}", "qwen3_5", variants="n129")
+    assert run.failed >= {"recurrent_state_arrives[n129]", "outputs_match_the_oracle[n129]"}
+    assert words in run.findings["recurrent_state_arrives[n129]"].diagnosis
+
+
+def test_a_store_that_writes_the_null_block_fails(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("states:CopiesEveryBlock", "qwen3_5", variants="chunked")
+    assert run.failed == {"unowned_blocks_are_unchanged[chunked]"}
+    assert "block 0 is the null block" in run.findings["unowned_blocks_are_unchanged[chunked]"].happened
 
 
 def test_less_than_nothing_ends_an_engine(run_cases: Callable[..., CellRun]) -> None:

@@ -32,10 +32,6 @@ PROMPT_BLOCKS = 8  # a request may be this many blocks long
 # Handed over before a scenario that moves little or nothing, if it is the first one on its engines. Peers
 # that have met answer at once, and the outcome of a case must not depend on the cases before it.
 INTRODUCTION = Scenario("introduction", (Prompt(tokens(33)),), max_tokens=1)
-# P's state after the prompt is not the state with which D continues
-STATES = (
-    "the engine tier has no oracle for the state at the end of a block that a store loads: see tier bytes"
-)
 # Hangs of a cell after which its other scenarios are not tried. Until then new engines go on, unless they
 # hang in the plainest hand-over, too (INTRODUCTION).
 HANGS = 3
@@ -90,8 +86,6 @@ class EngineBench:
             except EngineFailed as failed:
                 on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
-            if self.context.subject.is_store and load_families()[cell.family].has_state:
-                raise Blocked(STATES)
             plain = scenario.due and not scenario.abort and not self.control.hangs[cell]
             first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:

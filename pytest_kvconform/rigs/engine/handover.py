@@ -1,10 +1,9 @@
 """One hand-over on two engines: a scenario runs through the subject, and again through an oracle.
 
 The oracle uses the same two engines, in the same order of steps, without the subject (of a store, two other
-engines without it): the harness reads P's
-KV in logical coordinates and writes it where D's block tables place it. So a difference between the two runs
-comes from the subject, whatever the kernels do. A one-shot prefill would be the wrong control, because D
-computes the last prompt token alone, with another kernel.
+engines without it): the harness reads P's KV in logical coordinates and writes it where D's block tables
+place it. So a difference between the two runs comes from the subject, whatever the kernels do. A one-shot
+prefill would be the wrong control: D computes the last prompt token alone, with another kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -36,9 +34,10 @@ from pytest_kvconform.rigs.engine.observation import (
     generated,
     has_kv_before,
     logprob_distance,
+    with_state,
 )
 from pytest_kvconform.rigs.engine.release import until_released
-from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
+from pytest_kvconform.rigs.engine.router import answered_params, decode_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
 
@@ -60,7 +59,8 @@ def observe(
     """Run one scenario: subject, then oracle. What fails or does not end is part of the observation.
 
     `without`: of a store, P and D without the connector. The oracle uses them: the store would save and find
-    what is computed in its run, too. It brings as many tokens as D has loaded in the subject's run.
+    what is computed in its run, too. It brings as many tokens as D has loaded in the subject's run. A state
+    is that after exactly these tokens, so P computes only them.
     """
     empty = Observation(scenario, p.facts, d.facts, request_s=deadlines.request)
     try:
@@ -97,7 +97,7 @@ def _observe(
         return base
     brings = tuple(subject.decode[name].first_computed for name in subject.names) if without else ()
 
-    def oracle() -> list[Generated]:
+    def oracle() -> tuple[list[Generated], list[Snapshot]]:
         one = _Pass(*(without or pair), ORACLE, deadlines, ids(), brings=brings)
         try:
             return _oracle(scenario, one)
@@ -106,7 +106,7 @@ def _observe(
                 raise
             raise Blocked(f"the oracle's engines, which have no connector, failed: {failed}") from None
 
-    wants = oracle()
+    wanted = oracle()
     observed = tuple(
         compared(
             RequestObservation(
@@ -118,10 +118,12 @@ def _observe(
                 got=generated(subject.outputs[name]),
                 want=want,
             ),
-            subject.source.get(name),
+            with_state(subject.source.get(name), state) if without else subject.source.get(name),
             subject.target.get(name),
         )
-        for i, (prompt, name, want) in enumerate(zip(scenario.expanded(), subject.names, wants, strict=True))
+        for i, (prompt, name, want, state) in enumerate(
+            zip(scenario.expanded(), subject.names, *wanted, strict=True)
+        )
     )
     base = replace(
         base,
@@ -133,8 +135,7 @@ def _observe(
     differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in observed)
     if not (differs or scenario.measure_noise):
         return replace(base, tolerance_source="equal to the last bit")
-    again = oracle()
-    noise = max(logprob_distance(a, b) for a, b in zip(wants, again, strict=True))
+    noise = max(logprob_distance(a, b) for a, b in zip(wanted[0], oracle()[0], strict=True))
     return replace(
         base, noise=noise, tolerance=noise, tolerance_source=f"two oracle runs differ by {noise:.3g}"
     )
@@ -153,13 +154,13 @@ class _Pass:
     brings: tuple[int, ...] = ()  # tokens of each prompt that the oracle brings; (): all but the last
 
 
-def _oracle(scenario: Scenario, one: _Pass) -> list[Generated]:
-    """What D generates after a perfect hand-over of each request."""
+def _oracle(scenario: Scenario, one: _Pass) -> tuple[list[Generated], list[Snapshot]]:
+    """Of each request: what D generates after a perfect hand-over, and the KV that was handed over."""
     run = _run(scenario, one)
     if run.stuck:
         raise _OracleStuck("; ".join(run.stuck))
     until_released(one.p, one.d, one.deadlines.release)
-    return [generated(run.outputs[name]) for name in run.names]
+    return [generated(run.outputs[name]) for name in run.names], [run.source[name] for name in run.names]
 
 
 @dataclass
@@ -204,7 +205,7 @@ def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "
         _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
         if run.stuck:
             return run
-    handed = {name: _params(run.outputs[name]) for name in run.names}
+    handed = {name: answered_params(run.outputs[name]) for name in run.names}
     run.outputs = {name: [] for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
@@ -274,10 +275,11 @@ def _prefill(
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
     p.budget(scenario.budget)
-    for name, prompt in zip(names, prompts, strict=False):
-        # D computes the last prompt token itself, so the oracle needs P's state before that token.
-        cut = one.mode == ORACLE and has_state and len(prompt.tokens) > 1
-        tokens = prompt.tokens[:-1] if cut else prompt.tokens
+    for index, (name, prompt) in enumerate(zip(names, prompts, strict=False)):
+        tokens = prompt.tokens
+        if one.mode == ORACLE and has_state and len(tokens) > 1:
+            # the oracle needs P's state before the token with which D goes on: the last one, if D loads all
+            tokens = tokens[: (one.brings[index] if one.brings else 0) or -1]
         subject = one.mode == SUBJECT
         params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if subject else None
         request = Request(id=id_on_p(name), tokens=tokens, max_tokens=1, salt=one.salt, watch=True)
@@ -344,7 +346,3 @@ def _abort_decode(scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle
         d.step_beside(p)
     for name in run.names:
         d.abort(f"{name}-{ON_D}")
-
-
-def _params(outputs: list[Output]) -> dict[str, Any] | None:
-    return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)

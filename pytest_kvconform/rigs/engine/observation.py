@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from pytest_kvconform.kvspace.rows.compare import Due, RowComparison, compare_rows, compare_state
@@ -153,6 +154,11 @@ def compared(
         state_tokens=(source.tokens, position),
         changed_blocks=target.changed,
     )
+
+
+def with_state(source: Snapshot | None, oracle: Snapshot) -> Snapshot | None:
+    """P's KV after the prompt, with the state that the oracle handed over: a store loads an earlier one."""
+    return source and msgspec.structs.replace(source, state=oracle.state, tokens=oracle.tokens)
 
 
 def has_kv_before(source: Snapshot, token: int) -> bool:

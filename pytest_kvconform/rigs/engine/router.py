@@ -14,7 +14,7 @@ import json
 from typing import Any, Protocol
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.engine.messages import PREFILL
+from pytest_kvconform.rigs.engine.messages import PREFILL, Output
 from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT
 
@@ -54,6 +54,11 @@ def prefill_params(
         raise Blocked(f"the hand-over {handover} returned None for P, whose request needs kv_transfer_params")
     _given[_word(given)] = transfer_id
     return given
+
+
+def answered_params(outputs: list[Output]) -> dict[str, Any] | None:
+    """The kv_transfer_params that the engine returned with the outputs of a request."""
+    return next((o.kv_transfer_params for o in outputs if o.kv_transfer_params), None)
 
 
 def decode_params(
