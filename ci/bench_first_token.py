@@ -4,12 +4,12 @@ The script tests nothing: docs/benchmarks.md has the numbers.
 
     python ci/bench_first_token.py [cpu|cuda, default cpu] [ROUNDS, default 5]
 
-Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the same
-settings. P and D step as vLLM's EngineCoreProc does (v1/engine/core.py, `_process_engine_step`): one step
-after the other while the scheduler has requests, with a pause of 1 ms after a step that ran no model. P steps
-so as long as it keeps blocks for D. There is no model: D's first token is the end of the step that would
-compute it, and what the script measures is the hand-over alone: the answer of P that reaches D, D's scheduler,
-the transfer, and how many steps of D it takes.
+Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the
+same settings. P and D step as vLLM's EngineCoreProc does (v1/engine/core.py, `_process_engine_step`): one
+step after the other while the scheduler has requests, with a pause of 1 ms after a step that ran no model. P
+steps so as long as it keeps blocks for D. There is no model: D's first token is the end of the step that
+would compute it. What the script measures is the hand-over alone: the answer of P that reaches D, D's
+scheduler, the transfer, and how many steps of D it takes.
 
 A round starts engines with the one connector, then with the other. The first hand-over of a pair of engines
 does not count, since the peers meet in it. Blocks are in ascending order on both sides, or shuffled on each,
