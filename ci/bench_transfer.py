@@ -26,7 +26,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,8 +35,10 @@ from model_matrix.geometries import SlidingWindow, expand_layers
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
+from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.context import transfer_config
+from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.engine.release import until_released
 from pytest_kvconform.rigs.processes.child import ChildProcess
@@ -69,23 +71,24 @@ def clock() -> np.ndarray:
     return np.array([time.perf_counter(), time.thread_time()])
 
 
+class Arranged(ByteEngineProcess):
+    """A byte engine whose blocks have the order that a measurement asks for."""
+
+    def arrange(self, shuffled: bool) -> None:
+        """Empty the prefix cache, and give blocks out in ascending or in random order from now on."""
+        self.manager.reset_prefix_cache()
+        queue = self.manager.block_pool.free_block_queue
+        free = sorted(queue.popleft_n(queue.num_free_blocks), key=lambda block: block.block_id)
+        if shuffled:
+            self.order.shuffle(free)
+        queue.append_n(free)
+
+
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """Serve one engine in a child of the zygote: see `serve` of pytest_kvconform/rigs/engine/process.py."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    from pytest_kvconform.rigs.bytes import process as byte_process
-    from pytest_kvconform.rigs.engine import process as engine_process
-
-    class Timed(byte_process.ByteEngineProcess):
-        def arrange(self, shuffled: bool) -> None:
-            """Empty the prefix cache, and give blocks out in ascending or in random order from now on."""
-            self.manager.reset_prefix_cache()
-            queue = self.manager.block_pool.free_block_queue
-            free = sorted(queue.popleft_n(queue.num_free_blocks), key=lambda block: block.block_id)
-            if shuffled:
-                self.order.shuffle(free)
-            queue.append_n(free)
-
+    class Timed(Arranged):
         def expect(self) -> None:
             """Time the next load."""
             self._workers(_expect)
@@ -174,6 +177,9 @@ class Engine(ByteEngineHandle):
     target = "bench_transfer:serve"
 
 
+EngineT = TypeVar("EngineT", bound=ByteEngineHandle)
+
+
 def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) -> int:
     """Two lines of the table. Returns the bytes of KV that the reference connector moved."""
     spent: dict[tuple[str, bool], list[np.ndarray]] = {
@@ -182,7 +188,7 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
     bare, counts = list[np.ndarray](), dict[tuple[str, bool], np.ndarray]()
     for number in range(rounds):
         for who in CONNECTORS:
-            p, d = engines(address, who, case, device)
+            p, d = engines(address, who, case, device, Engine)
             hand_over(p, d, f"{number}-first", case[2], timed=False)
             for turn in range(2 * REPEAT):
                 key = who, turn % 2 == 1
@@ -209,9 +215,11 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
     return int(nbytes) - 8 * parse_topology(case[1])[0]  # what is read of the ledgers is no KV
 
 
-def engines(address: str, connector: str, case: tuple[str, str, int], device: str) -> list[Engine]:
+def engines(
+    address: str, connector: str, case: tuple[str, str, int], device: str, kind: type[EngineT]
+) -> list[EngineT]:
     """P and D, started."""
-    model, topology, longest, made = *case[:2], case[2] + BLOCK, list[Engine]()
+    model, topology, longest, made = *case[:2], case[2] + BLOCK, list[EngineT]()
     common = {
         "geometry": model,
         "block_size": BLOCK,
@@ -224,7 +232,7 @@ def engines(address: str, connector: str, case: tuple[str, str, int], device: st
         common["environment"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         room = blocks_for(load_geometries()[model], BLOCK, longest) + more
         spec = ByteEngineSpec(role=role, tensor_parallel=size, num_blocks=room, device=device, **common)
-        made.append(Engine(address, f"transfer-{role}", spec, PATIENCE_S, PATIENCE_S))
+        made.append(kind(address, f"transfer-{role}", spec, PATIENCE_S, PATIENCE_S))
     for engine in made:
         engine.wait_ready()
     return made
