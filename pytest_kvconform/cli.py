@@ -27,13 +27,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error prints one sentence to stderr."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, and not where Python ends, an error becomes a sentence
+        return code
     except (BadSetting, plan.BadSuite, rules.BadRules, document.BadReport, BadShards) as error:
         print(f"kvconform: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `kvconform list cases | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 0
+    except OSError as error:  # `kvconform list cases > /dev/full`
+        _write_no_more()
+        print(f"kvconform: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvconform: interrupted", file=sys.stderr)
+        return 130
+
+
+def _write_no_more() -> None:
+    """Let nothing fail that Python still writes to stdout when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

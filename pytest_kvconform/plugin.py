@@ -40,6 +40,17 @@ def _as_case_argument(argument: str) -> str:
     return f"kv::{after}" if found and (not before or before.endswith(("/", "\\"))) else ""
 
 
+def _check_report_folder(folder: str) -> None:
+    """Raise BadSetting if the report cannot be written to this folder, so that no run ends without one."""
+    path = os.path.abspath(folder)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        raise BadSetting(f"--kv-report={folder}: {path} is no folder, and so no report can be written there")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise BadSetting(f"--kv-report={folder}: the folder {path} cannot be written")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     case_ids = [name for argument in config.args if (name := _as_case_argument(argument))]
     flags = {option.dest: config.getoption(option.dest) for option in OPTIONS if option.flag}
@@ -76,7 +87,10 @@ def pytest_configure(config: pytest.Config) -> None:
         settings = load(
             flags, os.environ, config.rootpath, cache.get("kvconform/seed", None) if cache else None
         )
-        runner = CaseRunner(config, arguments, settings, resolve(settings), ZygoteLink())
+        subject = resolve(settings)
+        if not config.getoption("collectonly"):
+            _check_report_folder(settings.report)
+        runner = CaseRunner(config, arguments, settings, subject, ZygoteLink())
     except BadSetting as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(runner, "kvconform-runner")

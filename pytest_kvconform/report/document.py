@@ -34,6 +34,7 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import Verdict, decide_verdict
 
 FILE = "report.json"
+MOST_BYTES = 2**29  # of a report that is read
 _VERDICT_SETTINGS = ("matrix", "claim", "declare", "shard")  # settings that recompute_verdict uses
 # settings that `kvconform` reads, and that every report has: "shard" came later
 _READ_SETTINGS = ("matrix", "claim", "declare", "device", "features", "known")
@@ -302,7 +303,13 @@ def write(report: Report, folder: Path) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Write a file. A reader sees the old file or the whole new one. Raises OSError."""
+    """Write a file. A reader sees the old file or the whole new one. Raises OSError.
+
+    A device, such as /dev/stdout, is written to and not replaced.
+    """
+    if path.is_char_device() or (path.parent == Path("/dev") and path.is_symlink()):
+        path.write_bytes(content)
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -320,9 +327,14 @@ def read(path: Path) -> Report:
     """Return the report of a file, or of `report.json` in a folder. Raises BadReport."""
     path = path / FILE if path.is_dir() else path
     try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
+        with path.open("rb") as file:
+            if len(content := file.read(MOST_BYTES + 1)) > MOST_BYTES:
+                raise BadReport(f"{path}: it has more than {MOST_BYTES} bytes, and so is no report")
+        report = msgspec.json.decode(content, type=Report)
     except OSError as error:
         raise BadReport(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise BadReport(f"{path}: it is nested too deeply") from None
     except msgspec.MsgspecError as error:
         raise BadReport(f"{path}: {error}") from None
     for option in OPTIONS:

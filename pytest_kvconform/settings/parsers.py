@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST_TOKENS = 2**31 - 1
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
@@ -106,13 +107,15 @@ def parse_tokens(value: Any) -> int:
 
 
 def parse_factor(value: Any) -> float:
-    """Return a finite number above 0."""
+    """Return a number above 0, of a size with which deadlines can be reckoned."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number < math.inf:
         raise ValueError(f"expected a number above 0, got {value!r}")
+    if not SMALLEST_FACTOR <= number <= LARGEST_FACTOR:
+        raise ValueError(f"expected a number from {SMALLEST_FACTOR} to {LARGEST_FACTOR}, got {value!r}")
     return number
 
 

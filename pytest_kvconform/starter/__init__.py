@@ -16,6 +16,7 @@ from pytest_kvconform.settings import BadSetting
 
 FILES = Path(__file__).parent / "files"
 MODULE, CLASS = "starter_connector", "StarterConnector"
+_LONGEST_NAME = 100  # file systems take no longer name than 255 bytes
 # file here -> file of the new connector
 TARGETS = {
     "connector.py.txt": "{module}.py",
@@ -71,6 +72,8 @@ def _check_name(name: str) -> None:
             f"{name!r} is no name for a connector: it names a Python module, and so has lower-case letters, "
             f"digits and _, begins with a letter, and is no word of Python's own{hint}"
         )
+    if len(name) > _LONGEST_NAME:
+        raise BadSetting(f"a name has at most {_LONGEST_NAME} letters, and this one has {len(name)}")
     if name == "conftest" or name.startswith("test_") or name.endswith("_test"):
         raise BadSetting(f"pytest itself would load {name}.py as a file of tests: choose another name")
     if name in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(name, _installed()):

@@ -106,6 +106,8 @@ def test_the_summary_says_what_was_left_out(kv):
         ("--kv-matrix=ful", "--kv-matrix: expected quick or full or nightly, got 'ful' (did you mean full?)"),
         ("--kv-device=tpu", "--kv-device: expected auto or cpu or cuda, got 'tpu'"),
         ("--kv-timeout-scale=0", "--kv-timeout-scale: expected a number above 0, got '0'"),
+        ("--kv-timeout-scale=1e308", "expected a number from 0.001 to 100000, got '1e308'"),
+        ("--kv-timeout-scale=1e-300", "expected a number from 0.001 to 100000, got '1e-300'"),
         ("--kv-seed=-1", "--kv-seed: expected a whole number from 0 on, or last, got '-1'"),
         ("--kv-seed=last", "--kv-seed: there is no previous run whose seed could be used"),
         ("--kv-config=nowhere.json", "--kv-config: 'nowhere.json' is neither a JSON object nor a file"),

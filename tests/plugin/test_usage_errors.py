@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+
+from pytest_kvconform import cli, doctor
 
 COMMANDS = [
     (["--kv-config={" + '"a": ' * 3], {}, "", "--kv-config: line 1 column"),
@@ -64,3 +69,24 @@ def test_the_command_ends_with_a_usage_error(
     assert "Traceback" not in run.text
     assert says in run.text
     assert run.log == [] or run.log[-1] == "zygote closed"
+
+
+def test_an_answer_that_cannot_be_written_is_one_sentence():
+    code = "import sys; from pytest_kvconform import cli; sys.exit(cli.main(['list', 'levels']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvconform: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_command_that_is_interrupted_is_one_sentence(capsys, monkeypatch):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "main", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "kvconform: interrupted\n"

@@ -158,10 +158,19 @@ def test_no_such_connector_is_one_sentence(kv):
 
 
 def test_a_report_that_cannot_be_written_is_not_green(kv, pytester):
-    pytester.makefile("", **{"kv-report": "a file is in the way"})
+    (pytester.path / "kv-report" / "report.json").mkdir(parents=True)
     run = kv()
     assert run.code == 11
     assert any("report.json cannot be written" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("below", ["", "/a/b"])
+def test_a_file_in_the_way_of_the_report_ends_the_run_before_it_begins(kv, pytester, below):
+    pytester.makefile("", **{"in-the-way": "a file"})
+    run = kv(f"--kv-report=in-the-way{below}")
+    assert run.code == 4
+    assert f"ERROR: --kv-report=in-the-way{below}: {pytester.path}/in-the-way is no folder" in run.text
+    assert run.log == []
 
 
 def test_a_failing_test_of_the_users_is_not_hidden(kv, pytester):

@@ -6,6 +6,7 @@ script does, what it looks like, how soon it is there.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -207,12 +208,19 @@ def test_the_command_draws_a_report(kv, capsys, tmp_path):
         file.unlink()
 
 
-def test_what_the_command_cannot_do_is_one_sentence(kv, capsys, tmp_path):
+def test_what_the_command_cannot_do_is_one_sentence(kv, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(document, "MOST_BYTES", 5_000_000)
     path = kv().path
     (tmp_path / "file").write_text("")
+    (tmp_path / "full").symlink_to("/dev/full")
+    deep = json.loads(path.read_text()) | {"facts": {"a": []}}
+    (tmp_path / "deep.json").write_text(json.dumps(deep).replace("[]}", "[" * 9**5 + "]" * 9**5 + "}", 1))
     capsys.readouterr()
     for arguments, says in (
         (["nowhere.json"], "nowhere.json: No such file or directory"),
+        ([str(tmp_path / "deep.json")], "deep.json: it is nested too deeply"),
+        (["/dev/zero"], "/dev/zero: it has more than 5000000 bytes, and so is no report"),
+        ([str(path), "-o", str(tmp_path / "full")], "full cannot be written: No space left on device"),
         ([str(path), "-o", str(tmp_path)], f"{tmp_path} cannot be written: Is a directory"),
         ([str(path), "-o", str(tmp_path / "file" / "x.html")], "cannot be written"),
     ):
