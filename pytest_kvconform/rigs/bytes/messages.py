@@ -61,6 +61,15 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Stale:
+    """Rows of D's new blocks that vLLM would have zeroed and that still hold poison."""
+
+    layer: str
+    tokens: tuple[int, ...]  # positions
+    loaded: tuple[int, int]  # the first and the last token that were due in this layer
+
+
+@dataclass(frozen=True)
 class Check:
     """One rank's storage against what it should hold."""
 
@@ -72,6 +81,7 @@ class Check:
     rows_due: int = 0  # of attention, and channels of states; those that are missing not included
     bytes_due: int = 0
     missing: tuple[Missing, ...] = ()
+    stale: tuple[Stale, ...] = ()  # layer by layer, where vLLM zeroes new blocks
     # blocks of the request whose load the connector reported as failed on this rank
     failed: tuple[int, ...] = ()
     # of an audit: requests that lacked words at their check, all of which have come since

@@ -38,7 +38,7 @@ from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kern
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -126,6 +126,7 @@ class ByteWorker(WorkerBase):
                 name: getattr(layer.spec, "sliding_window", None) or 0 for name, layer in self.layers.items()
             },
             of={name: of[name] for name in self.layers},
+            zeroed=zeroed_layers(kv_cache_config),
         )
         self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
