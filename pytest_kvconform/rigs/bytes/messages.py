@@ -19,6 +19,8 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str  # "P" prefills, "D" decodes; the bytes that an engine computes name its role
     geometry: str  # id in model_matrix.geometries
+    model: str = ""  # the model's name, in place of the geometry's
+    dtype: str = ""  # of the model and of its KV, in place of the geometry's
     tensor_parallel: int
     block_size: int  # tokens; models with states: raised to what vLLM would choose
     num_blocks: int  # size of the pool, the null block included
