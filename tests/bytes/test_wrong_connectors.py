@@ -139,6 +139,20 @@ WRONG = [
         variants="n2",
         matrix="full",
     ),
+    # Which bytes around them.
+    mistake(
+        "LeavesStaleRows",
+        {
+            "rest_of_new_blocks_is_not_stale": (
+                "the last block of a load is new, and the load does not reach its end; vLLM did not zero it, "
+                "since get_loaded_kv_cache_group_ids names its group$"
+            )
+        },
+        family="qwen3_5_35b_a3b",
+        topology="P1D2",
+        variants="n2",
+        matrix="full",
+    ),
     # When, and on which side.
     mistake(
         "ReportsEarly",
@@ -268,6 +282,7 @@ RIGHT = [
     ("BacksOff", "gemma3_1b", "P1D1", "", "quick"),
     ("Right", "kimi_k2_5_eagle3", "P2D2", "n55", "quick"),
     ("Right", "qwen3_5_35b_a3b", "P1D2", "n2", "full"),
+    ("ReferenceConnector", "qwen3_5_35b_a3b", "P1D2", "n2", "full"),
 ]
 
 

@@ -310,6 +310,14 @@ class ClearsWhatWasRead(Right):
         return results
 
 
+class LeavesStaleRows(ReferenceConnector):
+    """Leaves what was there before a load in the rest of the last block."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._worker._to_zero = None
+
+
 class LoadsPartsOfBlocks(ReferenceConnector):
     """Loads P's part of the block in which a window begins; D's prefix cache gets the whole block."""
 

@@ -65,6 +65,8 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self.port = transfer.kv_port
         self.lease_s = float(transfer.kv_connector_extra_config.get("kv_lease_duration", 30))
+        model = vllm_config.model_config
+        self.model = f"{model.model} {model.dtype} {model.hf_text_config.rope_parameters}"
         self.block_size = vllm_config.cache_config.block_size
         self.orders = Orders()
         self.wanted: dict[str, dict[str, Any]] = {}  # D: requests that nobody has released
@@ -77,8 +79,9 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler half --------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            self.wanted[request.request_id] = request.kv_transfer_params
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and params.get("remote_model") == self.model:
+            self.wanted[request.request_id] = params
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         if request.request_id not in self.wanted:
@@ -116,6 +119,7 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
             "do_remote_decode": False,
             "remote_block_ids": list(block_ids[0]),
             "remote_request_id": request.request_id,
+            "remote_model": self.model,
             "remote_host": "127.0.0.1",
             "remote_port": self.port,
         }

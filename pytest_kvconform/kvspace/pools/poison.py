@@ -91,7 +91,13 @@ def poison_word(bits: Array) -> Array:
 
 def unpoison_word(words: Array) -> tuple[Array, Array]:
     """Whether words may be poison, and the bits of their addresses. The magic in the bits decides."""
-    return (words & QUIET_NANS) == QUIET_NANS, _unmix(_join(words))
+    return are_nans(words), _unmix(_join(words))
+
+
+def are_nans(words: Array) -> Array:
+    """Whether words, uint64, are four quiet NaNs of 2 bytes, as poison is. No word of data is."""
+    found: Array = (words & QUIET_NANS) == QUIET_NANS
+    return found
 
 
 def same_place(offsets: Array | int, others: Array | int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy as np
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
 from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import compare_pool
+from pytest_kvconform.kvspace.pools.poison import are_nans
 from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.kvspace.pools.words import decode
 from pytest_kvconform.rigs.bytes.memory import Memory
-from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, StepWork
+from pytest_kvconform.rigs.bytes.messages import Check, LoadCheck, Missing, Stale, StepWork
 
 LOOKS = 5  # at a pool that another process writes to; each takes milliseconds
 
@@ -29,6 +31,8 @@ class Groups:
     states: frozenset[str]  # layers that keep a state
     windows: dict[str, int]  # layer -> tokens of its sliding window; 0: all
     of: dict[str, int]  # layer -> group, in the order of the model
+    # layers of which vLLM zeroes new blocks, unless the connector names their group as loaded
+    zeroed: frozenset[str] = frozenset()
 
     def is_state(self, group: int) -> bool:
         return self.layers[group][0] in self.states
@@ -88,7 +92,10 @@ class PoolChecker:
             loaded = replace(
                 check, request=load.request, local=load.local, computed=load.computed, seconds=seconds
             )
-            self.checks.append(replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing)))
+            stale = tuple(self._stale(load, work))
+            self.checks.append(
+                replace(loaded, rows_due=rows, bytes_due=size, missing=tuple(missing), stale=stale)
+            )
 
     def audit(self, groups: Array, loading: Array) -> Check:
         """Compare the pool with its shadow now.
@@ -241,6 +248,28 @@ class PoolChecker:
                         int(ranks[start]),
                     )
 
+    def _stale(self, load: LoadCheck, work: StepWork) -> Iterator[Stale]:
+        """Rows of D's new blocks around a load that still hold poison, where vLLM would have zeroed them.
+
+        Tokens that this step computes are not counted: they are written before attention reads them.
+        """
+        if load.computed <= load.local:
+            return
+        end = next((part.end for part in work.parts if part.request == load.request), load.computed)
+        new = np.setdiff1d(load.loaded, sorted(self.failed))
+        for name in self.groups.zeroed & self.groups.of.keys():
+            group, window = self.groups.of[name], self.groups.windows[name]
+            size, first = self.groups.block_sizes[group], load.local
+            if window:
+                first = max(first, load.computed - window + 1)
+            at = np.flatnonzero(np.isin(load.tables[group], new))
+            tokens = (at[:, None] * size + np.arange(size)).ravel()
+            tokens = tokens[(tokens < first) | (tokens >= end)]
+            rows = self._rows(self.memory.regions[name][0], load.tables[group][tokens // size], tokens)
+            words = np.ascontiguousarray(rows[..., : rows.shape[-1] // 8 * 8]).view(np.uint64)
+            if len(left := tokens[are_nans(words).any(axis=(1, 2, 3))]):
+                yield Stale(name, tuple(left.tolist()), (first, load.computed - 1))
+
     def _writer_of_state(self, region: Region, slot: int) -> int:
         """The engine that must have computed a state: P, or from a store also D itself."""
         if not self.store:
@@ -252,10 +281,14 @@ class PoolChecker:
 
     def _first_words(self, region: Region, blocks: Array, tokens: Array) -> Array:
         """The first word of every head's first plane: uint64 [token, head]."""
+        rows = self._rows(region, blocks, tokens)[:, :, 0, :8]
+        return np.ascontiguousarray(rows).view(np.uint64)[..., 0]
+
+    def _rows(self, region: Region, blocks: Array, tokens: Array) -> Array:
+        """The rows of tokens in their blocks, as the storage has them: uint8 [token, head, plane, byte]."""
         ratio = region.shape[0] // self.memory.num_blocks
         at = blocks * ratio + tokens % (region.block_size * ratio) // region.block_size
-        rows = region.of(self.memory.storage)[at, tokens % region.block_size, :, 0, :8]
-        return np.ascontiguousarray(rows).view(np.uint64)[..., 0]
+        return region.of(self.memory.storage)[at, tokens % region.block_size]
 
     def _ranks(self, layers: list[tuple[str, _Span]]) -> list[Array]:
         """For each layer which rank of P every head came from, read from the row of one token: int [head].

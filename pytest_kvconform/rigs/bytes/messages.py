@@ -19,6 +19,8 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str  # "P" prefills, "D" decodes; the bytes that an engine computes name its role
     geometry: str  # id in model_matrix.geometries
+    model: str = ""  # the model's name, in place of the geometry's
+    dtype: str = ""  # of the model and of its KV, in place of the geometry's
     tensor_parallel: int
     block_size: int  # tokens; models with states: raised to what vLLM would choose
     num_blocks: int  # size of the pool, the null block included
@@ -61,6 +63,15 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Stale:
+    """Rows of D's new blocks that vLLM would have zeroed and that still hold poison."""
+
+    layer: str
+    tokens: tuple[int, ...]  # positions
+    loaded: tuple[int, int]  # the first and the last token that were due in this layer
+
+
+@dataclass(frozen=True)
 class Check:
     """One rank's storage against what it should hold."""
 
@@ -72,6 +83,7 @@ class Check:
     rows_due: int = 0  # of attention, and channels of states; those that are missing not included
     bytes_due: int = 0
     missing: tuple[Missing, ...] = ()
+    stale: tuple[Stale, ...] = ()  # layer by layer, where vLLM zeroes new blocks
     # blocks of the request whose load the connector reported as failed on this rank
     failed: tuple[int, ...] = ()
     # of an audit: requests that lacked words at their check, all of which have come since

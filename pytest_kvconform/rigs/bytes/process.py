@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
+from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
@@ -64,7 +64,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             os.environ["VLLM_KV_CACHE_LAYOUT"] = spec.layout
         keep_configured_limits(everywhere=True)
         config = geometry_config(
-            load_geometries()[spec.geometry],
+            geometry_of(spec),
             block_size=spec.block_size,
             kernel_block=32 if spec.content != PACKED else spec.kernel_block or 16,
             conv_layout=spec.conv_layout,

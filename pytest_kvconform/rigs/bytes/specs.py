@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, State, expand_layers
 from pytest_kvconform.result import Cell
@@ -56,6 +58,12 @@ def byte_engine_spec(
         handover=context.subject.way,
         store=context.subject.is_store,
     )
+
+
+def geometry_of(spec: ByteEngineSpec) -> Geometry:
+    """The geometry of an engine, with the model and the dtype that it has instead."""
+    geometry = load_geometries()[spec.geometry]
+    return msgspec.structs.replace(geometry, id=spec.model or geometry.id, dtype=spec.dtype or geometry.dtype)
 
 
 def side_of(cell: Cell, role: str) -> Side:

@@ -30,15 +30,15 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from model_matrix.geometries import load_geometries
 from pytest_kvconform.kvspace.pools.regions import Region
 from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
 from pytest_kvconform.rigs.bytes.forward import Forward
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
+from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -50,7 +50,7 @@ class ByteWorker(WorkerBase):
 
     def init_device(self) -> None:
         assert spec_of_process is not None
-        self.spec, self.geometry = spec_of_process, load_geometries()[spec_of_process.geometry]
+        self.spec, self.geometry = spec_of_process, geometry_of(spec_of_process)
         self.device = torch.device(self.spec.device)
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
@@ -126,6 +126,7 @@ class ByteWorker(WorkerBase):
                 name: getattr(layer.spec, "sliding_window", None) or 0 for name, layer in self.layers.items()
             },
             of={name: of[name] for name in self.layers},
+            zeroed=zeroed_layers(kv_cache_config),
         )
         self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)

@@ -8,7 +8,7 @@ side by side, once, so that each deadline of the connector costs its time only o
 The way of a scenario:
 
 1. A case calls `bench.peers.observe(cell, name)`. The first call of a cell (bench.py) starts the engines of
-   all its scenarios, as scenarios.py and rank_scenarios.py list them.
+   all its scenarios, as scenarios.py and rank_scenarios.py list them; those of `APART` when a case asks.
 2. stepping.py lets every engine step without waiting for it, and advances one scenario after the other.
 3. A scenario uses scenario_engines.py: P computes a prompt (`prefill`), D loads it (`decode`), and each part
    waits with `yield`. hostile_clients.py listens and never answers, or sends malformed messages.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -17,15 +18,17 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     prompt_length,
 )
-from pytest_kvconform.rigs.peers.scenarios import CUT, SCENARIOS
+from pytest_kvconform.rigs.peers.scenarios import APART, CUT, SCENARIOS
 from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
-from pytest_kvconform.rigs.peers.stepping import RunningScenario, run_scenarios
+from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 LEASE_S = 3
 LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout`
 OVER_TCP = ("P12", "D12")  # engines of `sleeping_peer`
+# as users set it, here for one side
+ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 4e4}}}
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
@@ -41,25 +44,38 @@ def is_late(found: ScenarioObservation, lease_s: float) -> bool:
     )
 
 
+def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:
+    """The engine with another model, dtype or rotary embedding (`what`), whose KV has the same size."""
+    changes: dict[str, dict[str, Any]] = {
+        "": {},
+        "model": {"model": f"another-{spec.geometry}"},
+        "dtype": {"dtype": "float16"},
+        "rope": {"engine_arguments": spec.engine_arguments | ROPE},
+    }
+    return msgspec.structs.replace(spec, **changes[what])
+
+
 class PeerBench:
     """Scenarios of one cell at a time, each with its engines."""
 
     def __init__(self, context: RunContext):
         self.context = context
         self._longer = 1  # how many times as long leases are, since a busy machine was too slow for them
-        self._seen: dict[Cell, dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
+        # by cell, and whether they are those of `APART`
+        self._seen: dict[tuple[Cell, bool], dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
 
     def observe(self, cell: Cell, name: str) -> ScenarioObservation:
         """What a scenario shows in a cell.
 
-        The first call runs all of them. Raises Blocked where engines do not start.
+        The first call runs all of them, or all of `APART`. Raises Blocked where engines do not start.
         """
-        if cell not in self._seen:
+        key = cell, name in APART
+        if key not in self._seen:
             try:
-                self._seen[cell] = self._run_until_judged(cell)
+                self._seen[key] = self._run_until_judged(cell, APART if key[1] else SCENARIOS[cell.topology])
             except (Blocked, HarnessError) as error:
-                self._seen[cell] = error
-        found = self._seen[cell]
+                self._seen[key] = error
+        found = self._seen[key]
         if isinstance(found, Exception):
             raise found
         return found[name]
@@ -81,7 +97,7 @@ class PeerBench:
         return self.context.scaled_seconds(seconds)
 
     def spec(self, name: str, cell: Cell) -> ByteEngineSpec:
-        """How the engine of this name is built.
+        """How the engine of this name is built: "D-rope" as D, with another rotary embedding.
 
         NIXL of the engines `OVER_TCP` reads with P's help, so that a P that is stopped holds reads up. Over
         shared memory NIXL copies what a stopped process has. Their loads may take `LOAD_S`.
@@ -90,6 +106,7 @@ class PeerBench:
         load_s = self.scaled_seconds(LOAD_S) if over_tcp else 0.0
         lease_s = self._asked_lease_s
         spec = byte_engine_spec(self.context, cell, name[0], longest, lease_s=lease_s, load_s=load_s)
+        spec = _another(spec, name.partition("-")[2])
         if not over_tcp:
             return spec
         transports = "tcp,self,cuda_copy" if self.context.facts.device == "cuda" else "tcp,self"
@@ -100,25 +117,27 @@ class PeerBench:
         """Seconds of the lease that the suite asks for."""
         return self.context.asked_lease_s(LEASE_S) * self._longer
 
-    def _run_until_judged(self, cell: Cell) -> dict[str, ScenarioObservation]:
-        """Run every scenario of a cell; again with longer leases if a busy machine was too slow for them."""
+    def _run_until_judged(
+        self, cell: Cell, scenarios: dict[str, PeerScenario]
+    ) -> dict[str, ScenarioObservation]:
+        """Run scenarios of a cell; again with longer leases if a busy machine was too slow for them."""
         began, waited = time.monotonic(), own_core_wait()
-        seen = self._run(cell)
+        seen = self._run(cell, scenarios)
         busy = own_core_wait() - waited > BUSY * (time.monotonic() - began)
         if self._longer == 1 and busy and any(is_late(found, self.lease_s) for found in seen.values()):
             self._longer = LONGER
             self.context.progress("the machine is busy: running the scenarios again, with longer leases")
-            seen = self._run(cell)
+            seen = self._run(cell, scenarios)
         return seen
 
-    def _run(self, cell: Cell) -> dict[str, ScenarioObservation]:
-        """Run every scenario of a cell, all at once."""
+    def _run(self, cell: Cell, scenarios: dict[str, PeerScenario]) -> dict[str, ScenarioObservation]:
+        """Run scenarios of a cell, all at once."""
         self.context.require_known_handover("protocol")
         self.context.require_nothing_missing()
         long_lease = self.context.has_long_lease(self._asked_lease_s)
         scenarios = {
             name: scenario
-            for name, scenario in SCENARIOS[cell.topology].items()
+            for name, scenario in scenarios.items()
             if not scenario.waits_for_lease or not long_lease
         }
         self.context.running.end_all()  # the engines of other cells and rigs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
     CuttingProxy,
@@ -31,7 +31,7 @@ from pytest_kvconform.rigs.peers.rank_scenarios import (
 )
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.sleeping_peer import sleeping_peer
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -44,20 +44,8 @@ ATTEMPTS = 3  # of a request after a failure: it may wait for what the request b
 CUT = {"accepted": -1, "answering": 512}  # bytes of P after which a connection to it is cut
 DELIVERY_S = 0.2  # in which messages arrive
 LEASES_WAITED = 1.3  # leases that a request waits
+OTHERS = ("model", "dtype", "rope")  # in which a D differs for which P's KV is of no use
 NO_PORT = "its kv_transfer_params name no port on which P listens"
-
-
-@dataclass(frozen=True)
-class PeerScenario:
-    """A scenario and its engines, by name. The first letter of a name is the role."""
-
-    steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
-    engines: tuple[str, ...]
-    # each computes one prompt at the start; the scenario does not judge them
-    other_engines: tuple[str, ...] = ()
-    after: str = ""  # a scenario that ends before this one starts
-    waits_for_lease: bool = False  # whether it waits for a lease to end
-    starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
 
 
 # ---- P cannot be reached -----------------------------------------------------------------------------------
@@ -163,6 +151,16 @@ def restarted_peer(
     }
     decodes["new"] = yield from engines.decode(d, (yield from engines.prefill(new)))
     decodes["new_stranger"] = yield from engines.decode(stranger, (yield from engines.prefill(new)))
+    return ScenarioObservation(decodes)
+
+
+def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """P hands over to a D like itself, and to D's that differ in one of `OTHERS`, which changes no size."""
+    decodes = {"same": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    for what in OTHERS[:1] if engines.bench.context.settings.matrix == "quick" else OTHERS:
+        other = engines.start(f"D-{what}")
+        yield from other.call("usage")  # it is up: P's lease is short
+        decodes[what] = yield from engines.decode(other, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes)
 
 
@@ -339,3 +337,5 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         *_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load, worker_fails_at_end_of_load
     ),
 }
+# Scenarios that run when a case asks for them, without the others.
+APART: dict[str, PeerScenario] = {"another_model": PeerScenario(another_model, ("P", "D"))}

@@ -238,6 +238,19 @@ def pause(seconds: float) -> Steps:
         yield
 
 
+@dataclass(frozen=True)
+class PeerScenario:
+    """A scenario and its engines, by name. The first letter of a name is the role."""
+
+    steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
+    engines: tuple[str, ...]
+    # each computes one prompt at the start; the scenario does not judge them
+    other_engines: tuple[str, ...] = ()
+    after: str = ""  # a scenario that ends before this one starts
+    waits_for_lease: bool = False  # whether it waits for a lease to end
+    starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
+
+
 @dataclass
 class RunningScenario:
     """A scenario that runs: its engines, and its result."""

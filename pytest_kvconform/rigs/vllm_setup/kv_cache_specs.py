@@ -171,6 +171,25 @@ def layer_specs(
     return {layer.name: specs[layer.word] for layer in expand_layers(geometry)}
 
 
+def zeroed_layers(config: Any) -> frozenset[str]:
+    """Layers of which vLLM zeroes new blocks, unless the connector names their group as loaded.
+
+    As in SingleTypeKVCacheManager.__init__ (v1/core/single_type_kv_cache_manager.py).
+    """
+    from vllm.v1 import kv_cache_interface as interface
+
+    if not getattr(config, "needs_kv_cache_zeroing", False):
+        return frozenset()
+    never = getattr(interface, "CircularBufferSpec", ())
+    return frozenset(
+        name
+        for group in config.kv_cache_groups
+        for name in group.layer_names
+        if isinstance(group.kv_cache_spec, interface.AttentionSpec)
+        and not isinstance(group.kv_cache_spec, never)
+    )
+
+
 def _check(geometry: Geometry, tp: int) -> None:
     if reason := possible(geometry, tp):
         raise ValueError(reason)

@@ -7,9 +7,9 @@ from pytest_kvconform.kvspace.kinds import COLLATERAL, intervals
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool, diagnose_source
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.kvspace.window import describe_gap
-from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, with_loaded_kv, wrong_words
@@ -96,6 +96,22 @@ def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     )
 
 
+@case("KV-ZERO-001", applies=has_state, variants=transfers)
+def rest_of_new_blocks_is_not_stale(bench: Bench, transfer: Transfer) -> Evidence:
+    """Rows of D's new blocks around the loaded tokens hold no poison, where vLLM would zero them.
+
+    Where the load misses rows that are due, it says nothing that the rest of their blocks is stale, too.
+    """
+    observed = with_loaded_kv(bench, transfer)
+    checks = [(r, check) for r in observed.requests for check in r.checks]
+    if any(check.stale and wrong_words(check, "attention") for _, check in checks):
+        raise Blocked(f"depends on kv::bytes/pool::attention_kv_arrives[{bench.cell}-{transfer}]")
+    for r, check in checks:
+        if check.stale:
+            raise Violation(_stale(r, check))
+    return _evidence(observed)
+
+
 @case("KV-BYTES-003", variants=transfers)
 def p_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
     """Nothing in P's pool changes but what P computed."""
@@ -124,6 +140,21 @@ def _collateral(bench: Bench, role: str, check: Check, rule: str) -> Finding:
         differs=count_pool(check.pool),
         picture=draw_pool(check.pool),
         diagnosis=diagnose_pool(check.pool) if role == "D" else diagnose_source(check.pool),
+    )
+
+
+def _stale(r: Received, check: Check) -> Finding:
+    """Describe rows that the load left as they were."""
+    stale, more = check.stale[0], len(check.stale) - 1
+    behind = stale.tokens[-1] > stale.loaded[1]
+    which, what = ("last", "reach its end") if behind else ("first", "begin with its first token")
+    return Finding(
+        rule="KV-ZERO-001",
+        happened=f"{r.name} of {r.length} tokens: on rank {check.rank} of D the rows of tokens "
+        f"{intervals(stale.tokens)} of {stale.layer}{f' and {more} more layers' if more else ''} hold what "
+        f"was there before the load of tokens {stale.loaded[0]} to {stale.loaded[1]}",
+        diagnosis=f"the {which} block of a load is new, and the load does not {what}; vLLM did not zero it, "
+        "since get_loaded_kv_cache_group_ids names its group",
     )
 
 

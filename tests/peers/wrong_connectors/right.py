@@ -59,6 +59,9 @@ class Right(Upstream):
             self.connector_scheduler._nixl_handshake_listener = self.listen
             self.prepare_scheduler(self.connector_scheduler, lease_s)
         if self.connector_worker is not None:
+            from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+            base_worker.compute_nixl_compatibility_hash = self.compatibility_hash
             worker = self.connector_worker
             self.lease = Lease(lease_s)
             worker._handshake_initiation_executor = ThreadPoolExecutor(self.handshakes)
@@ -70,6 +73,14 @@ class Right(Upstream):
 
             worker.add_remote_agent = add_remote_agent
             self.prepare_worker(worker)
+
+    @staticmethod
+    def compatibility_hash(vllm_config: Any, *more: Any, **named: Any) -> str:
+        """vLLM's hash, which leaves the rotary embedding out, and the rotary embedding."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata
+
+        found = metadata.compute_nixl_compatibility_hash(vllm_config, *more, **named)
+        return f"{found} {vllm_config.model_config.hf_text_config.rope_parameters}"
 
     def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
         finished = scheduler.request_finished

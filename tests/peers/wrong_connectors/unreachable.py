@@ -170,6 +170,26 @@ class RemembersAddresses(Right):
         worker._read_blocks_for_req = read_blocks
 
 
+# ---- peers with other KV ----
+
+
+class BelievesAnyModel(Right):
+    """Does not compare its hash with that of the peer."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        worker.enforce_compat_hash = False
+
+
+class ForgetsRope(Right):
+    """Compares vLLM's hash, which leaves the rotary embedding out."""
+
+    @staticmethod
+    def compatibility_hash(*args: Any, **kwargs: Any) -> str:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata
+
+        return metadata.compute_nixl_compatibility_hash(*args, **kwargs)
+
+
 # ---- the side channel ----
 
 
