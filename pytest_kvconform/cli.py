@@ -14,7 +14,14 @@ from pathlib import Path
 
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
-from pytest_kvconform.report import document, page
+from pytest_kvconform.claims.commands import (
+    add_claim_arguments,
+    is_claim,
+    print_badges,
+    print_verified,
+    run_claim,
+)
+from pytest_kvconform.report import check, document, page
 from pytest_kvconform.report.merge import BadShards
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
@@ -84,9 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     one = command(
         "verify",
         _verify,
-        "recompute the verdict of a report from its results, and print what does not follow",
+        "recompute the verdict of a report, or of a claim and its badges, and print what does not follow",
     )
     one.add_argument("report", metavar="REPORT", type=Path)
+    add_claim_arguments(command("claim", run_claim, "run the whole suite as a claim, once for each seed"))
+    one = command("badge", print_badges, "write the badges of a claim, and a predicate for an attestation")
+    one.add_argument("claim", metavar="CLAIM", type=Path)
     one = command("html", _html, "draw a report as a page for people, one HTML file")
     one.add_argument("report", metavar="REPORT", type=Path)
     one.add_argument(
@@ -218,59 +228,20 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if is_claim(options.report):
+        return print_verified(options.report)
     report = document.read(options.report)
-    if sentences := [*document.inconsistencies(report), *_compare_with_suite(report)]:
+    if sentences := check.sentences(options.report, report):
         print("\n".join(sentences))
         return 1
-    print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
-    return 0
-
-
-def _compare_with_suite(report: document.Report) -> list[str]:
-    """Return a sentence for each part of the manifest and the results that differs from the suite.
-
-    Of a result rule, cell, features and level are compared.
-
-    Another version of the suite has other cases, so its reports are not compared.
-    """
     if report.suite != __version__:
         print(
             f"the report was written by suite {report.suite}, and this is suite {__version__}: "
             "the manifest is not compared",
             file=sys.stderr,
         )
-        return []
-    known = plan.make_plan(Settings(matrix=report.settings["matrix"].value), ())
-    planned = {one.id: one for one in known.selected}
-    # a known limit of the machine, or a package that it lacks, takes cases out of the manifest, there or here
-    of_suite = {*known.manifest, *known.left_out}
-    of_report = {*report.selection.manifest, *report.selection.not_in_manifest}
-    lacking, strange = sorted(of_suite - of_report), sorted(of_report - of_suite)
-    sentences = []
-    if report.should != rules.should(rules.load()):
-        sentences.append("should: the rules of strength SHOULD are not those of the suite")
-    if lacking:
-        sentences.append(
-            f"{len(lacking)} cases of the suite are not in the manifest, the first is {lacking[0]}"
-        )
-    if strange:
-        sentences.append(
-            f"{len(strange)} cases of the manifest are not in the suite, the first is {strange[0]}"
-        )
-    for result in report.results:
-        if (one := planned.get(result.id)) is not None:
-            expected = {
-                "rule": one.case.rule,
-                "cell": one.cell,
-                "features": features.required_features(one),
-                "level": one.level,
-            }
-            sentences += [
-                f"{result.id}: {key} of the result is not {key} of the case"
-                for key, value in expected.items()
-                if getattr(result, key) != value
-            ]
-    return sentences
+    print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
+    return 0
 
 
 def _html(options: argparse.Namespace) -> int:

@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import msgspec
 
+    from pytest_kvconform.claims.isolation import interference
     from pytest_kvconform.pytest_hooks.controller import Controller
     from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink
     from pytest_kvconform.subject import resolve
@@ -87,6 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
         settings = load(
             flags, os.environ, config.rootpath, cache.get("kvconform/seed", None) if cache else None
         )
+        if settings.claim and (what := interference(config, others, os.environ)):
+            raise BadSetting(
+                f"--kv-claim: {what} could change what runs: start it with kvconform claim, which ignores it"
+            )
         subject = resolve(settings)
         if not config.getoption("collectonly"):
             _check_report_folder(settings.report)

@@ -5,6 +5,7 @@ The file is canonical: sorted keys, results sorted by id. Two equal runs of one 
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ from pytest_kvconform.declaration import (
 )
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.declarations.children import together
+from pytest_kvconform.report.digest import KEY, digest
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject
@@ -89,6 +91,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     schema: Literal["kvconform/v1"] = "kvconform/v1"
     suite: str  # version of pytest-kvconform
+    day: datetime.date | None = None  # of UTC, on which the run ended; None: the suite was an earlier one
+    digest: str = ""  # of the rest of the file, see digest.py; set when the report is written
     environment: dict[str, str | None]  # python, platform, and installed versions; None: not installed
     settings: dict[str, Setting]
     subject: Subject
@@ -122,6 +126,7 @@ def make_report(
         limits.setdefault(str(limit), []).append(name)
     report = Report(
         suite=__version__,
+        day=declaration.today(),
         environment=environment(),
         settings={
             option.key: Setting(
@@ -188,6 +193,8 @@ def inconsistencies(report: Report) -> list[str]:
     `kvconform verify` prints these sentences.
     """
     found, criteria = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
+    if report.day is not None and report.day > declaration.today():
+        found.append(f"day: the report is of {report.day}, but today is {declaration.today()}")
     for result in report.results:
         applied = apply_declaration(result, criteria)
         if (applied.outcome, applied.case_outcome, applied.declaration_rule) != (
@@ -293,8 +300,10 @@ def _check_refusals(report: Report) -> Iterator[str]:
 
 
 def encode(report: Report) -> bytes:
-    """Return canonical JSON, indented, with a newline at the end."""
-    return msgspec.json.format(msgspec.json.encode(report, order="sorted"), indent=1) + b"\n"
+    """Return canonical JSON with its digest, indented, with a newline at the end."""
+    raw = msgspec.json.decode(msgspec.json.encode(report))
+    raw[KEY] = digest(raw)
+    return msgspec.json.format(msgspec.json.encode(raw, order="sorted"), indent=1) + b"\n"
 
 
 def write(report: Report, folder: Path) -> Path:

@@ -13,6 +13,8 @@ from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
 
 _ID = re.compile(r"(?P<case>.+)\[(?P<cell>[^-\]]+-[^-\]]+)-(?P<variant>.+)\]")
+# settings of a whole run; the connector stands in front of the others
+_NOT_AGAIN = ("connector", "report", "html", "shard", "claim")
 
 
 def failure_text(result: CaseResult, rules: dict[str, Rule], settings: Settings) -> str:
@@ -71,7 +73,7 @@ def rerun_command(settings: Settings, *arguments: str) -> str:
     """
     words = ["pytest", f"--kv-connector={settings.connector}"]
     for option in OPTIONS:
-        if option.name in ("connector", "report", "html", "shard") or option.repeatable or not option.flag:
+        if option.name in _NOT_AGAIN or option.repeatable or not option.flag:
             continue  # an id selects the case by itself
         value = getattr(settings, option.name)
         if value != option.default and settings.origins.get(option.name) != "pyproject.toml":

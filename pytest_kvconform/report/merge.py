@@ -55,7 +55,7 @@ def merge(shards: Sequence[Shard], folder: str = "") -> Report:
             raise BadShards(f"{one.path} does not follow from its results: {sentences[0]}")
     first = shards[0]
     for other in shards[1:]:
-        if difference := next(_differences(first.report, other.report), ""):
+        if difference := next(differences(first.report, other.report), ""):
             raise BadShards(f"{first.path} and {other.path} are not of one run: {difference}")
     _require_all(shards)
     _require_one_division(shards)
@@ -65,6 +65,7 @@ def merge(shards: Sequence[Shard], folder: str = "") -> Report:
         first.report,
         settings=first.report.settings | {key: _whole(key, folder) for key in _OF_A_SHARD},
         subject=msgspec.structs.replace(first.report.subject, known=_latest(reports)),
+        day=min((report.day for report in reports if report.day), default=None),
         facts=next((report.facts for report in reports if report.facts is not None), None),
         selection=msgspec.structs.replace(
             first.report.selection,
@@ -119,12 +120,15 @@ def _require_one_division(shards: Sequence[Shard]) -> None:
                 )
 
 
-def _differences(one: Report, other: Report) -> Iterator[str]:
-    """Yield a sentence for each thing that is the same in all shards of a run, and differs here."""
+def differences(one: Report, other: Report, but: Sequence[str] = _OF_A_SHARD) -> Iterator[str]:
+    """Yield a sentence for each thing that is the same in all shards of a run, and differs here.
+
+    `but`: settings that may differ.
+    """
     if one.suite != other.suite:
         yield f"the suite is {one.suite} in one and {other.suite} in the other"
     yield from _differing("", one.environment, other.environment)
-    yield from _differing("setting ", _values(one), _values(other))
+    yield from _differing("setting ", _values(one), _values(other), but)
     yield from _differing("subject.", _fields(one.subject), _fields(other.subject))
     if one.facts is not None and other.facts is not None:
         yield from _differing("facts.", one.facts, other.facts, _OF_A_MACHINE)
@@ -150,7 +154,7 @@ def _shown(value: object) -> str:
 
 
 def _values(report: Report) -> dict[str, Any]:
-    return {key: setting.value for key, setting in report.settings.items() if key not in _OF_A_SHARD}
+    return {key: setting.value for key, setting in report.settings.items()}
 
 
 def _fields(subject: Subject) -> dict[str, Any]:

@@ -170,8 +170,8 @@ class Settings:
         False,
         parse_switch,
         "",
-        "require a complete run: no case left out, no known failure, no feature that works and is declared "
-        "unsupported; otherwise the verdict is not CONFORMS",
+        "require a complete run, as kvconform claim starts it: no case left out, no known failure, no "
+        "feature that works and is declared unsupported; otherwise the verdict is not CONFORMS",
     )
     profile: str = row(
         "",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from pytest_kvconform import cli, doctor
+from pytest_kvconform.claims import run
 from pytest_kvconform.features import load, required_features
 from pytest_kvconform.plan import PlannedCase, make_plan
 from pytest_kvconform.report import document
@@ -43,6 +48,8 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "new",
         "matrix",
         "merge",
+        "claim",
+        "badge",
     }
 
 
@@ -91,6 +98,20 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         document.write(shard(f"{number}/4"), tmp_path / f"shard-{number}")
 
 
+@pytest.fixture
+def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reports of a claim. pytest would run for hours: a run of it writes nothing here."""
+    done = subprocess.CompletedProcess[str]([], 0)
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=lambda command, **_: print(*command) or done))
+    for seed in (1, 2, 3):
+        one = settings_of_all(claim=True, seed=seed)
+        made = report_of(one, make_plan(one, ()).selected, Outcome.PASS)
+        document.write(
+            msgspec.structs.replace(made, facts={"vllm": "0.32.0", "device": "cpu"}),
+            tmp_path / "kv-claim" / f"seed-{seed}",
+        )
+
+
 NAME = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"
 
 
@@ -100,8 +121,13 @@ def report(outcome: Outcome) -> document.Report:
 
 
 def shard(number: str) -> document.Report:
-    settings = Settings(connector="m:C", shard=number, features=json.dumps(dict.fromkeys(load(), True)))
+    settings = settings_of_all(shard=number)
     return report_of(settings, make_plan(settings, ()).selected, Outcome.PASS)
+
+
+def settings_of_all(**more: Any) -> Settings:
+    """Settings with a declaration of every feature."""
+    return Settings(connector="m:C", features=json.dumps(dict.fromkeys(load(), True)), **more)
 
 
 def report_of(settings: Settings, cases: Sequence[PlannedCase], outcome: Outcome) -> document.Report:
@@ -142,8 +168,13 @@ def report_of(settings: Settings, cases: Sequence[PlannedCase], outcome: Outcome
 @pytest.mark.usefixtures("reports")
 @pytest.mark.parametrize("command", starting_with("kvconform"))
 def test_kvconform(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if "claim" in command or "kv-claim" in command:
+        request.getfixturevalue("claim")
     monkeypatch.setattr(doctor, "main", lambda: print("doctor") or 0)  # it imports vLLM: 10 s
     assert cli.main(command[1:]) == 0
     assert capsys.readouterr().out

@@ -21,7 +21,7 @@ LOWER = ("services", "result", "case", "case_outcome", "extras", "kv_config", "s
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration declarations apply_declaration features
-                   plan loading rules verdict report cli doctor shards starter suite""".split()
+                   plan loading rules verdict report cli doctor claims shards starter suite""".split()
 )
 LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace", "rigs")))
 

@@ -42,7 +42,7 @@ def without_seconds(path: Path) -> dict[str, Any]:
     report = json.loads(path.read_bytes())
     for result in report["results"]:
         del result["seconds"]
-    del report["settings"]["report"]
+    del report["settings"]["report"], report["digest"]
     return report
 
 

@@ -45,7 +45,7 @@ def without_measurements(folder: Path) -> dict[str, Any]:
     for result in report["results"]:
         del result["seconds"]
         result["evidence"] = result["evidence"] and result["evidence"]["bytes_moved"]
-    del report["settings"]["report"]
+    del report["settings"]["report"], report["day"], report["digest"]
     return report
 
 

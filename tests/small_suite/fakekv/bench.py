@@ -20,6 +20,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     vllm: str
     layout: str
+    device: str = "cpu"
 
 
 def _wrong() -> str:

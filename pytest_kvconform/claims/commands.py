@@ -1,0 +1,82 @@
+"""`kvconform claim`, `kvconform badge`, and `kvconform verify` of the folder of a claim."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pytest_kvconform import declaration
+from pytest_kvconform.claims import SEEDS, badge, reports, run
+from pytest_kvconform.claims.reports import is_claim as is_claim
+from pytest_kvconform.report.document import BadReport, Report, write_file
+
+_FOLDER = "kv-claim"
+
+
+def add_claim_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvconform claim`."""
+    parser.add_argument("--connector", metavar="NAME|MODULE:CLASS", default="", help="as --kv-connector")
+    parser.add_argument(
+        "--seed", type=int, choices=SEEDS, action="append", help="this run alone; default: all of them"
+    )
+    parser.add_argument(
+        "-n", "--jobs", metavar="N", type=int, default=0, help="cells side by side; needs pytest-xdist"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, default=Path(_FOLDER), help="default: %(default)s"
+    )
+
+
+def run_claim(options: argparse.Namespace) -> int:
+    """Run the suite for each seed, and return the exit code of the worst run."""
+    return run.run(options.connector, options.seed or SEEDS, options.output, options.jobs)
+
+
+def print_badges(options: argparse.Namespace) -> int:
+    """Write the files of a claim and print their paths. Raises BadReport if it has none."""
+    claim: Path = options.claim
+    found = reports.read(claim)
+    if sentence := next(_problems(claim, found), ""):
+        raise BadReport(sentence)
+    made = badge.files(found)
+    for path in _present(claim):
+        if path.name not in made:
+            path.unlink()  # of a claim that was here before
+    for name, content in made.items():
+        try:
+            print(write_file(claim / name, content))
+        except OSError as error:
+            raise BadReport(f"{claim / name} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def print_verified(claim: Path) -> int:
+    """Check the reports of a claim, and compute its files again. Print what does not follow."""
+    found = reports.read(claim)
+    sentences = list(_problems(claim, found))
+    if not sentences:
+        made = badge.files(found)
+        sentences = [
+            f"{path} does not follow from the reports: write it again with kvconform badge"
+            for path in _present(claim)
+            if path.read_bytes() != made.get(path.name)
+        ]
+    if sentences:
+        print("\n".join(sentences))
+        return 1
+    words = ", ".join(f"{level} {word}" for level, word in badge.levels(list(found.values())).items())
+    print(f"{words}: the {len(_present(claim))} files follow from the {len(found)} reports of the claim")
+    return 0
+
+
+def _problems(claim: Path, found: Mapping[int, Report]) -> Iterator[str]:
+    yield from reports.problems(claim, found)
+    if any(report.day for report in found.values()):
+        until = badge.expires(list(found.values()))
+        if until < declaration.today():
+            yield f"the claim expired on {until}: run kvconform claim again"
+
+
+def _present(claim: Path) -> list[Path]:
+    return sorted(path for pattern in badge.PATTERNS for path in claim.glob(pattern))

@@ -1,0 +1,71 @@
+"""The three reports of a claim: where they are, and why a folder is no claim that has badges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pytest_kvconform import __version__
+from pytest_kvconform.claims import SEEDS, is_fixed
+from pytest_kvconform.report import check, document
+from pytest_kvconform.report.document import BadReport, Report
+from pytest_kvconform.report.merge import differences
+from pytest_kvconform.settings import OPTIONS
+
+_OF_A_RUN = ("seed", "report", "html")  # settings that differ between the runs of a claim
+
+
+def folder_of(claim: Path, seed: int) -> Path:
+    """Return the folder of the report of a seed."""
+    return claim / f"seed-{seed}"
+
+
+def is_claim(path: Path) -> bool:
+    """Whether a path is the folder of a claim, whole or not."""
+    return any(folder_of(path, seed).is_dir() for seed in SEEDS)
+
+
+def read(claim: Path) -> dict[int, Report]:
+    """Return seed -> its report. Raises BadReport if there is no claim, or a report is missing."""
+    if not is_claim(claim):
+        raise BadReport(f"{claim} is no claim: it has no folder {folder_of(claim, SEEDS[0]).name}")
+    return {seed: document.read(folder_of(claim, seed)) for seed in SEEDS}
+
+
+def problems(claim: Path, reports: Mapping[int, Report]) -> Iterator[str]:
+    """Yield a sentence for each reason why the reports have no badges."""
+    for seed, report in reports.items():
+        path = folder_of(claim, seed)
+        for sentence in (*_no_claim(seed, report), *check.sentences(path, report)):
+            yield f"{path}: {sentence}"
+    first = folder_of(claim, SEEDS[0])
+    for seed in SEEDS[1:]:
+        for sentence in differences(reports[SEEDS[0]], reports[seed], _OF_A_RUN):
+            yield f"{first} and {folder_of(claim, seed)} are not of one claim: {sentence}"
+
+
+def _no_claim(seed: int, report: Report) -> Iterator[str]:
+    """Yield why one report is not that of a claim with this seed."""
+    values = {key: setting.value for key, setting in report.settings.items()}
+    facts, selection = report.facts or {}, report.selection
+    if report.suite != __version__:
+        yield f"suite {report.suite} wrote the report, and this is suite {__version__}: install that one"
+    if values.get("claim") is not True:
+        yield "the run was no claim: start it with kvconform claim"
+    for option in OPTIONS:
+        value, default = values.get(option.key), option.default
+        if is_fixed(option.name) and value != (list(default) if option.repeatable else default):
+            yield f"setting {option.key} is {value!r}, and a claim has the default"
+    if values.get("seed") != seed:
+        yield f"its seed is {values.get('seed')}, not {seed}"
+    if not_run := len({*selection.manifest}.difference(result.id for result in report.results)):
+        yield f"{not_run} of {len(selection.manifest)} cases did not run"
+    if report.verdict.word in ("INCOMPLETE", "HARNESS"):
+        yield f"the verdict is {report.verdict.headline}"
+    if facts.get("stand_in"):
+        yield f"a part of the suite stood in for a GPU: {facts['stand_in']}"
+    if facts.get("device") not in ("cpu", "cuda") or not re.match(r"\d+\.\d+", str(facts.get("vllm"))):
+        yield "the report names no vLLM or no device"
+    if report.day is None or not report.digest:
+        yield "the report has no day or no digest"
