@@ -45,9 +45,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: tuple[str, ...] = ()
     # Facts of P that may differ from those of D, see trust/identity.py.
     allow_different: tuple[Fact, ...] = ()
-    # Compare a digest of the bytes that D read with P's. Both sides need the option.
-    # It costs a pass over the bytes on both sides.
-    integrity: bool = False
 
     @property
     def heartbeat(self) -> float:

@@ -18,13 +18,24 @@ block table of a sliding window is laid out for the token after the last one.
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reference_connector.leases import new_number
-from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
+from reference_connector.messages import (
+    Address,
+    BadParams,
+    GroupLoad,
+    Handoff,
+    Lease,
+    Load,
+    Orders,
+    read_params,
+)
+from reference_connector.options import Options
 from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
@@ -42,6 +53,23 @@ class Group:
     scratch: int = 0  # blocks at the end of a state's table that are not the state
 
 
+class LeaseState(enum.Enum):
+    """HELD -> UNUSED -> RELEASING -> forgotten. A new request with the same parameters leads back to HELD."""
+
+    HELD = "requests need it: D renews it"
+    UNUSED = "no request needs it any more: the next step orders its release"
+    RELEASING = "the workers have the order, and have not reported that they notified P"
+
+
+@dataclass
+class HeldLease:
+    """A lease of P, on D."""
+
+    state: LeaseState = LeaseState.HELD
+    # Several requests, if the router gave them the same parameters.
+    requests: set[str] = field(default_factory=set)
+
+
 class Scheduler:
     """Both roles, P and D; an engine may have both at once."""
 
@@ -50,26 +78,23 @@ class Scheduler:
         groups: tuple[Group, ...],
         address: dict[str, Any],
         lookahead: int,
-        heartbeat: float,
         caching: bool,
+        options: Options,
         trust: Trust = ANYBODY,
-        lease: float = 30.0,
     ):
         """`address`: the fields of a Handoff with this engine's address.
 
         `lookahead`: vLLM's num_prefill_lookahead_tokens. `caching`: whether prefix caching is on.
-        `lease`: for so many seconds D may use what P hands over.
         """
-        self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
-        self._trust, self._lease = trust, lease
+        self._groups, self._address, self._caching = groups, address, caching
+        self._options, self._trust = options, trust
         # Tokens at the end of a prompt that P does not compute.
         self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
         self._given = 0  # leases
         self._handoffs: dict[str, Handoff] = {}  # requests of D for which P has KV
-        self._placed: set[str] = set()  # those whose load is in progress
-        # Lease -> requests that need it: several, if the router gave them the same parameters.
-        self._held: dict[Lease, set[str]] = {}
-        self._to_release: dict[Lease, bool] = {}  # lease -> whether workers have the order to release it
+        self._loading: set[str] = set()  # those whose load is in progress
+        self._leases: dict[Lease, HeldLease] = {}
+        self._missed: dict[Address, float] = {}  # peers that do not answer -> until when D asks them nothing
         self._renewed = 0.0
         self._orders = Orders()
 
@@ -123,7 +148,7 @@ class Scheduler:
             "remote_block_ids": tables,
             "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],
         }
-        return True, self._trust.sign(handed_over, request, self._lease)
+        return True, self._trust.sign(handed_over, request, self._options.kv_lease_duration)
 
     # ---- D
 
@@ -140,22 +165,27 @@ class Scheduler:
             logger.warning("request %s is computed by D: %s", request.request_id, error)
             return
         if handoff is not None:
-            self._handoffs[request.request_id] = handoff
-            self._held.setdefault(handoff.lease, set()).add(request.request_id)
+            self.hold(request.request_id, handoff)
+
+    def hold(self, name: str, handoff: Handoff) -> None:
+        """From now on P has KV for this request, and keeps it."""
+        self._handoffs[name] = handoff
+        lease = self._leases.setdefault(handoff.lease, HeldLease())
+        lease.state = LeaseState.HELD
+        lease.requests.add(name)
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens after `computed` ones can be loaded, and whether the load runs between steps."""
         handoff = self._handoffs.get(request.request_id)
-        if handoff is None or request.request_id in self._placed:
+        if handoff is None or request.request_id in self._loading:
+            return 0, False
+        if self._missed.get(handoff.lease.peer, 0.0) > time.monotonic():
             return 0, False
         stop, first = self._stop(handoff, request.num_prompt_tokens), max(handoff.remote_first_tokens)
         # vLLM caches the whole block in which a window begins, and P may have freed the first part.
-        blocks = [
-            (stop - group.window + 1) // group.tokens * group.tokens
-            for group in self._groups
-            if group.window and self._caching
-        ]
-        if stop > computed and all(first <= max(computed, block) for block in blocks):
+        windows = [group for group in self._groups if group.window and self._caching]
+        begins = [(stop - group.window + 1) // group.tokens * group.tokens for group in windows]
+        if stop > computed and all(first <= max(computed, begin) for begin in begins):
             return stop - computed, True
         return 0, False
 
@@ -170,51 +200,62 @@ class Scheduler:
         """Order the load of `external` tokens into the allocated blocks (KVCacheBlock, of every group)."""
         name = request.request_id
         handoff = self._handoffs.get(name)
-        if handoff is None or name in self._placed:
+        if handoff is None or name in self._loading:
             return
         if external <= 0:
             self._forget(name)
             return
-        self._placed.add(name)
+        self._loading.add(name)
         stop = self._stop(handoff, request.num_prompt_tokens)
-        parts = [_part(group, table, stop) for group, table in zip(self._groups, blocks, strict=True)]
-        self._orders.loads[name] = Load(handoff, parts)
+        loads = [_group_load(group, table, stop) for group, table in zip(self._groups, blocks, strict=True)]
+        self._orders.loads[name] = Load(handoff, loads)
 
     def on_loads_finished(self, names: set[str] | None) -> None:
         """Release P's blocks: all workers have ended these loads."""
         for name in names or ():
-            self._placed.discard(name)
+            self._loading.discard(name)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         """Release P's blocks, unless the load is in progress: workers will still report its end."""
-        if name not in self._handoffs or name in self._placed:
+        if name not in self._handoffs or name in self._loading:
             return
-        lease = self._handoffs.pop(name).lease
-        self._held[lease].discard(name)
-        if not self._held[lease]:
-            del self._held[lease]
-            self._to_release[lease] = False
+        lease = self._leases[self._handoffs.pop(name).lease]
+        lease.requests.discard(name)
+        if not lease.requests:
+            lease.state = LeaseState.UNUSED
 
     def take_orders(self) -> Orders:
         """The orders for workers since the last call."""
         orders, self._orders = self._orders, Orders()
-        orders.releases = [lease for lease, ordered in self._to_release.items() if not ordered]
-        self._to_release.update(dict.fromkeys(orders.releases, True))
-        now = time.monotonic()
-        if self._held and now - self._renewed >= self._heartbeat:
-            self._renewed, orders.renewals = now, list(self._held)
+        orders.releases = self._in_state(LeaseState.UNUSED)
+        for lease in orders.releases:
+            self._leases[lease].state = LeaseState.RELEASING
+        now, held = time.monotonic(), self._in_state(LeaseState.HELD)
+        if held and now - self._renewed >= self._options.heartbeat:
+            self._renewed, orders.renewals = now, held
         return orders
 
-    def on_notified(self, leases: set[Lease]) -> None:
-        """Forget these leases: a worker has notified P of their release, or has failed to."""
-        for lease in leases:
-            self._to_release.pop(lease, None)
+    def _in_state(self, state: LeaseState) -> list[Lease]:
+        return [lease for lease, held in self._leases.items() if held.state is state]
+
+    def on_worker_report(self, notified: set[Lease], missed: dict[Address, float]) -> None:
+        """A worker has notified P of these releases, or has failed to; and these peers do not answer it.
+
+        For so many seconds D computes what these peers have, and does not wait for a load that fails.
+        """
+        for lease in notified & self._leases.keys():
+            if self._leases[lease].state is LeaseState.RELEASING:
+                del self._leases[lease]
+        if missed:
+            now = time.monotonic()
+            self._missed = {peer: until for peer, until in self._missed.items() if until > now}
+            self._missed |= {peer: now + seconds for peer, seconds in missed.items()}
 
     @property
     def busy(self) -> bool:
         """Whether the engine must step even without a request: P has yet to be notified of a release."""
-        return bool(self._to_release)
+        return any(lease.state is not LeaseState.HELD for lease in self._leases.values())
 
 
 def _is_prefill(params: Any) -> bool:
@@ -224,20 +265,20 @@ def _is_prefill(params: Any) -> bool:
     return bool(params.get("do_remote_decode") and not params.get("do_remote_prefill"))
 
 
-def _part(group: Group, table: Any, stop: int) -> Part:
+def _group_load(group: Group, table: Any, stop: int) -> GroupLoad:
     """What to load in one group: only into blocks that are neither null nor in the prefix cache."""
     own = [not block.is_null and block.block_hash is None for block in table]
     if not any(own):
-        return Part()
+        return GroupLoad()
     if group.state:
         ids = [block.block_id for block, mine in zip(table, own, strict=True) if mine]
-        return Part(0, 1, _slot(group, ids))
+        return GroupLoad(0, 1, _slot(group, ids))
     first = own.index(True)
     start = max(first * group.tokens, stop - group.window + 1 if group.window else 0)
     if start >= stop:
-        return Part()
+        return GroupLoad()
     ids = [block.block_id if mine else 0 for block, mine in zip(table, own, strict=True)]
-    return Part(start, stop, ids[first:], first * group.tokens)
+    return GroupLoad(start, stop, ids[first:], first * group.tokens)
 
 
 def _slot(group: Group, blocks: list[int]) -> list[int]:

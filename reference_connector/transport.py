@@ -33,8 +33,7 @@ class Memory:
     address: int
     nbytes: int
     place: Place = HOST
-    view: Callable[[int, int], Any] | None = None  # view(i, n): n bytes from byte i on, in host memory
-    zero: Callable[[int, int], None] | None = None  # zero(i, n): write zeros there, and wait for them
+    zero: Callable[[int, int], None] | None = None  # zero(i, n): n bytes from byte i on, and wait for them
 
 
 class Transport(Protocol):
@@ -69,12 +68,8 @@ class Nixl:
         self._registered: list[Any] = []
 
     def register(self, memory: Sequence[Memory]) -> None:
-        for kind in sorted({piece.place[0] for piece in memory}):
-            pieces = [
-                (piece.address, piece.nbytes, piece.place[1], "")
-                for piece in memory
-                if piece.place[0] == kind
-            ]
+        for kind in sorted({m.place[0] for m in memory}):
+            pieces = [(m.address, m.nbytes, m.place[1], "") for m in memory if m.place[0] == kind]
             self._registered.append(self._agent.register_memory(pieces, kind))
 
     def metadata(self) -> bytes:

@@ -119,14 +119,8 @@ def _common(handoff: Handoff, request: Any) -> tuple[Any, ...]:
     return (
         tokens,
         array("q", (request.prompt_token_ids or ())[:tokens]).tobytes(),
-        b"" if embeds is None else bytes(embeds[:tokens].contiguous().flatten().view(_uint8()).numpy()),
+        b"" if embeds is None else embeds[:tokens].float().numpy().tobytes(),
         [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
         None if lora is None else lora.lora_name,
         getattr(request, "cache_salt", None),
     )
-
-
-def _uint8() -> Any:
-    import torch  # only needed for prompts that are embeddings
-
-    return torch.uint8

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from reference_connector.messages import escaped
+
 # What rotates keys. Other entries of rope_parameters are not compared: models of vLLM change them in the
 # configuration when they are built (deepseek_v2.py: rope_type), so that they tell which process was asked.
 ROPE = frozenset(
@@ -59,4 +61,4 @@ def _rope_numbers(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[s
 def difference(here: Mapping[str, str], there: Mapping[str, str], may_differ: Iterable[str] = ()) -> str:
     """What differs, as a part of a sentence; empty if nothing does. Only facts of both sides are compared."""
     names = [name for name in here if there.get(name, here[name]) != here[name] and name not in may_differ]
-    return ", and ".join(f"its {name} is {there[name]:.300} and not {here[name]:.300}" for name in names)
+    return ", and ".join(f"its {name} is {escaped(there[name])} and not {here[name]:.300}" for name in names)

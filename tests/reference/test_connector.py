@@ -41,9 +41,7 @@ def test_no_option_is_required() -> None:
 
 
 def test_given_options_are_used() -> None:
-    options = read_options(
-        {"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"], "integrity": True}
-    )
+    options = read_options({"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"]})
     assert (options.kv_lease_duration, options.heartbeat, options.backends) == (
         6.0,
         1.0,
@@ -62,7 +60,6 @@ def test_given_options_are_used() -> None:
         ({"side_channel_host": 7}, "side_channel_host"),
         ({"num_threads": 1.5}, "num_threads"),
         ({"backends": "UCX"}, "backends"),
-        ({"integrity": "yes"}, "integrity"),
         ({"lease": 30}, "no option 'lease'; there are kv_lease_duration"),
         ({"peers": "10.0.0.0/8"}, "peers"),
         ({"bidirectional_kv_xfer": True}, "is NixlConnector's: KV goes from P to D only"),

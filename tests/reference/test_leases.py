@@ -17,6 +17,7 @@ from reference_connector.messages import (
     Orders,
     encode,
 )
+from reference_connector.peers import State
 from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine
 
 
@@ -117,7 +118,7 @@ def test_a_peer_stays_connected_while_a_notification_reads_from_it(
     d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
     while not wire.reads:
         d.worker.results()
-    d.worker._peers._met[p.address].failed = True
+    d.worker._peers._peers[p.address].state = State.BROKEN
     d.worker.start(Orders(releases=[Lease(p.address, 2)]))
     for _ in range(10):
         assert not d.worker.results().notified
