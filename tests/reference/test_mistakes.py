@@ -71,8 +71,8 @@ def _of_the_generic_kernel(patch: pytest.MonkeyPatch) -> None:
 
 
 OF_BOXES = {  # a piece of boxes.py -> the piece with a mistake, and a test that must fail with it
-    '"block_stride": block * pieces': (
-        '"block_stride": block',
+    "block * pieces, tokens * pieces": (
+        "block, tokens * pieces",
         lambda _: test_boxes.test_attention_lies_where_vllm_views_it("LBNHC", 16),
     ),
     "rank * number, (rank + 1) * number": ("0, number", lambda patch: test_boxes.states("SD", patch)),
