@@ -49,7 +49,7 @@ from reference_connector.messages import Address, Lease, Orders, Rank
 from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.statistics import ReferenceMetrics, ReferenceStats
-from reference_connector.transport import HOST, Memory, Nixl
+from reference_connector.transport import HOST, Memory, Transport
 from reference_connector.trust.authentication import trust
 from reference_connector.trust.identity import identity_of
 from reference_connector.worker import Worker, no_stats
@@ -195,7 +195,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         options = self._options
         memory = _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
-        transport = Nixl(list(options.backends), options.num_threads, progress)
+        transport = Transport(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
         zeroed = _zeroed(self._kv_cache_config)
         self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)

@@ -81,22 +81,23 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         peer = Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation)
         return Lease(peer, self.remote_lease)
 
+    def __post_init__(self) -> None:
+        if self.do_remote_decode:
+            raise ValueError("do_remote_prefill and do_remote_decode cannot both be true")
+        if len(self.remote_first_tokens) != len(self.remote_block_ids):
+            raise ValueError("remote_block_ids and remote_first_tokens differ in length")
+        if not any(self.remote_block_ids):
+            raise ValueError("remote_block_ids has no block")
 
-def read_params(params: Any) -> Handoff | None:
-    """Read `kv_transfer_params` of a request on D; None if they describe no hand-over. Raises BadParams."""
-    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
-        return None
-    try:
-        handoff = msgspec.convert(params, Handoff)
-    except (ValueError, TypeError) as error:
-        raise BadParams(f"kv_transfer_params: {escaped(error)}") from None
-    if handoff.do_remote_decode:
-        raise BadParams("kv_transfer_params: do_remote_prefill and do_remote_decode cannot both be true")
-    if len(handoff.remote_first_tokens) != len(handoff.remote_block_ids):
-        raise BadParams("kv_transfer_params: remote_block_ids and remote_first_tokens differ in length")
-    if not any(handoff.remote_block_ids):
-        raise BadParams("kv_transfer_params: remote_block_ids has no block")
-    return handoff
+    @classmethod
+    def read(cls, params: Any) -> Handoff | None:
+        """Read `kv_transfer_params` of a request on D; None if they describe no hand-over. Raises BadParams."""
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return None
+        try:
+            return msgspec.convert(params, cls)
+        except (ValueError, TypeError) as error:
+            raise BadParams(f"kv_transfer_params: {escaped(error)}") from None
 
 
 class GroupLoad(msgspec.Struct, frozen=True):

@@ -24,17 +24,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from reference_connector.leases import new_number
-from reference_connector.messages import (
-    Address,
-    BadParams,
-    GroupLoad,
-    Handoff,
-    Lease,
-    Load,
-    Orders,
-    read_params,
-)
+from reference_connector.messages import Address, BadParams, GroupLoad, Handoff, Lease, Load, Orders
 from reference_connector.options import Options
 from reference_connector.trust.authentication import ANYBODY, Trust
 
@@ -66,8 +59,7 @@ class HeldLease:
     """A lease of P, on D."""
 
     state: LeaseState = LeaseState.HELD
-    # Several requests, if the router gave them the same parameters.
-    requests: set[str] = field(default_factory=set)
+    requests: set[str] = field(default_factory=set)  # several, if the router gave them the same parameters
 
 
 class Scheduler:
@@ -120,35 +112,35 @@ class Scheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether P keeps the blocks of a request that has ended, and the parameters for D.
 
-        `blocks`: of every group, those of computed tokens; 0, vLLM's null block, for those before a
-        window.
+        `blocks`: of every group, those of computed tokens; 0, vLLM's null block, for those before a window.
         """
-        self._forget(request.request_id)
-        params = request.kv_transfer_params
-        if not _is_prefill(params) or request.status.name not in COMPLETE or not request.num_computed_tokens:
+        name = request.request_id
+        self._forget(name)
+        prefill = _is_prefill(request.kv_transfer_params) and request.status.name in COMPLETE
+        if not prefill or not request.num_computed_tokens:
             return False, None
-        firsts = [next((i for i, block in enumerate(table) if block), len(table)) for table in blocks]
-        tables = [list(table[first:]) for table, first in zip(blocks, firsts, strict=True)]
-        for index, group in enumerate(self._groups):
-            if group.state:
-                tables[index], firsts[index] = _slot(group, blocks[index]), 0
+        firsts, tables = [], []
+        for group, table in zip(self._groups, blocks, strict=True):
+            first = next((i for i, block in enumerate(table) if block), len(table))
+            firsts.append(0 if group.state else first * group.tokens)
+            tables.append(_slot(group, table) if group.state else list(table[first:]))
         if not all(tables):
-            logger.warning("request %s is not handed over: a group has no blocks of it", request.request_id)
+            logger.warning("request %s is not handed over: a group has no blocks of it", name)
             return False, None
         self._given += 1
-        lease = new_number(self._given)
-        self._orders.leases[lease] = request.request_id
-        handed_over = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+        handoff = Handoff(
+            do_remote_prefill=True,
             **self._address,
-            "remote_request_id": request.request_id,
-            "remote_lease": lease,
-            "remote_num_tokens": request.num_computed_tokens,
-            "remote_block_ids": tables,
-            "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],
-        }
-        return True, self._trust.sign(handed_over, request, self._options.kv_lease_duration)
+            remote_request_id=name,
+            remote_lease=new_number(self._given),
+            remote_num_tokens=request.num_computed_tokens,
+            remote_block_ids=tables,
+            remote_first_tokens=firsts,
+        )
+        self._orders.leases[handoff.remote_lease] = name
+        return True, msgspec.structs.asdict(
+            self._trust.sign(handoff, request, self._options.kv_lease_duration)
+        )
 
     # ---- D
 
@@ -157,15 +149,12 @@ class Scheduler:
         params = request.kv_transfer_params
         if _is_prefill(params):
             self._shorten(request)
-            return
         try:
-            if (handoff := read_params(params)) is not None:
+            if handoff := Handoff.read(params):
                 self._trust.check(handoff, request)
+                self.hold(request.request_id, handoff)
         except BadParams as error:
             logger.warning("request %s is computed by D: %s", request.request_id, error)
-            return
-        if handoff is not None:
-            self.hold(request.request_id, handoff)
 
     def hold(self, name: str, handoff: Handoff) -> None:
         """From now on P has KV for this request, and keeps it."""
@@ -242,15 +231,13 @@ class Scheduler:
     def on_worker_report(self, notified: set[Lease], missed: dict[Address, float]) -> None:
         """A worker has notified P of these releases, or has failed to; and these peers do not answer it.
 
-        For so many seconds D computes what these peers have, and does not wait for a load that fails.
+        D computes what these peers have, for so many seconds: no request waits for a load that fails.
         """
-        for lease in notified & self._leases.keys():
-            if self._leases[lease].state is LeaseState.RELEASING:
-                del self._leases[lease]
-        if missed:
-            now = time.monotonic()
-            self._missed = {peer: until for peer, until in self._missed.items() if until > now}
-            self._missed |= {peer: now + seconds for peer, seconds in missed.items()}
+        now = time.monotonic()
+        for lease in notified & set(self._in_state(LeaseState.RELEASING)):
+            del self._leases[lease]
+        self._missed = {peer: until for peer, until in self._missed.items() if until > now}
+        self._missed |= {peer: now + seconds for peer, seconds in missed.items()}
 
     @property
     def busy(self) -> bool:
@@ -260,25 +247,20 @@ class Scheduler:
 
 def _is_prefill(params: Any) -> bool:
     """Whether the router asks P to keep the KV of this request for D."""
-    if not isinstance(params, dict):
-        return False
-    return bool(params.get("do_remote_decode") and not params.get("do_remote_prefill"))
+    return isinstance(params, dict) and bool(
+        params.get("do_remote_decode") and not params.get("do_remote_prefill")
+    )
 
 
 def _group_load(group: Group, table: Any, stop: int) -> GroupLoad:
     """What to load in one group: only into blocks that are neither null nor in the prefix cache."""
-    own = [not block.is_null and block.block_hash is None for block in table]
-    if not any(own):
-        return GroupLoad()
+    ids = [0 if block.is_null or block.block_hash is not None else block.block_id for block in table]
+    first = next((i for i, block in enumerate(ids) if block), len(ids))
     if group.state:
-        ids = [block.block_id for block, mine in zip(table, own, strict=True) if mine]
-        return GroupLoad(0, 1, _slot(group, ids))
-    first = own.index(True)
+        slot = _slot(group, [block for block in ids if block])
+        return GroupLoad(0, 1, slot) if slot else GroupLoad()
     start = max(first * group.tokens, stop - group.window + 1 if group.window else 0)
-    if start >= stop:
-        return GroupLoad()
-    ids = [block.block_id if mine else 0 for block, mine in zip(table, own, strict=True)]
-    return GroupLoad(start, stop, ids[first:], first * group.tokens)
+    return GroupLoad(start, stop, ids[first:], first * group.tokens) if start < stop else GroupLoad()
 
 
 def _slot(group: Group, blocks: list[int]) -> list[int]:

@@ -19,13 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError, fetch
 from reference_connector.leases import GivenLeases, entry_of
 from reference_connector.messages import (
-    LEDGER,
     Address,
     BadMessage,
     Lease,
@@ -99,11 +96,11 @@ class Worker:
         kept = tuple(box for box in boxes if box.group in zeroed)
         self._to_zero = pair(kept, [kept]) if kept else None
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
-        ledger = np.zeros(LEDGER, dtype=np.int64)
-        self._leases = GivenLeases(ledger, options.kv_lease_duration)
+        self._leases = GivenLeases(options.kv_lease_duration)
         ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
         self._peers = Peers(boxes, rank, size, transport, ask)
         self._reads = Reads(transport, self._peers.name)
+        ledger = self._leases.ledger
         transport.register([*self._memory, Memory(ledger.ctypes.data, ledger.nbytes), self._reads.memory])
         self.published = Rank(transport.metadata(), self._memory[0].place, ledger.ctypes.data, boxes)
         self._results, self._stats = Results(), no_stats()

@@ -49,13 +49,13 @@ class Trust:
     def fits(self, mac: bytes, purpose: str, *parts: Any) -> bool:
         return hmac.compare_digest(mac, self.mac(purpose, *parts))
 
-    def sign(self, params: dict[str, Any], request: Any, seconds: float) -> dict[str, Any]:
-        """P's half: the params of a request, signed, for so many seconds."""
+    def sign(self, handoff: Handoff, request: Any, seconds: float) -> Handoff:
+        """P's half: the hand-over of a request, signed, for so many seconds."""
         if not self.key:
-            return params
-        params = params | {"remote_expiry": int(time.time() + seconds) + 1}
-        handoff = msgspec.convert(params, Handoff)
-        return params | {"remote_signature": self.mac("hand-over", handoff, _common(handoff, request)).hex()}
+            return handoff
+        handoff = msgspec.structs.replace(handoff, remote_expiry=int(time.time() + seconds) + 1)
+        mac = self.mac("hand-over", handoff, _common(handoff, request))
+        return msgspec.structs.replace(handoff, remote_signature=mac.hex())
 
     def check(self, handoff: Handoff, request: Any) -> None:
         """D's half. Raises BadParams, with one sentence, for a hand-over that D must not read."""

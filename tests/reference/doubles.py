@@ -110,7 +110,7 @@ class Copy:
 class Local:
     """A Transport (reference_connector/transport.py) whose peers live in this process.
 
-    Its answers are those of `Nixl` over UCX and TCP, and test_nixl.py compares the two.
+    Its answers are those of the real one over UCX and TCP, and test_nixl.py compares the two.
     """
 
     def __init__(self, wire: Wire, name: str):

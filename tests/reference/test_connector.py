@@ -11,7 +11,7 @@ import pytest
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector.options import BadOption, Options, read_options
 from reference_connector.plan import Runs
-from reference_connector.transport import Memory, Nixl, TransportError
+from reference_connector.transport import Memory, Transport, TransportError
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ class Agent:
 
 def test_close_releases_the_rest_if_nixl_raises() -> None:
     agent = Agent()
-    transport = object.__new__(Nixl)
+    transport = object.__new__(Transport)
     transport._agent, transport._registered = agent, []
     transport.register([Memory(0, 8), Memory(8, 8, ("VRAM", 1))])
     assert agent.registered == ["DRAM", "VRAM"]
@@ -157,7 +157,7 @@ def test_close_releases_the_rest_if_nixl_raises() -> None:
 
 def test_a_read_is_rows_of_address_length_device() -> None:
     agent = Agent()
-    transport = object.__new__(Nixl)
+    transport = object.__new__(Transport)
     transport._agent = agent
     transport.prepare("p", Runs(*np.array([[10, 20], [30, 40], [5, 6]])), ("VRAM", 2), ("DRAM", 0))
     assert agent.asked == ["READ", "VRAM", [[10, 5, 2], [20, 6, 2]], "DRAM", [[30, 5, 0], [40, 6, 0]], "p"]
@@ -165,7 +165,7 @@ def test_a_read_is_rows_of_address_length_device() -> None:
 
 @pytest.mark.parametrize(("state", "done"), [("DONE", True), ("PROC", False), ("ERR", None)])
 def test_the_state_of_a_read(state: str, done: bool | None) -> None:
-    transport = object.__new__(Nixl)
+    transport = object.__new__(Transport)
     transport._agent = SimpleNamespace(check_xfer_state=lambda handle: state)
     if done is None:
         with pytest.raises(TransportError, match="the state of the transfer is ERR"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from reference_connector import worker as worker_module
@@ -145,18 +144,17 @@ def test_one_notification_for_each_peer_and_step(make: Callable[..., WorkerEngin
 
 def test_the_ledger_never_goes_back() -> None:
     """Two leases share an entry, and the earlier one ends later: D must see that the later one has ended."""
-    ledger = np.zeros(LEDGER, np.int64)
-    given = GivenLeases(ledger, 30.0)
+    given = GivenLeases(30.0)
     early, late = new_number(5), new_number(5 + LEDGER)
     assert entry_of(early) == entry_of(late)
     given.give({early: "early", late: "late"})
     assert given.on_notice(Leases(released=[late])) == {"late"}
     assert given.on_notice(Leases(released=[early])) == {"early"}
-    assert ledger[entry_of(late)] == late
+    assert given.ledger[entry_of(late)] == late
 
 
 def test_a_peer_cannot_end_leases_that_it_was_not_handed() -> None:
-    given = GivenLeases(np.zeros(LEDGER, np.int64), 30.0)
+    given = GivenLeases(30.0)
     first = 7 << RANDOM_BITS
     given.on_notice(Leases(released=list(range(first, first + EARLY))))
     given.on_notice(Leases(released=[place << RANDOM_BITS for place in range(8, 2000)]))
@@ -165,7 +163,7 @@ def test_a_peer_cannot_end_leases_that_it_was_not_handed() -> None:
 
 
 def test_releases_before_the_order_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, now = GivenLeases(np.zeros(LEDGER, np.int64), 30.0), time.monotonic()
+    given, now = GivenLeases(30.0), time.monotonic()
     given.on_notice(Leases(released=[new_number(place) for place in range(1, EARLY + 1)]))
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     given.expire()

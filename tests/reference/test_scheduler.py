@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference_connector.leases import RANDOM_BITS
-from reference_connector.messages import BadParams, GroupLoad, Lease, read_params
+from reference_connector.messages import BadParams, GroupLoad, Handoff, Lease
 from reference_connector.scheduler import Group, Scheduler
 from tests.reference.doubles import FULL, STATE, WINDOW, request, scheduler, tables
 
@@ -277,7 +277,7 @@ def test_d_computes_a_request_with_other_parameters(params: Any) -> None:
 @given(corrupted())
 def test_corrupted_parameters_are_used_only_if_they_are_complete(params: dict[Any, Any]) -> None:
     try:
-        handoff = read_params(params)
+        handoff = Handoff.read(params)
     except BadParams:
         handoff = None
     found = matched(params)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
-from reference_connector.messages import Load, read_params
+from reference_connector.messages import Handoff, Load
 
 WAIT_S = 20.0
 
@@ -220,7 +220,7 @@ class Rendezvous(ReferenceConnector):
         """Let all requests with this id know what P has published."""
         for name in [name for name, (other, _) in self.open.items() if other == transfer]:
             del self.open[name]
-            if handoff := read_params(self.answer(transfer)):
+            if handoff := Handoff.read(self.answer(transfer)):
                 self._scheduler.hold(name, handoff)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
