@@ -26,20 +26,9 @@ import msgspec
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
 
@@ -61,33 +50,33 @@ except ImportError:  # vLLM 0.31
 
 
 @dataclass
-class Metadata(KVConnectorMetadata):
+class Metadata(base.KVConnectorMetadata):
     orders: Orders
 
 
 @dataclass
-class HandshakeMetadata(KVConnectorHandshakeMetadata):
+class HandshakeMetadata(base.KVConnectorHandshakeMetadata):
     rank: Rank
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
+class WorkerReport(base.KVConnectorWorkerMetadata):
     """See `Results` in worker.py."""
 
     notified: set[Lease] = field(default_factory=set)
     missed: dict[Address, float] = field(default_factory=dict)
 
-    def aggregate(self, other: Any) -> KVConnectorWorkerMetadata:
+    def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
         return WorkerReport(self.notified | other.notified, self.missed | other.missed)
 
 
-class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
+class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+    def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises BadOption, or ValueError for a kind of parallelism that this connector does not support."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -107,7 +96,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         self._trust = trust(options, host, identity_of(vllm_config))
         self._listener: Listener | None = None
         self._report = WorkerReport()
-        if role == KVConnectorRole.SCHEDULER:
+        if role == base.KVConnectorRole.SCHEDULER:
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
             port = given if options.side_channel_port is None else options.side_channel_port
             port = port + parallel.data_parallel_index if port else 0
@@ -126,27 +115,21 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: after a sleep vLLM maps the KV cache anew, and the memory would have to be registered again.
-
-        vLLM asks since 0.33.
-        """
+        """False (vLLM asks since 0.33): after a sleep the KV cache would have to be registered again."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout with the longest runs; any other works as well.
 
-        vLLM splits the large blocks of hybrid models for kernels, but not where layers lie side by side in a
-        block.
+        vLLM splits large blocks of hybrid models for kernels, but not where a block has all layers.
         """
         model = vllm_config.model_config
         if model is None:
             return None
         return "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Start to listen to peers: all workers have registered their memory."""
         ranks = [found.rank for _, found in sorted(metadata.items()) if isinstance(found, HandshakeMetadata)]
         if self._listener is None and ranks:
@@ -166,7 +149,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         return Metadata(self._scheduler.take_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -175,7 +158,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.on_worker_report(report.notified, report.missed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, self._transferred((block_ids,)))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -191,7 +174,8 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.busy
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
         options = self._options
         memory = _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
@@ -200,7 +184,7 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         zeroed = _zeroed(self._kv_cache_config)
         self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return HandshakeMetadata(self._worker.published)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -208,13 +192,13 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, Metadata):
             self._worker.start(metadata.orders)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         results = self._worker.results()
         self._report.notified |= results.notified
         self._report.missed |= results.missed
-        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+        return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         report, self._report = self._report, WorkerReport()
         return report if report.notified or report.missed else None
 

@@ -25,24 +25,12 @@ from typing import Any
 
 import zmq
 
-from reference_connector.messages import (
-    VERSION,
-    Address,
-    Answer,
-    Ask,
-    BadMessage,
-    Challenge,
-    Proof,
-    Rank,
-    Refusal,
-    Sealed,
-    decode,
-    encode,
-    escaped,
-)
+from reference_connector import messages
+from reference_connector.messages import VERSION, Address, BadMessage, Challenge, Proof, Rank, Refusal, Sealed
 from reference_connector.trust.authentication import ANYBODY, Trust
 from reference_connector.trust.identity import difference
 
+encode, decode = messages.encode, messages.decode
 logger = logging.getLogger("vllm.reference_connector.handshake")
 LONGEST_QUESTION = 1 << 16  # bytes; ZeroMQ drops longer ones unread
 LONGEST_ANSWER = 1 << 26
@@ -61,7 +49,7 @@ class Listener:
     def __init__(self, me: Address, ranks: Sequence[Rank], trust: Trust = ANYBODY):
         """Port 0 of `me` is any free one: `port` tells which."""
         self._engine, self._trust = (me.engine, me.incarnation), trust
-        self._answer = encode(Answer(list(ranks), dict(trust.identity)))
+        self._answer = encode(messages.Answer(list(ranks), dict(trust.identity)))
         self._challenged: dict[bytes, tuple[Any, ...]] = {}  # connection -> what its proof must be about
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -89,25 +77,28 @@ class Listener:
     def reply(self, question: bytes, peer: bytes = b"") -> bytes:
         """The answer to a question from a connection, whatever bytes it is."""
         try:
-            ask = decode(question, Ask | Proof)
+            ask = decode(question, messages.Ask | Proof)
         except BadMessage as error:
             return encode(Refusal(f"this is not a question of the side channel: {error}"))
-        if isinstance(ask, Proof):
-            about = self._challenged.pop(peer, None)  # each challenge serves once
-            if about is None or not self._trust.fits(ask.mac, "question", *about):
-                return encode(Refusal("the key of this deployment is another one, or the proof is too late"))
-            return encode(Sealed(self._answer, self._trust.mac("answer", *about, self._answer)))
+        return encode(self._seal(ask, peer) if isinstance(ask, Proof) else self._challenge(ask, peer))
+
+    def _challenge(self, ask: messages.Ask, peer: bytes) -> Challenge | Refusal:
         if ask.version != VERSION:
-            sentence = f"this engine has version {VERSION} of the protocol, the question has {ask.version}"
-            return encode(Refusal(sentence))
+            return Refusal(f"this engine has version {VERSION} of the protocol, and not {ask.version}")
         if (ask.engine, ask.incarnation) != self._engine:
             logger.warning("a peer asks for another engine than this one, %s", self._engine[0])
-            return encode(Refusal("the engine that was asked for is not here"))
+            return Refusal("the engine that was asked for is not here")
         random = secrets.token_bytes(RANDOM)
         self._challenged[peer] = (ask.engine, ask.incarnation, ask.random, random)
         if len(self._challenged) > CHALLENGES:
             del self._challenged[next(iter(self._challenged))]
-        return encode(Challenge(random))
+        return Challenge(random)
+
+    def _seal(self, proof: Proof, peer: bytes) -> Sealed | Refusal:
+        about = self._challenged.pop(peer, None)  # each challenge serves once
+        if about is None or not self._trust.fits(proof.mac, "question", *about):
+            return Refusal("the key of this deployment is another one, or the proof is too late")
+        return Sealed(self._answer, self._trust.mac("answer", *about, self._answer))
 
     def close(self) -> None:
         """End the thread and release the port."""
@@ -131,17 +122,17 @@ def fetch(peer: Address, timeout: float, trust: Trust = ANYBODY) -> tuple[Rank, 
                 raise HandshakeError(f"{peer} did not answer within {timeout:g} s")
             reply = decode(socket.recv(), kind | Refusal, LONGEST_ANSWER)
             if isinstance(reply, Refusal):
-                raise HandshakeError(f"{peer} refused: {escaped(reply.sentence)}")
+                raise HandshakeError(f"{peer} refused: {messages.escaped(reply.sentence)}")
             return reply
 
         try:
             socket.connect(f"tcp://{_bracketed(peer.host)}:{peer.port}")
-            challenge = ask(Ask(VERSION, peer.engine, peer.incarnation, random), Challenge)
+            challenge = ask(messages.Ask(VERSION, peer.engine, peer.incarnation, random), Challenge)
             about = (peer.engine, peer.incarnation, random, challenge.random)
             sealed = ask(Proof(trust.mac("question", *about)), Sealed)
             if not trust.fits(sealed.mac, "answer", *about, sealed.answer):
                 raise HandshakeError(f"{peer} did not prove the key")
-            answer = decode(sealed.answer, Answer, LONGEST_ANSWER)
+            answer = decode(sealed.answer, messages.Answer, LONGEST_ANSWER)
         except (zmq.ZMQError, BadMessage) as error:
             raise HandshakeError(f"{peer}: {error}") from None
     if different := difference(trust.identity, answer.identity, trust.may_differ):

@@ -91,7 +91,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, params: Any) -> Handoff | None:
-        """Read `kv_transfer_params` of a request on D; None if they describe no hand-over. Raises BadParams."""
+        """Of the params of a request on D; None if they describe no hand-over. Raises BadParams."""
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return None
         try:

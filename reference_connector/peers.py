@@ -16,6 +16,8 @@ from reference_connector.plan import Pairing, Unplannable, pair
 from reference_connector.transport import Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.peers")
+Fetch = Callable[[Address], tuple[Rank, ...]]
+Answer = tuple[tuple[Rank, ...], Pairing | Unplannable]  # no load can read from an Unplannable peer
 THREADS = 32  # of handshakes: a peer that does not answer keeps one until handshake_timeout
 PEERS = 1024  # that a worker remembers. It forgets those that were used longest ago, and asks them anew
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after a failed handshake; each pause is twice the one before
@@ -34,7 +36,7 @@ class State(enum.Enum):
 class Peer:
     """One life of one engine, as one worker of D knows it."""
 
-    answer: Future[tuple[tuple[Rank, ...], Pairing | Unplannable]]
+    answer: Future[Answer]
     state: State = State.ASKED
     # MISSED
     why: str = ""
@@ -42,7 +44,7 @@ class Peer:
     until: float = 0.0  # of the monotonic clock
     # MET, BROKEN
     ranks: tuple[Rank, ...] = ()
-    pairing: Pairing | Unplannable | None = None
+    pairing: Pairing | Unplannable = field(init=False)
     names: dict[int, str] = field(default_factory=dict)  # rank -> the transport's name for it, once needed
     # Ranks from which a read has ended. Only that makes sure that two NIXL agents are connected.
     reached: set[int] = field(default_factory=set)
@@ -52,14 +54,7 @@ class Peer:
 class Peers:
     """The peers of one worker: rank `rank` of `size`, whose memory `boxes` describe."""
 
-    def __init__(
-        self,
-        boxes: tuple[Box, ...],
-        rank: int,
-        size: int,
-        transport: Transport,
-        fetch: Callable[[Address], tuple[Rank, ...]],
-    ):
+    def __init__(self, boxes: tuple[Box, ...], rank: int, size: int, transport: Transport, fetch: Fetch):
         """`fetch`: handshake.fetch, with all but its first argument."""
         self._boxes, self._rank, self._size = boxes, rank, size
         self._transport, self._fetch = transport, fetch
@@ -95,13 +90,13 @@ class Peers:
             self._take_answer(address, peer)
         return peer
 
-    def _handshake(self, address: Address) -> tuple[tuple[Rank, ...], Pairing | Unplannable]:
+    def _handshake(self, address: Address) -> Answer:
         """Runs in a thread, so it uses neither the transport nor changing state of this."""
         ranks = self._fetch(address)
         try:
             return ranks, pair(self._boxes, [rank.boxes for rank in ranks], self._rank, self._size)
         except Unplannable as error:
-            return ranks, error  # no load can read from this peer, but leases can be released
+            return ranks, error
 
     def _take_answer(self, address: Address, peer: Peer) -> None:
         """The handshake has ended: the peer is MET or MISSED."""

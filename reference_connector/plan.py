@@ -227,8 +227,6 @@ class _Strip:
     remote: Ints
     length: Ints
     axes: tuple[Step, ...]
-    end: int = 0  # address where the run ends that has the last token
-    over: int = 0  # bytes before that end that are not needed
 
     def offsets(self, side: int) -> Ints:
         """[repetition] bytes; side 1 is D, 2 is P."""
@@ -254,7 +252,7 @@ def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> 
         cuts = _between_tokens(start, stop)
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
-    return _widen(match, local, remote, np.diff(cuts), int(cuts[-1] - stop) * width)
+    return _widen(match, local, remote, np.diff(cuts))
 
 
 def _begin(match: Match, start: int, mine: Table, theirs: Table) -> int:
@@ -290,7 +288,7 @@ def _between_tokens(start: int, stop: int) -> Ints:
     return np.arange(start, stop + 1)
 
 
-def _widen(match: Match, local: Ints, remote: Ints, counts: Ints, over: int) -> Iterator[_Strip]:
+def _widen(match: Match, local: Ints, remote: Ints, counts: Ints) -> Iterator[_Strip]:
     """A run for each cut, as wide as so many tokens are contiguous on both sides: whole blocks are wider."""
     alike: dict[tuple[Step, ...], list[int]] = defaultdict(list)
     for count in set(counts.tolist()):
@@ -298,8 +296,7 @@ def _widen(match: Match, local: Ints, remote: Ints, counts: Ints, over: int) -> 
     for left, some in alike.items():
         those = np.isin(counts, some)
         lengths = counts * (match.width * _many(match.axes) // _many(left))
-        runs = _join(local[those], remote[those], lengths[those])
-        yield _Strip(*runs, left, local[-1] + lengths[-1], over if those[-1] else 0)
+        yield _Strip(*_join(local[those], remote[those], lengths[those]), left)
 
 
 def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
@@ -340,9 +337,4 @@ def _write(strips: list[_Strip]) -> Runs:
         np.add.outer(there, strip.remote, out=remote[at:end].reshape(shape))
         length[at:end].reshape(shape)[:] = strip.length
         at = end
-    runs = Runs(*(_join(local, remote, length) if 0 < total <= EXACT else (local, remote, length)))
-    for strip in [strip for strip in strips if strip.over and total <= EXACT]:
-        # The bytes that are not needed are cut off, except where the run goes on after them.
-        those = runs.local.searchsorted(ends := strip.end + strip.offsets(1)) - 1  # they ascend
-        runs.length[those[runs.local[those] + runs.length[those] == ends]] -= strip.over
-    return runs
+    return Runs(*(_join(local, remote, length) if 0 < total <= EXACT else (local, remote, length)))

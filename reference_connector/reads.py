@@ -85,7 +85,7 @@ class Reads:
         places = [self._free.popleft() for _ in ranks]
         plans = {}
         for place, rank in zip(places, ranks, strict=True):
-            local, remote = self._landing[place:].ctypes.data, peer.ranks[rank].ledger + 8 * entry
+            local, remote = self.memory.address + 8 * place, peer.ranks[rank].ledger + 8 * entry
             plans[rank] = Runs(*np.array([[local], [remote], [8]]))
         try:
             yield from self.read(peer, plans, deadline)

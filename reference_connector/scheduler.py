@@ -138,9 +138,8 @@ class Scheduler:
             remote_first_tokens=firsts,
         )
         self._orders.leases[handoff.remote_lease] = name
-        return True, msgspec.structs.asdict(
-            self._trust.sign(handoff, request, self._options.kv_lease_duration)
-        )
+        signed = self._trust.sign(handoff, request, self._options.kv_lease_duration)
+        return True, msgspec.structs.asdict(signed)
 
     # ---- D
 

@@ -34,8 +34,8 @@ from reference_connector.messages import (
     encode,
 )
 from reference_connector.options import Options
-from reference_connector.peers import Peers
-from reference_connector.plan import Pairing, Table, Unplannable, pair, runs
+from reference_connector.peers import Peers, State
+from reference_connector.plan import Table, Unplannable, pair, runs
 from reference_connector.reads import Reads, Task
 from reference_connector.transport import Memory, Transport, TransportError
 from reference_connector.trust.authentication import ANYBODY, Trust
@@ -64,10 +64,7 @@ class Results:
 
 
 def no_stats() -> dict[str, Any]:
-    """The counters of a worker. The lists have one entry for each load that succeeded.
-
-    "seconds" run from the order to the last byte; "descriptors" are runs of bytes.
-    """
+    """The counters of a worker. The lists have one entry for each load that succeeded."""
     lists: dict[str, Any] = {"seconds": [], "bytes": [], "descriptors": []}
     return lists | dict.fromkeys(
         ("failed_loads", "failed_handshakes", "failed_notifications", "expired_leases", "late_reads"), 0
@@ -90,8 +87,7 @@ class Worker:
     ):
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
 
-        `zeroed`: groups whose new blocks vLLM would have zeroed, had the scheduler half not said that it
-        loads them.
+        `zeroed`: groups whose new blocks vLLM would have zeroed, if D did not load into them.
         """
         kept = tuple(box for box in boxes if box.group in zeroed)
         self._to_zero = pair(kept, [kept]) if kept else None
@@ -108,10 +104,7 @@ class Worker:
         self._notifications: list[Task] = []  # to peers that may have to be met first
 
     def close(self) -> None:
-        """End threads, reads and the transport.
-
-        Reads from a peer that does not answer end with the transport.
-        """
+        """End threads, reads and the transport: with it end reads from a peer that does not answer."""
         deadline = time.monotonic() + CLOSING_S
         while self._reads.in_progress and time.monotonic() < deadline:
             self.advance()
@@ -191,14 +184,11 @@ class Worker:
     # ---- D: loads
 
     def _load(self, load: Load) -> Task:
-        """A load, from the order to the last byte.
-
-        If it fails, it raises why after its last read has ended.
-        """
+        """A load, from the order to the last byte. It raises why it fails, when its last read has ended."""
         handoff, lease, begun = load.handoff, load.handoff.lease, time.monotonic()
         deadline = begun + self._options.transfer_timeout
         peer = yield from self._peers.meet(lease.peer, deadline)
-        if not isinstance(peer.pairing, Pairing):
+        if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
         spans = [(group.start, group.stop) for group in load.groups]
         local = [Table(group.blocks, group.first) for group in load.groups]
@@ -242,17 +232,15 @@ class Worker:
         deadline = time.monotonic() + self._options.handshake_timeout
         try:
             peer = yield from self._peers.meet(address, deadline)
-            # Read from new ranks first: NIXL might not send a first message if this engine stops stepping.
-            new = set(range(len(peer.ranks))) - peer.reached
-            reading = self._reads.read_ledgers(peer, new, 0, deadline)
-            while (ended := self._advance_task(reading)) is None:
-                if time.monotonic() > deadline:
-                    self._notifications.append(reading)  # until the read ends
+            ranks = set(range(len(peer.ranks)))
+            if new := ranks - peer.reached:
+                # Read from them first: NIXL might not send a first message if this engine stops stepping.
+                self._notifications.append(self._reads.read_ledgers(peer, new, 0, deadline))
+            while not peer.reached >= ranks:
+                if peer.state is State.BROKEN or time.monotonic() > deadline:
                     raise TransportError(f"{address} does not answer")
                 yield
-            if not isinstance(ended, StopIteration):
-                raise ended
-            for rank in range(len(peer.ranks)):
+            for rank in ranks:
                 self._transport.notify(self._peers.name(peer, rank), encode(leases))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
