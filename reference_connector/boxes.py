@@ -8,19 +8,16 @@ that lie together and are never cut. The cell of token t of block b with coordin
 
 and nothing else is needed to find it. Every layout (LBHNC, LBNHC, BLHNC, ...) is a choice of strides,
 every split over tensor parallel ranks a choice of ranges. Coordinates are **absolute**: KV head 5 is head 5
-of the model on whichever rank it lies. So boxes of two engines that have nothing but the model in common are
-compared by intersecting ranges. plan.py does that.
+of the model on whichever rank it lies. So plan.py compares boxes of two engines by intersecting ranges.
 
     attention    part "kv", axis head: a cell is [K | V] of one head for one token
     MLA          the same with a single head, which every rank holds
     state        a box for each part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm"
                  with the axis head. A state has no tokens; its boxes have one token in a block
-    pages        where a backend's page is not heads x tokens (_is_page), a cell of the part "tile" holds a
-                 whole block of one slot and all heads of the rank. Only ranks with the same heads and
-                 blocks of the same size can exchange it
-    CPU_ATTN     K is transposed within a block, so the bytes of a token are not contiguous. A cell of the
-                 part "tile" holds all tokens of a block; the parts "k" and "v" are the same bytes in small
-                 cells, for a peer whose blocks have another size
+    pages        of backends whose page is not heads x tokens (_is_page): a cell of the part "tile" holds a
+                 whole block of one slot and all heads of the rank. It fits the same heads and block size only
+    CPU_ATTN     K is transposed within a block, so a cell of the part "tile" holds all tokens of a block. The
+                 parts "k" and "v" are the same bytes in small cells, for a peer with another block size
 
 Boxes are what ranks publish to their peers: msgspec encodes them, about 150 bytes each.
 `boxes_of` is the only function of this package that knows how vLLM lays out KV memory.
@@ -74,11 +71,9 @@ def boxes_of(
     """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
 
     `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token,
-    content] of the allocation; of a state int8 [block, 1, 1, bytes]. A layer that uses another layer's KV has
-    no memory of its own and no box.
-    Raises ValueError, with one sentence, for a layer that boxes cannot describe.
-    Sources in vLLM: `create_kv_cache_views` of v1/kv_cache_interface.py, `bind_kv_cache` of
-    model_executor/layers/mamba/abstract.py.
+    content] of the allocation; of a state int8 [block, 1, 1, bytes]. See `create_kv_cache_views` of
+    v1/kv_cache_interface.py, and `bind_kv_cache` of model_executor/layers/mamba/abstract.py. A layer that
+    uses another layer's KV has no box. Raises ValueError for a layer that boxes cannot describe.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
@@ -110,8 +105,7 @@ def _heads(
 ) -> tuple[int, int, int]:
     """(first, end, whole) of the KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
-    A rank with one head cannot tell from the cache how many there are; the configuration of the model has the
-    number, and that of the draft model for draft layers.
+    A rank with one head asks the configuration how many there are: of the model, or of the draft model.
     """
     if spec.max_tp_shards is not None:
         shards = min(spec.max_tp_shards, tp_size)
@@ -130,13 +124,12 @@ def _is_draft(vllm_config: Any, name: str) -> bool:
     """Whether this is a draft layer. Not every model runner marks them; their numbers follow the model's."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
-    return getattr(layer, "is_draft_layer", False) or bool(
-        numbers and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers()
-    )
+    many = vllm_config.model_config.get_total_num_hidden_layers()
+    return getattr(layer, "is_draft_layer", False) or any(number >= many for number in numbers[:1])
 
 
 def _is_page(spec: Any) -> bool:
-    """Whether a block is more than heads x tokens: what a token has lies in several places of it.
+    """Whether a block is more than heads x tokens.
 
     K and V in slots of their own, with heads or scales in an order of the kernel (`customize_spec` of
     FlashInfer with NVFP4, ROCM_ATTN, ROCM_AITER_FA with the shuffled layout, and B12X); scales behind all
@@ -165,18 +158,15 @@ def _attention_boxes(
     if not page and backend != "CPU_ATTN":
         if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
             blocks, block, tokens, pieces = blocks // pieces, block * pieces, tokens * pieces, 1
-        box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces)
-        address = view.data_ptr()
-        yield box(
-            part="kv", element=element, address=address, unit=1, token_stride=token, axes=(axis,), width=width
-        )
+        box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces, unit=1)
+        box = partial(box, part="kv", element=element, address=view.data_ptr())
+        yield box(token_stride=token, axes=(axis,), width=width)
         return
     if token != width:
         raise ValueError(f"Layer {layer}: {backend} has nothing between the tokens of a block, and here is.")
     box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces)
-    tile = partial(
-        box, part="tile", address=view.data_ptr(), unit=tokens, token_stride=0, width=tokens * width
-    )
+    tile = partial(box, part="tile", address=view.data_ptr(), unit=tokens, token_stride=0)
+    tile = partial(tile, width=tokens * width)
     if page:
         first, end, whole = heads
         ranks = Axis("rank", first // (end - first), end // (end - first), whole // (end - first), 0)
@@ -187,8 +177,7 @@ def _attention_boxes(
     # own, which can only be copied as whole blocks.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype)
-    isa = isa.removesuffix("16")  # vec16 has the layout of vec
+    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix("16")  # vec16 is as vec
     element = f"{element} of CPU_ATTN {isa}"
     yield tile(element=element, axes=(axis,))
     if isa == "vec" and not spec.kv_quant_mode:
@@ -216,14 +205,13 @@ def _state_boxes(box: partial[Box], spec: Any, view: Any, rank: int, size: int) 
     address, shapes = view.data_ptr(), list(zip(spec.shapes, spec.dtypes, strict=True))
     if kind != "LINEAR":
         (shape, dtype), *shapes = shapes
-        width = dtype.itemsize
+        width, at = dtype.itemsize, address
         if is_conv_state_dim_first():
             channels, taps = shape
             strides = (taps * width, width)
         else:
             taps, channels = shape
             strides = (width, channels * width)
-        at = address
         for part, number in _conv_parts(kind, channels, spec.shapes):
             channel = Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0])
             axes = (channel, Axis("tap", 0, taps, taps, strides[1]))

@@ -30,7 +30,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
@@ -81,16 +81,12 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = read_options(transfer.kv_connector_extra_config)
-        if transfer.kv_buffer_device != current_platform.device_type:
-            raise ValueError(
-                "ReferenceConnector reads KV where it lies, without a buffer: kv_buffer_device is "
-                f"{transfer.kv_buffer_device}, and KV is on {current_platform.device_type}"
-            )
+        device = current_platform.device_type
+        if (buffer := transfer.kv_buffer_device) != device:
+            raise ValueError(f"there is no buffer: kv_buffer_device is {buffer}, and KV is on {device}")
         for name in ("pipeline", "decode_context", "prefill_context"):
             if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
-                raise ValueError(
-                    f"ReferenceConnector has no such parallelism: {name}_parallel_size is {size}"
-                )
+                raise ValueError(f"ReferenceConnector reads from TP ranks: {name}_parallel_size is {size}")
         options = self._options
         host = options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._trust = trust(options, host, identity_of(vllm_config))
@@ -181,7 +177,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Transport(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
-        zeroed = _zeroed(self._kv_cache_config)
+        zeroed = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False)
         self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
@@ -251,14 +247,3 @@ def _zero(flat: torch.Tensor, start: int, count: int) -> None:
     flat[start : start + count].zero_()
     if flat.is_cuda:  # a read may write next to these bytes, or over them
         torch.cuda.current_stream(flat.device).synchronize()
-
-
-def _zeroed(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """The transfer groups of which vLLM zeroes new blocks, unless a connector loads into them.
-
-    See needs_kv_cache_zeroing, and SingleTypeKVCacheManager.__init__ of v1/core/.
-    """
-    if not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return frozenset()
-    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    return frozenset(index for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reference_connector.messages import LEDGER, Leases
+from reference_connector.transport import Memory
 
 logger = logging.getLogger("vllm.reference_connector.leases")
 RANDOM_BITS = 26  # of a number, below its place in the order of leases. JSON keeps 53 bits
@@ -46,6 +47,7 @@ class GivenLeases:
 
     def __init__(self, seconds: float):
         self.ledger = np.zeros(LEDGER, np.int64)
+        self.memory = Memory(self.ledger.ctypes.data, self.ledger.nbytes)
         self._seconds = seconds
         self._given: dict[int, GivenLease] = {}  # by number
         self._early: dict[int, float] = {}  # number -> until when its release is kept

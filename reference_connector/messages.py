@@ -37,6 +37,9 @@ Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 class BadParams(Exception):
     """`kv_transfer_params` that this connector cannot use. The message is one sentence."""
 
+    def __init__(self, why: str):
+        super().__init__(f"kv_transfer_params: {why}")
+
 
 class Address(msgspec.Struct, frozen=True):
     """One life of one engine: after a restart the incarnation is different."""
@@ -97,7 +100,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(params, cls)
         except (ValueError, TypeError) as error:
-            raise BadParams(f"kv_transfer_params: {escaped(error)}") from None
+            raise BadParams(escaped(error)) from None
 
 
 class GroupLoad(msgspec.Struct, frozen=True):

@@ -21,6 +21,9 @@ OF_NIXL_CONNECTOR = {
 class BadOption(ValueError):
     """An option is unknown, or its value is wrong. The message is one sentence."""
 
+    def __init__(self, why: str):
+        super().__init__(f"kv_connector_extra_config: {why}")
+
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options and their defaults. Times are in seconds."""
@@ -54,13 +57,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_options(extra: dict[str, Any]) -> Options:
     """The options of `kv_connector_extra_config`. Raises BadOption."""
     for name in sorted(set(extra) & set(OF_NIXL_CONNECTOR)):
-        raise BadOption(f"kv_connector_extra_config: {name} is NixlConnector's: {OF_NIXL_CONNECTOR[name]}")
+        raise BadOption(f"{name} is NixlConnector's: {OF_NIXL_CONNECTOR[name]}")
     if unknown := sorted(set(extra) - set(Options.__struct_fields__)):
-        raise BadOption(
-            f"kv_connector_extra_config: no option {unknown[0]!r}; "
-            f"there are {', '.join(Options.__struct_fields__)}"
-        )
+        raise BadOption(f"no option {unknown[0]!r}; there are {', '.join(Options.__struct_fields__)}")
     try:
         return msgspec.convert(extra, Options)
     except msgspec.ValidationError as error:
-        raise BadOption(f"kv_connector_extra_config: {error}") from None
+        raise BadOption(str(error)) from None

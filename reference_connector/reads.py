@@ -22,7 +22,7 @@ from reference_connector.plan import Ints, Runs
 from reference_connector.transport import HOST, Memory, Place, Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.reads")
-Task = Generator[None, None, None]
+Task = Generator[None, None, Any]
 LANDING = 1 << 14  # entries of ledgers that can be read at once: a load reads one of each rank
 
 

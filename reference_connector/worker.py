@@ -58,8 +58,9 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)  # failed ones included
     failed: set[str] = field(default_factory=set)
-    # Leases of peers that were notified of the release, or could not be.
-    notified: set[Lease] = field(default_factory=set)
+    notified: set[Lease] = field(
+        default_factory=set
+    )  # releases of which peers were notified, or could not be
     missed: dict[Address, float] = field(default_factory=dict)  # peers not to ask, for so many seconds
 
 
@@ -83,22 +84,21 @@ class Worker:
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
         trust: Trust = ANYBODY,
-        zeroed: frozenset[int] = frozenset(),
+        zeroed: bool = False,
     ):
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
 
-        `zeroed`: groups whose new blocks vLLM would have zeroed, if D did not load into them.
+        `zeroed`: whether vLLM zeroes new blocks of attention, unless the scheduler half says that D loads them.
         """
-        kept = tuple(box for box in boxes if box.group in zeroed)
-        self._to_zero = pair(kept, [kept]) if kept else None
+        attention = tuple(box for box in boxes if not box.part.startswith(("conv", "ssm")))
+        self._to_zero = pair(attention, [attention]) if zeroed else None
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
         self._leases = GivenLeases(options.kv_lease_duration)
         ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
         self._peers = Peers(boxes, rank, size, transport, ask)
         self._reads = Reads(transport, self._peers.name)
-        ledger = self._leases.ledger
-        transport.register([*self._memory, Memory(ledger.ctypes.data, ledger.nbytes), self._reads.memory])
-        self.published = Rank(transport.metadata(), self._memory[0].place, ledger.ctypes.data, boxes)
+        transport.register([*self._memory, self._leases.memory, self._reads.memory])
+        self.published = Rank(transport.metadata(), self._memory[0].place, self._leases.memory.address, boxes)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
         self._notifications: list[Task] = []  # to peers that may have to be met first

@@ -19,6 +19,7 @@ ROPE = frozenset(
     "rope_theta rope_local_base_freq factor original_max_position_embeddings beta_fast beta_slow mscale "
     "mscale_all_dim low_freq_factor high_freq_factor short_factor long_factor".split()
 )
+WINDOW = ("window", "layer_types", "chunk_size")  # words of keys of config.json
 
 
 def identity_of(vllm_config: Any) -> dict[str, str]:
@@ -27,13 +28,14 @@ def identity_of(vllm_config: Any) -> dict[str, str]:
 
     model, draft = vllm_config.model_config, vllm_config.speculative_config
     config = model.hf_text_config.to_dict()
+    windows = {key: config[key] for key in config if any(word in key for word in WINDOW)}
     facts = {
         "model": model.model,
         "revision": model.revision,
         "dtype": str(model.dtype),
         "quantization": model.quantization,  # of weights
         "rope": dict(_rope_numbers(config)),
-        "window": [model.disable_sliding_window, _some(config, ("window", "layer_types", "chunk_size"))],
+        "window": [model.disable_sliding_window, windows],
         "cache_dtype": vllm_config.cache_config.cache_dtype,
         # The minor: another one may lay out KV in another way.
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
@@ -41,11 +43,6 @@ def identity_of(vllm_config: Any) -> dict[str, str]:
     if draft is not None and draft.draft_model_config is not None:
         facts["draft"] = [draft.method, draft.draft_model_config.model, draft.draft_model_config.revision]
     return {name: json.dumps(fact, sort_keys=True, default=str) for name, fact in facts.items()}
-
-
-def _some(config: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """The keys of config.json that are about something."""
-    return {key: value for key, value in config.items() if any(word in key for word in words)}
 
 
 def _rope_numbers(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -228,7 +228,7 @@ class WorkerEngine:
         fill: int,
         layer: str = "layers.0",
         trusted: Trust = ANYBODY,
-        zeroed: frozenset[int] = frozenset(),
+        zeroed: bool = False,
         **options: float | bool,
     ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)

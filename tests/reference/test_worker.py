@@ -49,7 +49,7 @@ def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., WorkerEngi
 def test_the_rest_of_new_blocks_is_zeroed_where_vllm_would(
     make: Callable[..., WorkerEngine], zeroed: bool
 ) -> None:
-    p, d = make("p", 7), make("d", 255, zeroed=frozenset({0} if zeroed else ()))
+    p, d = make("p", 7), make("d", 255, zeroed=zeroed)
     d.worker.start(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
     assert not until(d).failed
     expected = np.full_like(d.pool, 255)
