@@ -192,8 +192,7 @@ def _attention_boxes(
 def _state_boxes(box: partial[Box], spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:
     """The parts of a state in the order of memory: the convolution's taps, then the matrix of each head.
 
-    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own. Its
-    layout is DS = [channel, tap] or SD = [tap, channel], for all layers of the process.
+    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -207,10 +206,10 @@ def _state_boxes(box: partial[Box], spec: Any, view: Any, rank: int, size: int) 
         (shape, dtype), *shapes = shapes
         width, at = dtype.itemsize, address
         if is_conv_state_dim_first():
-            channels, taps = shape
+            channels, taps = shape  # DS
             strides = (taps * width, width)
         else:
-            taps, channels = shape
+            taps, channels = shape  # SD
             strides = (width, channels * width)
         for part, number in _conv_parts(kind, channels, spec.shapes):
             channel = Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0])

@@ -116,10 +116,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout with the longest runs; any other works as well.
-
-        vLLM splits large blocks of hybrid models for kernels, but not where a block has all layers.
-        """
+        """The layout with the longest runs that vLLM can split for kernels; any other works as well."""
         model = vllm_config.model_config
         if model is None:
             return None

@@ -9,9 +9,8 @@
 The HMACs are made with the key of the deployment (trust/authentication.py); without one the key is empty. So
 nobody without the key learns what NIXL needs to read P's memory, and D gives NIXL no metadata of others.
 
-No message can end the listener. It answers with a Refusal if a message is not a question, if the question
-has another version of the protocol, or if it is for another engine. By the last one D notices that P was
-restarted at the same address. A refusal tells nothing about the engine that is there.
+No message can end the listener. It answers with a Refusal what it does not understand, and a question for
+another engine: P was restarted at the same address. A refusal tells nothing about the engine that is there.
 """
 
 from __future__ import annotations

@@ -34,20 +34,16 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handshake_timeout: Seconds = 5.0  # for one answer of a peer's side channel
     transfer_timeout: Seconds = 120.0  # from the beginning of a load to its end; longer ones fail
     side_channel_host: str = ""  # where P listens and D asks; "": VLLM_NIXL_SIDE_CHANNEL_HOST
-    # Plus the data parallel index. 0: any free one, P tells D which. None: VLLM_NIXL_SIDE_CHANNEL_PORT where
-    # it is set, else 0.
+    # Plus the data parallel index. 0: any free one. None: VLLM_NIXL_SIDE_CHANNEL_PORT where it is set, else 0
     side_channel_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     backends: tuple[str, ...] = ("UCX",)  # of NIXL
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # of NIXL's backend, besides the caller's
     # NIXL's progress thread. None: on, except where KV is in host memory, since it keeps one core busy.
     progress_thread: bool | None = None
-    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and only with peers of this
-    # machine. See trust/authentication.py.
+    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and peers of this machine only
     key: str = ""
-    # The hosts to which D connects: names, addresses, or networks like "10.0.0.0/8". Empty: all.
-    peers: tuple[str, ...] = ()
-    # Facts of P that may differ from those of D, see trust/identity.py.
-    allow_different: tuple[Fact, ...] = ()
+    peers: tuple[str, ...] = ()  # to which D connects: names, addresses, networks like "10.0.0.0/8". (): all
+    allow_different: tuple[Fact, ...] = ()  # of P and D, see trust/identity.py
 
     @property
     def heartbeat(self) -> float:

@@ -68,6 +68,9 @@ class Runs:
         return int(self.length.sum())
 
 
+_Strip = tuple[Runs, tuple[Step, ...]]  # runs that repeat along axes
+
+
 @dataclass(frozen=True)
 class Match:
     """The intersection of a box of D with one of P: a box with two addresses."""
@@ -126,7 +129,7 @@ def runs(
             if (group := match.theirs.group) >= len(remote):
                 raise Unplannable(f"P handed over {len(remote)} tables, and D needs that of group {group}.")
             found[match.rank] += _strips(match, start, stop, local[match.mine.group], remote[group])
-    return {number: _write(strips) for number, strips in found.items()}
+    return {number: _repeat(strips) for number, strips in found.items()}
 
 
 # ---- pair
@@ -219,23 +222,6 @@ def _stack(matches: Iterable[Match]) -> Iterator[Match]:
 # ---- runs
 
 
-@dataclass(frozen=True)
-class _Strip:
-    """Runs that repeat along axes."""
-
-    local: Ints
-    remote: Ints
-    length: Ints
-    axes: tuple[Step, ...]
-
-    def offsets(self, side: int) -> Ints:
-        """[repetition] bytes; side 1 is D, 2 is P."""
-        made = np.zeros(1, np.int64)
-        for axis in self.axes:
-            made = np.add.outer(np.arange(axis[0], dtype=np.int64) * axis[side], made).ravel()
-        return made
-
-
 def _many(axes: Iterable[Step]) -> int:
     """How often what has these axes repeats."""
     return math.prod(axis[0] for axis in axes)
@@ -296,7 +282,7 @@ def _widen(match: Match, local: Ints, remote: Ints, counts: Ints) -> Iterator[_S
     for left, some in alike.items():
         those = np.isin(counts, some)
         lengths = counts * (match.width * _many(match.axes) // _many(left))
-        yield _Strip(*_join(local[those], remote[those], lengths[those]), left)
+        yield Runs(*_join(local[those], remote[those], lengths[those])), left
 
 
 def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
@@ -325,16 +311,24 @@ def _join(local: Ints, remote: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
     return local[firsts], remote[firsts], np.add.reduceat(length, firsts)
 
 
-def _write(strips: list[_Strip]) -> Runs:
-    """Repeat every strip along its axes."""
-    total = sum(len(strip.length) * _many(strip.axes) for strip in strips)
+def _repeat(strips: list[_Strip]) -> Runs:
+    """Repeat the runs of every strip along its axes."""
+    total = sum(len(runs.length) * _many(axes) for runs, axes in strips)
     local, remote, length = np.empty((3, total), np.int64)
     at = 0
-    for strip in strips:
-        here, there = strip.offsets(1), strip.offsets(2)
-        end, shape = at + len(here) * len(strip.length), (len(here), len(strip.length))
-        np.add.outer(here, strip.local, out=local[at:end].reshape(shape))
-        np.add.outer(there, strip.remote, out=remote[at:end].reshape(shape))
-        length[at:end].reshape(shape)[:] = strip.length
+    for runs, axes in strips:
+        here, there = _offsets(axes, 1), _offsets(axes, 2)
+        end, shape = at + len(here) * len(runs.length), (len(here), len(runs.length))
+        np.add.outer(here, runs.local, out=local[at:end].reshape(shape))
+        np.add.outer(there, runs.remote, out=remote[at:end].reshape(shape))
+        length[at:end].reshape(shape)[:] = runs.length
         at = end
     return Runs(*(_join(local, remote, length) if 0 < total <= EXACT else (local, remote, length)))
+
+
+def _offsets(axes: Iterable[Step], side: int) -> Ints:
+    """Where what has these axes repeats: [repetition] bytes. Side 1 is D, 2 is P."""
+    made = np.zeros(1, np.int64)
+    for axis in axes:
+        made = np.add.outer(np.arange(axis[0], dtype=np.int64) * axis[side], made).ravel()
+    return made

@@ -74,10 +74,7 @@ class Scheduler:
         options: Options,
         trust: Trust = ANYBODY,
     ):
-        """`address`: the fields of a Handoff with this engine's address.
-
-        `lookahead`: vLLM's num_prefill_lookahead_tokens. `caching`: whether prefix caching is on.
-        """
+        """`address`: fields of a Handoff. `lookahead`: vLLM's num_prefill_lookahead_tokens."""
         self._groups, self._address, self._caching = groups, address, caching
         self._options, self._trust = options, trust
         # Tokens at the end of a prompt that P does not compute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -58,10 +59,8 @@ class ReferenceMetrics(KVConnectorPromMetrics):
         super().__init__(*args)
         self._metrics: dict[str, dict[int, Any]] = {}  # name in `no_stats` -> engine -> metric
         for key, (name, text, *buckets) in (HISTOGRAMS | COUNTERS).items():
-            kind, more = (
-                (self._histogram_cls, {"buckets": buckets[0]}) if buckets else (self._counter_cls, {})
-            )
-            metric = kind(f"vllm:reference_{name}", text, labelnames=self._labelnames, **more)
+            kind = partial(self._histogram_cls, buckets=buckets[0]) if buckets else self._counter_cls
+            metric = kind(f"vllm:reference_{name}", text, labelnames=self._labelnames)
             engines = self.per_engine_labelvalues.items()
             self._metrics[key] = {engine: metric.labels(*values) for engine, values in engines}
 

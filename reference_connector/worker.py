@@ -58,9 +58,7 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)  # failed ones included
     failed: set[str] = field(default_factory=set)
-    notified: set[Lease] = field(
-        default_factory=set
-    )  # releases of which peers were notified, or could not be
+    notified: set[Lease] = field(default_factory=set)  # peers know of these releases, or cannot be reached
     missed: dict[Address, float] = field(default_factory=dict)  # peers not to ask, for so many seconds
 
 
@@ -88,7 +86,7 @@ class Worker:
     ):
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
 
-        `zeroed`: whether vLLM zeroes new blocks of attention, unless the scheduler half says that D loads them.
+        `zeroed`: whether vLLM zeroes new blocks of attention, except those that a connector loads.
         """
         attention = tuple(box for box in boxes if not box.part.startswith(("conv", "ssm")))
         self._to_zero = pair(attention, [attention]) if zeroed else None
@@ -210,16 +208,14 @@ class Worker:
     def _zero_ends(self, load: Load) -> None:
         """Zero what vLLM would have zeroed and a load does not read: before its first token, after its last.
 
-        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN. The
-        blocks in which a load begins and ends are zeroed as far as the plan takes them, before it reads them.
+        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN.
         """
         if self._to_zero is None:
             return
         size = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
         tables = [Table(group.blocks, group.first) for group in load.groups]
-        ends = [group.first + len(group.blocks) * size.get(i, 0) for i, group in enumerate(load.groups)]
         before = [(group.first, group.start) for group in load.groups]
-        after = [(group.stop, end) for group, end in zip(load.groups, ends, strict=True)]
+        after = [(g.stop, g.first + len(g.blocks) * size.get(i, 0)) for i, g in enumerate(load.groups)]
         for spans in (before, after):
             for plan in runs(self._to_zero, spans, tables, tables).values():
                 for address, length in zip(plan.local.tolist(), plan.length.tolist(), strict=True):

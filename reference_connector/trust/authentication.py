@@ -1,11 +1,10 @@
 """Authentication: hand-overs that P signs, and engines that prove the key of their deployment.
 
-All engines of a deployment have one secret key. P signs what it hands over, and D reads the KV only if the
-signature is right: whoever writes `kv_transfer_params` without the key chooses neither the host to which D
-connects nor the blocks that D reads. The signature covers every field of the Handoff, and what a request must
-have in common on P and D (`_common`), so that a hand-over serves no other prompt. In the handshake both sides
-prove the key by an HMAC of two fresh random numbers; the key itself is never sent. docs/security.md tells
-against whom this helps, and against whom it does not.
+All engines of a deployment have one secret key, which is never sent. P signs what it hands over, and D reads
+the KV only if the signature is right: whoever writes `kv_transfer_params` without the key chooses neither the
+host to which D connects nor the blocks that D reads. The signature covers every field of the Handoff, and
+what a request must have in common on P and D (`_common`), so that a hand-over serves no other prompt.
+docs/security.md tells against whom this helps, and against whom it does not.
 """
 
 from __future__ import annotations
