@@ -23,8 +23,6 @@ Boxes are what ranks publish to their peers: msgspec encodes them, about 150 byt
 `boxes_of` is the only function of this package that knows how vLLM lays out KV memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

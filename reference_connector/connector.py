@@ -15,8 +15,6 @@ communicate through `Metadata` (scheduler to workers, each step), `WorkerReport`
 `HandshakeMetadata` (once).
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass, field
 from functools import partial

@@ -13,8 +13,6 @@ No message can end the listener. It answers with a Refusal what it does not unde
 another engine: P was restarted at the same address. A refusal tells nothing about the engine that is there.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

@@ -6,8 +6,6 @@ A peer does not know the number of a lease whose hand-over it has not got (`new_
 by mistake. One that sends all 2**26 numbers of a place can: who has the key is believed.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -13,13 +13,12 @@ below the number proves that the lease was valid all the time. Otherwise the byt
 another request.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec
 
 from reference_connector.boxes import Box
+from reference_connector.plan import Table
 
 VERSION = 3  # of all messages between engines
 LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
@@ -93,7 +92,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("remote_block_ids has no block")
 
     @classmethod
-    def read(cls, params: Any) -> Handoff | None:
+    def read(cls, params: Any) -> "Handoff | None":
         """Of the params of a request on D; None if they describe no hand-over. Raises BadParams."""
         if not isinstance(params, dict) or not params.get("do_remote_prefill"):
             return None
@@ -103,16 +102,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
             raise BadParams(escaped(error)) from None
 
 
-class GroupLoad(msgspec.Struct, frozen=True):
-    """What D loads in one of its groups: tokens start to stop.
-
-    blocks[i] takes the tokens from first + i * (tokens per block) on.
-    """
+class GroupLoad(Table, frozen=True):
+    """What D loads in one of its groups: tokens start to stop, into the blocks of a table."""
 
     start: int = 0
     stop: int = 0
-    blocks: list[int] = []
-    first: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):

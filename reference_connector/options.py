@@ -1,7 +1,5 @@
 """Options: the keys of `kv_connector_extra_config`. All of them are checked before the engine starts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

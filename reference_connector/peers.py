@@ -1,7 +1,5 @@
 """Peers of a worker of D: one handshake for each life of each engine, in a thread, for all waiting loads."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import time

@@ -20,14 +20,13 @@ model) is left alone. Layers of one shape that are evenly spaced on both sides b
 No loop goes over blocks or tokens. Runs that follow each other become one, and layers are multiplied last.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,15 +42,14 @@ class Unplannable(Exception):
     """P's KV cannot be read into D's memory. The message is one sentence: what D needs, and what P has."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """The blocks of one request in one group of one engine, or a part of them.
 
     blocks[i] holds the tokens from first + i * (tokens per block) on. Block 0 is vLLM's null block, which
     keeps nothing. Of a state: one block, the slot, which keeps "token 0".
     """
 
-    blocks: Sequence[int] | Ints
+    blocks: Sequence[int] = ()
     first: int = 0
 
 

@@ -7,8 +7,6 @@ waits for it waits on. Reads from a process that has died fail within a second. 
 neither fail nor end before it goes on. `tests/reference/nixl/test_nixl.py` measures all of this.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -16,8 +16,6 @@ either where that would do harm (`_shorten`): a recurrent state cannot be rolled
 block table of a sliding window is laid out for the token after the last one.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import time
@@ -254,9 +252,9 @@ def _group_load(group: Group, table: Any, stop: int) -> GroupLoad:
     first = next((i for i, block in enumerate(ids) if block), len(ids))
     if group.state:
         slot = _slot(group, [block for block in ids if block])
-        return GroupLoad(0, 1, slot) if slot else GroupLoad()
+        return GroupLoad(slot, 0, 0, 1) if slot else GroupLoad()
     start = max(first * group.tokens, stop - group.window + 1 if group.window else 0)
-    return GroupLoad(start, stop, ids[first:], first * group.tokens) if start < stop else GroupLoad()
+    return GroupLoad(ids[first:], first * group.tokens, start, stop) if start < stop else GroupLoad()
 
 
 def _slot(group: Group, blocks: list[int]) -> list[int]:

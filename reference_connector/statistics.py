@@ -1,7 +1,5 @@
 """Statistics of a worker, on their way to vLLM's log and to Prometheus: vLLM's hooks for both."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

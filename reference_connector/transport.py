@@ -3,8 +3,6 @@
 Every call is made by the thread that runs the worker's steps: NIXL promises nothing to more threads than one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import uuid

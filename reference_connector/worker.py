@@ -10,8 +10,6 @@ place (`_advance_task`). So the steps of a load can be read from top to bottom:
     ledger    whether the lease was still valid after the read. If not, the load has failed
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable
@@ -189,11 +187,10 @@ class Worker:
         if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
         spans = [(group.start, group.stop) for group in load.groups]
-        local = [Table(group.blocks, group.first) for group in load.groups]
         remote = [
             Table(*table) for table in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)
         ]
-        found = runs(peer.pairing, spans, local, remote)
+        found = runs(peer.pairing, spans, load.groups, remote)
         planned = {rank: plan for rank, plan in found.items() if len(plan.length)}
         self._zero_ends(load)
         yield from self._reads.read(peer, planned, deadline, self.published.place)
@@ -213,11 +210,10 @@ class Worker:
         if self._to_zero is None:
             return
         size = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
-        tables = [Table(group.blocks, group.first) for group in load.groups]
         before = [(group.first, group.start) for group in load.groups]
         after = [(g.stop, g.first + len(g.blocks) * size.get(i, 0)) for i, g in enumerate(load.groups)]
         for spans in (before, after):
-            for plan in runs(self._to_zero, spans, tables, tables).values():
+            for plan in runs(self._to_zero, spans, load.groups, load.groups).values():
                 for address, length in zip(plan.local.tolist(), plan.length.tolist(), strict=True):
                     memory = next(m for m in self._memory if 0 <= address - m.address < m.nbytes)
                     if memory.zero is not None:

@@ -7,8 +7,6 @@ what a request must have in common on P and D (`_common`), so that a hand-over s
 docs/security.md tells against whom this helps, and against whom it does not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

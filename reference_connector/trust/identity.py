@@ -5,8 +5,6 @@ in the handshake, and D compares them with its own. Not here is what boxes.py co
 sizes of cells, their elements, and the layout in which a backend keeps them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

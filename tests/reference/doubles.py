@@ -261,7 +261,7 @@ class WorkerEngine:
             remote_block_ids=[remote],
             remote_first_tokens=[0],
         )
-        return Load(handoff, [GroupLoad(0, tokens, local, 0)])
+        return Load(handoff, [GroupLoad(local, 0, 0, tokens)])
 
     def close(self) -> None:
         self.listener.close()

@@ -105,7 +105,7 @@ def test_from_known_to_released() -> None:
     assert d.get_num_new_matched_tokens(r, 16) == (23, True)
     d.update_state_after_alloc(r, tables("hnn"), 23)
     orders = d.take_orders()
-    assert orders.loads["r"].groups == [GroupLoad(16, 39, [2, 3], 16)] and not orders.releases
+    assert orders.loads["r"].groups == [GroupLoad([2, 3], 16, 16, 39)] and not orders.releases
     assert not d.take_orders().loads
     d.update_state_after_alloc(r, tables("hnn"), 0)  # the second admission, to be computed
     assert d.get_num_new_matched_tokens(r, 0) == (0, False)  # after a preemption
@@ -159,8 +159,8 @@ def test_a_window_is_loaded_from_its_first_token() -> None:
     # D computes token 79, which sees tokens 48 to 79. What its third block has of
     # earlier ones P need not have any more.
     assert d.take_orders().loads["r"].groups == [
-        GroupLoad(0, 79, [1, 2, 3, 4, 5], 0),
-        GroupLoad(48, 79, [3, 4, 5], 32),
+        GroupLoad([1, 2, 3, 4, 5], 0, 0, 79),
+        GroupLoad([3, 4, 5], 32, 48, 79),
     ]
 
 
@@ -184,7 +184,7 @@ def test_states_are_loaded_whatever_else_is_here() -> None:
     d.on_new_request(r)
     assert d.get_num_new_matched_tokens(r, 32) == (7, True)
     d.update_state_after_alloc(r, tables("hhn", "0nnn"), 7)
-    assert d.take_orders().loads["r"].groups == [GroupLoad(32, 39, [3], 32), GroupLoad(0, 1, [3])]
+    assert d.take_orders().loads["r"].groups == [GroupLoad([3], 32, 32, 39), GroupLoad([3], 0, 0, 1)]
 
 
 def test_a_state_that_has_seen_too_much_is_refused_before_anything_waits() -> None:
