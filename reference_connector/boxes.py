@@ -33,6 +33,7 @@ import msgspec
 # Numbers that come from a peer are checked when they are decoded.
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Heads = tuple[int, int, int]  # of a rank: the first one, the end, and how many all ranks hold
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
@@ -98,10 +99,8 @@ def boxes_of(
     return tuple(boxes)
 
 
-def _heads(
-    vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int
-) -> tuple[int, int, int]:
-    """(first, end, whole) of the KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
+def _heads(vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int) -> Heads:
+    """The KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
     A rank with one head asks the configuration how many there are: of the model, or of the draft model.
     """
@@ -142,7 +141,7 @@ def _is_page(spec: Any) -> bool:
 
 
 def _attention_boxes(
-    vllm_config: Any, box: partial[Box], spec: Any, view: Any, heads: tuple[int, int, int], pieces: int
+    vllm_config: Any, box: partial[Box], spec: Any, view: Any, heads: Heads, pieces: int
 ) -> Iterator[Box]:
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 

@@ -78,14 +78,13 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Raises BadOption, or ValueError for a kind of parallelism that this connector does not support."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._options = read_options(transfer.kv_connector_extra_config)
+        self._options = options = read_options(transfer.kv_connector_extra_config)
         device = current_platform.device_type
         if (buffer := transfer.kv_buffer_device) != device:
             raise ValueError(f"there is no buffer: kv_buffer_device is {buffer}, and KV is on {device}")
         for name in ("pipeline", "decode_context", "prefill_context"):
             if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
                 raise ValueError(f"ReferenceConnector reads from TP ranks: {name}_parallel_size is {size}")
-        options = self._options
         host = options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._trust = trust(options, host, identity_of(vllm_config))
         self._listener: Listener | None = None
@@ -151,9 +150,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, self._transferred(block_ids))
 
     def _transferred(self, tables: Any) -> tuple[Any, ...]:

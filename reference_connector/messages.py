@@ -23,6 +23,7 @@ from reference_connector.plan import Table
 VERSION = 3  # of all messages between engines
 LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
+encode = msgspec.msgpack.encode
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -170,9 +171,6 @@ class Leases(msgspec.Struct, frozen=True, tag=True):
 
 class BadMessage(Exception):
     """Bytes that are not one of the expected messages."""
-
-
-encode = msgspec.msgpack.encode
 
 
 def decode(data: bytes, kind: Any, longest: int = LONGEST) -> Any:

@@ -10,7 +10,7 @@ neither fail nor end before it goes on. `tests/reference/nixl/test_nixl.py` meas
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,9 @@ class Reads:
         peer.reached |= plans.keys()
 
     def read_ledgers(
-        self, peer: Peer, ranks: Iterable[int], entry: int, deadline: float
+        self, peer: Peer, ranks: Collection[int], entry: int, deadline: float
     ) -> Generator[None, None, Ints]:
         """Read an entry of the ledgers of several ranks. int64 [rank]."""
-        ranks = list(ranks)
         while len(self._free) < len(ranks):
             yield
         places = [self._free.popleft() for _ in ranks]

@@ -102,9 +102,7 @@ class Scheduler:
         request.max_tokens = 1
         params[SHORTENED] = True
 
-    def request_finished(
-        self, request: Any, blocks: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
         """Whether P keeps the blocks of a request that has ended, and the parameters for D.
 
         `blocks`: of every group, those of computed tokens; 0, vLLM's null block, for those before a window.
@@ -241,9 +239,8 @@ class Scheduler:
 
 def _is_prefill(params: Any) -> bool:
     """Whether the router asks P to keep the KV of this request for D."""
-    return isinstance(params, dict) and bool(
-        params.get("do_remote_decode") and not params.get("do_remote_prefill")
-    )
+    asked = params if isinstance(params, dict) else {}
+    return bool(asked.get("do_remote_decode") and not asked.get("do_remote_prefill"))
 
 
 def _group_load(group: Group, table: Any, stop: int) -> GroupLoad:

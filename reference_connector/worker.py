@@ -187,9 +187,7 @@ class Worker:
         if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
         spans = [(group.start, group.stop) for group in load.groups]
-        remote = [
-            Table(*table) for table in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)
-        ]
+        remote = list(map(Table, handoff.remote_block_ids, handoff.remote_first_tokens))
         found = runs(peer.pairing, spans, load.groups, remote)
         planned = {rank: plan for rank, plan in found.items() if len(plan.length)}
         self._zero_ends(load)

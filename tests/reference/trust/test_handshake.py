@@ -168,3 +168,16 @@ def test_the_port_is_free_again() -> None:
     first.close()
     again = Listener(Address("127.0.0.1", first.port, "p", "second life"), [])
     again.close()
+
+
+def test_what_a_peer_writes_into_a_log_is_escaped_and_short(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = encode(Refusal("it is\n2026-11-24 ERROR \x1b[31m" + "x" * 900))
+    monkeypatch.setattr(listener, "reply", lambda question, peer: words)
+    with pytest.raises(HandshakeError, match=r"refused: it is\\n2026-11-24 ERROR \\x1b\[31mx+$") as raised:
+        fetch(address(listener), PATIENCE_S)
+    assert len(str(raised.value)) < 500 and str(raised.value).isprintable()
+    with pytest.raises(HandshakeError) as raised:
+        fetch(Address("127.0.0.1", listener.port, "p\n" + "e" * 1000, "first life"), PATIENCE_S)
+    assert len(str(raised.value)) < 1000 and str(raised.value).isprintable()
