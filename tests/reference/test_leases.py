@@ -169,3 +169,13 @@ def test_releases_before_the_order_are_forgotten_in_time(monkeypatch: pytest.Mon
     given.expire()
     given.on_notice(Leases(released=[number := new_number(9)]))
     assert given.give({number: "x"}) == {"x"}
+
+
+def test_no_notification_holds_a_step_of_p(make: Callable[..., WorkerEngine], wire: Wire) -> None:
+    p = make("p", 7)
+    for many in (400_000, 65_000):  # the first one is too long to be read
+        wire.inboxes["p"].append(encode(Leases(released=list(range(1, many)))))
+    began = time.thread_time()
+    p.worker.start(Orders())
+    assert time.thread_time() - began < 0.1 and not wire.inboxes["p"]
+    assert len(p.worker._leases._early) == EARLY
