@@ -12,6 +12,9 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector.options import BadOption, Options, read_options
 from reference_connector.plan import Runs
 from reference_connector.transport import Memory, Transport, TransportError
+from tests.helpers.fixtures import ROOT
+
+LINES = 2400  # of the whole reference connector
 
 
 @pytest.mark.parametrize(
@@ -172,3 +175,9 @@ def test_the_state_of_a_read(state: str, done: bool | None) -> None:
             transport.done(None)
     else:
         assert transport.done(None) is done
+
+
+def test_the_connector_is_read_in_an_hour() -> None:
+    files = sorted((ROOT / "reference_connector").rglob("*.py"))
+    assert len(files) > 10
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= LINES

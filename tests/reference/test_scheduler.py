@@ -323,21 +323,6 @@ def test_no_more_tokens_than_p_and_the_prompt_have(prompt: int, given_: int, com
     assert count == max(0, min(given_, prompt - 1) - computed) and between_steps == bool(count)
 
 
-def test_d_computes_what_a_peer_has_that_does_not_answer() -> None:
-    p, d = scheduler(), scheduler()
-    r = request("r", 40, handed(p, 40, [1, 2, 3]))
-    d.on_new_request(r)
-    peer = read(r).lease.peer
-    d.on_worker_report(set(), {peer: 1000.0})
-    assert d.get_num_new_matched_tokens(r, 0) == (0, False)
-    d.update_state_after_alloc(r, tables("nnn"), 0)
-    assert d.take_orders().releases == [read(r).lease], "P keeps nothing for it"
-    again = request("again", 40, handed(p, 40, [1, 2, 3], name="again-p"))
-    d.on_new_request(again)
-    d.on_worker_report(set(), {peer: 0.0})
-    assert d.get_num_new_matched_tokens(again, 0) == (39, True), "its time is over"
-
-
 def test_a_lease_that_is_needed_again_is_held_again() -> None:
     p, d = scheduler(), scheduler()
     params = handed(p, 40, [1, 2, 3])
@@ -350,9 +335,3 @@ def test_a_lease_that_is_needed_again_is_held_again() -> None:
     assert not d.busy and not d.take_orders().releases
     d.request_finished(request("again", 40, params), ([],))
     assert d.take_orders().releases == released
-
-
-def read(r: Any) -> Handoff:
-    handoff = Handoff.read(r.kv_transfer_params)
-    assert handoff is not None
-    return handoff

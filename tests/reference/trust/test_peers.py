@@ -13,9 +13,9 @@ import pytest
 
 from reference_connector import peers as peers_module
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import Address, Rank
+from reference_connector.messages import Address, Handoff, Rank
 from reference_connector.peers import Peers, State
-from tests.reference.doubles import PATIENCE_S, Local, Wire, box
+from tests.reference.doubles import PATIENCE_S, Local, Wire, box, request, scheduler, tables
 
 BOX = box(np.zeros((10, 64), dtype=np.uint8))
 RANKS = (Rank(b"agent", ("DRAM", 0), 8192, (BOX,)),)
@@ -111,3 +111,18 @@ def test_a_worker_remembers_so_many_peers(
         meet(known, address(number))
     assert len(known._peers) <= 8
     assert known._peers[address(1)] is read_from, "it is read from"
+
+
+def test_d_s_scheduler_asks_a_peer_nothing_that_does_not_answer() -> None:
+    p, d = scheduler(), scheduler()
+    _, params = p.request_finished(request("r-p", 40, {"do_remote_decode": True}), ([1, 2, 3],))
+    lease = Handoff.read(params).lease
+    r, again = request("r", 40, params), request("again", 40, params)
+    d.on_new_request(r)
+    d.on_worker_report(set(), {lease.peer: 1000.0})
+    assert d.get_num_new_matched_tokens(r, 0) == (0, False)
+    d.update_state_after_alloc(r, tables("nnn"), 0)
+    assert d.take_orders().releases == [lease], "P keeps nothing for it"
+    d.on_new_request(again)
+    d.on_worker_report(set(), {lease.peer: 0.0})
+    assert d.get_num_new_matched_tokens(again, 0) == (39, True), "the pause is over"
