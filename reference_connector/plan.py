@@ -10,11 +10,11 @@ model) is left alone. Layers of one shape that are evenly spaced on both sides b
 
     D's blocks of 4 tokens  |       |       |       |       |
     P's blocks of 6 tokens  |           |           |           |
-    needed                      [-------------------)             tokens 2 to 12 here, or what D lacks
-    _begin                  [<--                                  at the start of D's block
-    _cuts                   [-------|---|---|-------)             cut where a block ends on either side
-    _end                                            |-->)         read on, where that makes fewer runs
-    _between_tokens         [-|-|-|-|-|-|-|-|-|-|-|-)             or cut here, if tokens do not lie together
+    needed                      [---------------)                 tokens 2 to 10 here: what D lacks
+    _begin                  [<--                                  from the start of D's block
+    _cuts                   [-------|---|---|---)                 cut where a block ends on either side
+    _end                                        )-->|             read on, where that makes fewer runs
+    _between_tokens         [-|-|-|-|-|-|-|-|-|-)                 or cut here, if tokens do not lie together
     _widen                  a cut of all layers, heads, ... that lie together is one run
 
 No loop goes over blocks or tokens. Runs that follow each other become one, and layers are multiplied last.
