@@ -46,7 +46,7 @@ from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
-from reference_connector.scheduler import Group, _part
+from reference_connector.scheduler import Group, _group_load
 
 BLOCK, REPEAT, PATIENCE_S = 16, 4, 120.0  # tokens; hand-overs of a pair for each order of blocks; seconds
 LLAMA = [("llama3_1_8b", "P1D1", 64), ("llama3_1_8b", "P1D1", 1024), ("llama3_1_8b", "P2D1", 1024)]
@@ -289,7 +289,7 @@ def planned(model: str, length: int, windows: bool = True) -> int:
         [SimpleNamespace(block_id=1 + i, is_null=False, block_hash=None) for i in range(-(-length // BLOCK))],
     )
     for kind in (layer.kind for layer in expand_layers(load_geometries()[model])):
-        part = _part(
+        part = _group_load(
             Group(BLOCK, window=kind.window if windows and isinstance(kind, SlidingWindow) else 0),
             fresh,
             length - 1,

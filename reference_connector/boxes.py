@@ -8,28 +8,24 @@ that lie together and are never cut. The cell of token t of block b with coordin
 
 and nothing else is needed to find it. Every layout (LBHNC, LBNHC, BLHNC, ...) is a choice of strides,
 every split over tensor parallel ranks a choice of ranges. Coordinates are **absolute**: KV head 5 is head 5
-of the model on whichever rank it lies. So boxes of two engines that have nothing but the model in common are
-compared by intersecting ranges. plan.py does that.
+of the model on whichever rank it lies. So plan.py compares boxes of two engines by intersecting ranges.
 
     attention    part "kv", axis head: a cell is [K | V] of one head for one token
     MLA          the same with a single head, which every rank holds
     state        a box for each part: "conv.q", "conv.k", "conv.v" with the axes channel and tap, and "ssm"
                  with the axis head. A state has no tokens; its boxes have one token in a block
-    pages        where a backend's page is not heads x tokens (_is_page), a cell of the part "tile" holds a
-                 whole block of one slot and all heads of the rank. Only ranks with the same heads and
-                 blocks of the same size can exchange it
-    CPU_ATTN     K is transposed within a block, so the bytes of a token are not contiguous. A cell of the
-                 part "tile" holds all tokens of a block; the parts "k" and "v" are the same bytes in small
-                 cells, for a peer whose blocks have another size
+    pages        of backends whose page is not heads x tokens (_is_page): a cell of the part "tile" holds a
+                 whole block of one slot and all heads of the rank. It fits the same heads and block size only
+    CPU_ATTN     K is transposed within a block, so a cell of the part "tile" holds all tokens of a block. The
+                 parts "k" and "v" are the same bytes in small cells, for a peer with another block size
 
 Boxes are what ranks publish to their peers: msgspec encodes them, about 150 bytes each.
 `boxes_of` is the only function of this package that knows how vLLM lays out KV memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -37,6 +33,7 @@ import msgspec
 # Numbers that come from a peer are checked when they are decoded.
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Heads = tuple[int, int, int]  # of a rank: the first one, the end, and how many all ranks hold
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
@@ -73,11 +70,9 @@ def boxes_of(
     """The boxes of one rank, in the order of `kv_cache_config.transfer_groups` and of their layers.
 
     `kv_caches`: what vLLM hands to `register_kv_caches`: layer name -> view [kernel block, head, token,
-    content] of the allocation; of a state int8 [block, 1, 1, bytes]. A layer that uses another layer's KV has
-    no memory of its own and no box.
-    Raises ValueError, with one sentence, for a layer that boxes cannot describe.
-    Sources in vLLM: `create_kv_cache_views` of v1/kv_cache_interface.py, `bind_kv_cache` of
-    model_executor/layers/mamba/abstract.py.
+    content] of the allocation; of a state int8 [block, 1, 1, bytes]. See `create_kv_cache_views` of
+    v1/kv_cache_interface.py, and `bind_kv_cache` of model_executor/layers/mamba/abstract.py. A layer that
+    uses another layer's KV has no box. Raises ValueError for a layer that boxes cannot describe.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
@@ -85,38 +80,29 @@ def boxes_of(
     boxes: list[Box] = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         of_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        for name in group.layer_names:
+        for name in (name for name in group.layer_names if name in owners):
             spec, view = of_layer.get(name, group.kv_cache_spec), kv_caches.get(name)
-            if name not in owners:
-                continue
+            box = partial(Box, layer=name, group=index)
             if view is None:
                 raise ValueError(f"vLLM registered no KV cache for layer {name} of group {index}.")
-            common = {"layer": name, "group": index}
             if isinstance(spec, MambaSpec):
-                boxes += _state_boxes(
-                    common, spec, view, *((0, 1) if spec.tp_replicated else (tp_rank, tp_size))
-                )
+                rank, size = (0, 1) if spec.tp_replicated else (tp_rank, tp_size)
+                boxes += _state_boxes(box, spec, view, rank, size)
             elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
                 here = view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
                 heads = _heads(vllm_config, name, spec, here, tp_rank, tp_size)
-                boxes += _attention_boxes(
-                    vllm_config, common, spec, view, heads, view.shape[0] // kv_cache_config.num_blocks
-                )
+                pieces = view.shape[0] // kv_cache_config.num_blocks
+                boxes += _attention_boxes(vllm_config, box, spec, view, heads, pieces)
             else:
-                raise ValueError(
-                    f"Layer {name} has KV of type {type(spec).__name__} with strides {view.stride()}, "
-                    "which boxes cannot describe."
-                )
+                kind = f"{type(spec).__name__} with strides {view.stride()}"
+                raise ValueError(f"Layer {name} has KV of type {kind}, which boxes cannot describe.")
     return tuple(boxes)
 
 
-def _heads(
-    vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int
-) -> tuple[int, int, int]:
-    """(first, end, whole) of the KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
+def _heads(vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int) -> Heads:
+    """The KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
-    A rank with one head cannot tell from the cache how many there are; the configuration of the model has the
-    number, and that of the draft model for draft layers.
+    A rank with one head asks the configuration how many there are: of the model, or of the draft model.
     """
     if spec.max_tp_shards is not None:
         shards = min(spec.max_tp_shards, tp_size)
@@ -135,13 +121,12 @@ def _is_draft(vllm_config: Any, name: str) -> bool:
     """Whether this is a draft layer. Not every model runner marks them; their numbers follow the model's."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     numbers = [int(word) for word in name.split(".") if word.isdigit()]
-    return getattr(layer, "is_draft_layer", False) or bool(
-        numbers and numbers[0] >= vllm_config.model_config.get_total_num_hidden_layers()
-    )
+    many = vllm_config.model_config.get_total_num_hidden_layers()
+    return getattr(layer, "is_draft_layer", False) or any(number >= many for number in numbers[:1])
 
 
 def _is_page(spec: Any) -> bool:
-    """Whether a block is more than heads x tokens: what a token has lies in several places of it.
+    """Whether a block is more than heads x tokens.
 
     K and V in slots of their own, with heads or scales in an order of the kernel (`customize_spec` of
     FlashInfer with NVFP4, ROCM_ATTN, ROCM_AITER_FA with the shuffled layout, and B12X); scales behind all
@@ -156,101 +141,87 @@ def _is_page(spec: Any) -> bool:
 
 
 def _attention_boxes(
-    vllm_config: Any, common: Any, spec: Any, view: Any, heads: tuple[int, int, int], pieces: int
+    vllm_config: Any, box: partial[Box], spec: Any, view: Any, heads: Heads, pieces: int
 ) -> Iterator[Box]:
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
-    size, (blocks, _, tokens, content) = view.element_size(), view.shape
+    layer, cache_dtype = box.keywords["layer"], vllm_config.cache_config.cache_dtype
+    backend = get_current_attn_backends(vllm_config, [layer])[0].get_name()
+    size, (blocks, slots, tokens, content) = view.element_size(), view.shape
     block, head, token = (stride * size for stride in view.stride()[:3])
-    width, cache_dtype = content * size, vllm_config.cache_config.cache_dtype
-    quantised = bool(spec.kv_quant_mode)
-    element = cache_dtype if quantised else str(spec.dtype).removeprefix("torch.")
-    axis = Axis("head", *heads, head)
-    backend = get_current_attn_backends(vllm_config, [common["layer"]])[0]
-    common |= {"address": view.data_ptr(), "num_blocks": blocks, "block_stride": block}
-    common |= {"pieces": pieces, "tokens": tokens}
-    if _is_page(spec):
-        if token != width:
-            raise ValueError(f"Layer {common['layer']} has pages of {backend.get_name()} that are not dense.")
+    width, axis = content * size, Axis("head", *heads, head)
+    element = cache_dtype if spec.kv_quant_mode else _name(spec.dtype)
+    page = _is_page(spec)
+    if not page and backend != "CPU_ATTN":
+        if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
+            blocks, block, tokens, pieces = blocks // pieces, block * pieces, tokens * pieces, 1
+        box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces, unit=1)
+        box = partial(box, part="kv", element=element, address=view.data_ptr())
+        yield box(token_stride=token, axes=(axis,), width=width)
+        return
+    if token != width:
+        raise ValueError(f"Layer {layer}: {backend} has nothing between the tokens of a block, and here is.")
+    box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces)
+    tile = partial(box, part="tile", address=view.data_ptr(), unit=tokens, token_stride=0)
+    tile = partial(tile, width=tokens * width)
+    if page:
         first, end, whole = heads
         ranks = Axis("rank", first // (end - first), end // (end - first), whole // (end - first), 0)
-        slots = Axis("slot", 0, view.shape[1], view.shape[1], head)
-        element = f"{cache_dtype if quantised else element} of {backend.get_name()}"
-        yield Box(
-            **common,
-            part="tile",
-            element=element,
-            unit=tokens,
-            token_stride=0,
-            axes=(ranks, slots),
-            width=tokens * width,
-        )
+        yield tile(element=f"{element} of {backend}", axes=(ranks, Axis("slot", 0, slots, slots, head)))
         return
-    if backend.get_name() != "CPU_ATTN":
-        if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
-            common |= {"num_blocks": blocks // pieces, "block_stride": block * pieces}
-            common |= {"pieces": 1, "tokens": tokens * pieces}
-        yield Box(**common, part="kv", element=element, unit=1, token_stride=token, axes=(axis,), width=width)
-        return
-    # [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM's Python does not
-    # show this; the tests look at what the kernel writes. The AMX kernel packs K into tiles of its own, which
-    # can only be copied as whole blocks.
+    # CPU_ATTN: [K | V] of a block and head, K as [element, token] and V as [token, element]. vLLM's Python
+    # does not show this; the tests look at what the kernel writes. The AMX kernel packs K into tiles of its
+    # own, which can only be copied as whole blocks.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    if token != width:
-        raise ValueError(
-            f"Layer {common['layer']} has heads between the tokens of a block, and CPU_ATTN has none there."
-        )
-    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype)
-    isa = isa.removesuffix("16")  # vec16 has the layout of vec
-    tile = f"{element} of CPU_ATTN {isa}"
-    yield Box(
-        **common, part="tile", element=tile, unit=tokens, token_stride=0, axes=(axis,), width=tokens * width
-    )
-    if isa == "vec" and not quantised:
+    isa = _get_attn_isa(spec.dtype, tokens, spec.head_size, cache_dtype).removesuffix("16")  # vec16 is as vec
+    element = f"{element} of CPU_ATTN {isa}"
+    yield tile(element=element, axes=(axis,))
+    if isa == "vec" and not spec.kv_quant_mode:
         row = spec.head_size * size
         inner = Axis("element", 0, spec.head_size, spec.head_size, tokens * size)
-        yield Box(**common, part="k", element=tile, unit=1, token_stride=size, axes=(axis, inner), width=size)
-        common |= {"address": view.data_ptr() + tokens * row}
-        yield Box(**common, part="v", element=tile, unit=1, token_stride=row, axes=(axis,), width=row)
+        box = partial(box, element=element, unit=1)
+        k, v = view.data_ptr(), view.data_ptr() + tokens * row
+        yield box(part="k", address=k, token_stride=size, axes=(axis, inner), width=size)
+        yield box(part="v", address=v, token_stride=row, axes=(axis,), width=row)
 
 
-def _state_boxes(common: Any, spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:
+def _state_boxes(box: partial[Box], spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:
     """The parts of a state in the order of memory: the convolution's taps, then the matrix of each head.
 
-    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own. Its
-    layout is DS = [channel, tap] or SD = [tap, channel], for all layers of the process.
+    Channels of the convolution are [Q | K | V] (x, B, C of Mamba2), each of them sharded on its own.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    kind = spec.mamba_type.name
-    if kind not in _STATES or len(spec.shapes) != _STATES[kind]:
-        raise ValueError(
-            f"Layer {common['layer']} has {len(spec.shapes)} states of kind {kind}, which have no boxes."
-        )
-    common |= {"num_blocks": view.shape[0], "block_stride": view.stride(0), "token_stride": 0}
-    common |= {"pieces": 1, "tokens": 1, "unit": 1}
-    address = view.data_ptr()
-    shapes = list(zip(spec.shapes, spec.dtypes, strict=True))
+    kind, layer = spec.mamba_type.name, box.keywords["layer"]
+    if len(spec.shapes) != _STATES.get(kind):
+        raise ValueError(f"Layer {layer} has {len(spec.shapes)} states of kind {kind}, which have no boxes.")
+    box = partial(box, num_blocks=view.shape[0], block_stride=view.stride(0))
+    box = partial(box, pieces=1, tokens=1, unit=1, token_stride=0)
+    address, shapes = view.data_ptr(), list(zip(spec.shapes, spec.dtypes, strict=True))
     if kind != "LINEAR":
         (shape, dtype), *shapes = shapes
-        (channels, taps), width = shape if is_conv_state_dim_first() else shape[::-1], dtype.itemsize
-        strides = (taps * width, width) if is_conv_state_dim_first() else (width, channels * width)
-        at = address
+        width, at = dtype.itemsize, address
+        if is_conv_state_dim_first():
+            channels, taps = shape  # DS
+            strides = (taps * width, width)
+        else:
+            taps, channels = shape  # SD
+            strides = (width, channels * width)
         for part, number in _conv_parts(kind, channels, spec.shapes):
-            axes = (
-                Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0]),
-                Axis("tap", 0, taps, taps, strides[1]),
-            )
-            element = str(dtype).removeprefix("torch.")
-            yield Box(**common, part=part, element=element, address=at, axes=axes, width=width)
+            channel = Axis("channel", rank * number, (rank + 1) * number, size * number, strides[0])
+            axes = (channel, Axis("tap", 0, taps, taps, strides[1]))
+            yield box(part=part, element=_name(dtype), address=at, axes=axes, width=width)
             at += number * strides[0]
         address += channels * taps * width
     for shape, dtype in shapes:
         width = math.prod(shape[1:]) * dtype.itemsize
         heads = Axis("head", rank * shape[0], (rank + 1) * shape[0], size * shape[0], width)
-        element = str(dtype).removeprefix("torch.")
-        yield Box(**common, part="ssm", element=element, address=address, axes=(heads,), width=width)
+        yield box(part="ssm", element=_name(dtype), address=address, axes=(heads,), width=width)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Kind of vLLM's MambaSpec -> number of its states.

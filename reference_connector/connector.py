@@ -7,49 +7,36 @@
     peers.py, handshake.py     how a worker of D meets those of P
     trust/                     whom D believes, and whom P lets read; whether P's KV is that of D's model
     boxes.py, plan.py          how memory is described, and how two descriptions become runs of bytes
-    integrity.py               whether the bytes that arrived are P's
     transport.py, options.py   what moves them: NIXL; what can be set
     statistics.py              what vLLM logs and counts
 
 vLLM makes one object of this class in the scheduler's process, and before that one in each worker. They
-communicate through `Metadata` (scheduler to workers, each step), `NotifiedLeases` (back) and `CardMetadata`
-(once).
+communicate through `Metadata` (scheduler to workers, each step), `WorkerReport` (back) and
+`HandshakeMetadata` (once).
 """
 
-from __future__ import annotations
-
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from reference_connector.boxes import boxes_of
 from reference_connector.handshake import Listener
-from reference_connector.messages import Card, Lease, Orders
+from reference_connector.messages import Address, Lease, Orders, Rank
 from reference_connector.options import read_options
 from reference_connector.scheduler import Group, Scheduler
 from reference_connector.statistics import ReferenceMetrics, ReferenceStats
-from reference_connector.transport import HOST, Memory, Nixl
+from reference_connector.transport import HOST, Memory, Transport
 from reference_connector.trust.authentication import trust
 from reference_connector.trust.identity import identity_of
 from reference_connector.worker import Worker, no_stats
@@ -61,70 +48,58 @@ except ImportError:  # vLLM 0.31
 
 
 @dataclass
-class Metadata(KVConnectorMetadata):
+class Metadata(base.KVConnectorMetadata):
     orders: Orders
 
 
 @dataclass
-class CardMetadata(KVConnectorHandshakeMetadata):
-    card: Card
+class HandshakeMetadata(base.KVConnectorHandshakeMetadata):
+    rank: Rank
 
 
 @dataclass
-class NotifiedLeases(KVConnectorWorkerMetadata):
-    leases: set[Lease]
+class WorkerReport(base.KVConnectorWorkerMetadata):
+    """See `Results` in worker.py."""
 
-    def aggregate(self, other: Any) -> KVConnectorWorkerMetadata:
-        return NotifiedLeases(self.leases | other.leases)
+    notified: set[Lease] = field(default_factory=set)
+    missed: dict[Address, float] = field(default_factory=dict)
+
+    def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
+        return WorkerReport(self.notified | other.notified, self.missed | other.missed)
 
 
-class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
+class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
     if CacheHitSource is not None:
         _cache_hit_source = CacheHitSource.P2P
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+    def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises BadOption, or ValueError for a kind of parallelism that this connector does not support."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._options = read_options(transfer.kv_connector_extra_config)
-        if transfer.kv_buffer_device != current_platform.device_type:
-            raise ValueError(
-                "ReferenceConnector reads KV where it lies, without a buffer: kv_buffer_device is "
-                f"{transfer.kv_buffer_device}, and KV is on {current_platform.device_type}"
-            )
-        for name in (
-            "pipeline_parallel_size",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-        ):
-            if getattr(parallel, name) > 1:
-                raise ValueError(
-                    f"ReferenceConnector has no such parallelism: {name} is {getattr(parallel, name)}"
-                )
-        host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-        self._trust = trust(self._options, host, identity_of(vllm_config))
+        self._options = options = read_options(transfer.kv_connector_extra_config)
+        device = current_platform.device_type
+        if (buffer := transfer.kv_buffer_device) != device:
+            raise ValueError(f"there is no buffer: kv_buffer_device is {buffer}, and KV is on {device}")
+        for name in ("pipeline", "decode_context", "prefill_context"):
+            if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
+                raise ValueError(f"ReferenceConnector reads from TP ranks: {name}_parallel_size is {size}")
+        host = options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._trust = trust(options, host, identity_of(vllm_config))
         self._listener: Listener | None = None
-        self._notified: set[Lease] = set()  # see Results in worker.py
-        if role == KVConnectorRole.SCHEDULER:
+        self._report = WorkerReport()
+        if role == base.KVConnectorRole.SCHEDULER:
             given = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT") else 0
-            port = given if self._options.side_channel_port is None else self._options.side_channel_port
+            port = given if options.side_channel_port is None else options.side_channel_port
             port = port + parallel.data_parallel_index if port else 0
-            self._me = (host, port, transfer.engine_id, str(uuid.uuid4()))
+            self._me = Address(host, port, transfer.engine_id, str(uuid.uuid4()))
             keys = ("remote_host", "remote_port", "remote_engine_id", "remote_incarnation")
-            self._address = dict(zip(keys, self._me, strict=True))
+            self._address = dict(zip(keys, msgspec.structs.astuple(self._me), strict=True))
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             caching = vllm_config.cache_config.enable_prefix_caching
-            self._scheduler = Scheduler(
-                _groups(kv_cache_config),
-                self._address,
-                lookahead,
-                self._options.heartbeat,
-                caching,
-                self._trust,
-                self._options.kv_lease_duration,
-            )
+            groups = _groups(kv_cache_config)
+            self._scheduler = Scheduler(groups, self._address, lookahead, caching, options, self._trust)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -133,33 +108,23 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: after a sleep vLLM maps the KV cache anew, and the memory would have to be registered again.
-
-        vLLM asks since 0.33.
-        """
+        """False (vLLM asks since 0.33): after a sleep the KV cache would have to be registered again."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout with the longest runs; any other works as well.
-
-        vLLM splits the large blocks of hybrid models for kernels, but not where layers lie side by side in a
-        block.
-        """
+        """The layout with the longest runs that vLLM can split for kernels; any other works as well."""
         model = vllm_config.model_config
-        return (
-            None if model is None else "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
-        )
+        if model is None:
+            return None
+        return "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Start to listen to peers: all workers have registered their memory."""
-        cards = [found.card for _, found in sorted(metadata.items()) if isinstance(found, CardMetadata)]
-        if self._listener is not None or not cards:
-            return
-        self._listener = Listener(*self._me, cards, self._trust)
-        self._address["remote_port"] = self._listener.port
+        ranks = [found.rank for _, found in sorted(metadata.items()) if isinstance(found, HandshakeMetadata)]
+        if self._listener is None and ranks:
+            self._listener = Listener(self._me, ranks, self._trust)
+            self._address["remote_port"] = self._listener.port
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
@@ -168,27 +133,24 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.update_state_after_alloc(
-            request, self._transferred(blocks.blocks), num_external_tokens
-        )
+        tables = self._transferred(blocks.blocks)
+        self._scheduler.update_state_after_alloc(request, tables, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         return Metadata(self._scheduler.take_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.on_loads_finished(connector_output.finished_recving)
-        if isinstance(notified := connector_output.kv_connector_worker_meta, NotifiedLeases):
-            self._scheduler.on_notified(notified.leases)
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
+            self._scheduler.on_worker_report(report.notified, report.missed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, self._transferred((block_ids,)))
+        return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, self._transferred(block_ids))
 
     def _transferred(self, tables: Any) -> tuple[Any, ...]:
@@ -200,31 +162,33 @@ class ReferenceConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.busy
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
         options = self._options
         memory = _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
-        transport = Nixl(list(options.backends), options.num_threads, progress)
+        transport = Transport(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
-        zeroed = _zeroed(self._kv_cache_config)
+        zeroed = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False)
         self._worker = Worker(options, rank, size, transport, boxes, memory, self._trust, zeroed)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return CardMetadata(self._worker.card)
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
+        return HandshakeMetadata(self._worker.published)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if isinstance(metadata, Metadata):
             self._worker.start(metadata.orders)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         results = self._worker.results()
-        self._notified |= results.notified
-        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+        self._report.notified |= results.notified
+        self._report.missed |= results.missed
+        return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        notified, self._notified = self._notified, set()
-        return NotifiedLeases(notified) if notified else None
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
+        report, self._report = self._report, WorkerReport()
+        return report if report.notified or report.missed else None
 
     # Loads end before their request runs, and D reads from P's cache: nothing is done layer by layer.
     def wait_for_layer_load(self, layer_name: str) -> None: ...
@@ -266,9 +230,8 @@ def _allocations(kv_caches: dict[str, Any]) -> list[Memory]:
         storage, device = view.untyped_storage(), view.device
         place = HOST if device.type == "cpu" else ("VRAM", device.index or 0)
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        view = partial(lambda flat, start, count: flat[start : start + count].cpu().numpy(), flat)
         zero = partial(_zero, flat)
-        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, view, zero)
+        found[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), place, zero)
     return list(found.values())
 
 
@@ -276,14 +239,3 @@ def _zero(flat: torch.Tensor, start: int, count: int) -> None:
     flat[start : start + count].zero_()
     if flat.is_cuda:  # a read may write next to these bytes, or over them
         torch.cuda.current_stream(flat.device).synchronize()
-
-
-def _zeroed(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """The transfer groups of which vLLM zeroes new blocks, unless a connector loads into them.
-
-    See needs_kv_cache_zeroing, and SingleTypeKVCacheManager.__init__ of v1/core/.
-    """
-    if not getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return frozenset()
-    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    return frozenset(index for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec))

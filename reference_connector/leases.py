@@ -6,15 +6,16 @@ A peer does not know the number of a lease whose hand-over it has not got (`new_
 by mistake. One that sends all 2**26 numbers of a place can: who has the key is believed.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from reference_connector.messages import LEDGER, Leases
-from reference_connector.plan import Ints
+from reference_connector.transport import Memory
 
 logger = logging.getLogger("vllm.reference_connector.leases")
 RANDOM_BITS = 26  # of a number, below its place in the order of leases. JSON keeps 53 bits
@@ -32,7 +33,7 @@ def entry_of(number: int) -> int:
 
 
 @dataclass
-class Given:
+class GivenLease:
     """A lease that has not ended."""
 
     request: str
@@ -40,22 +41,23 @@ class Given:
 
 
 class GivenLeases:
-    """The leases that one worker of P has given."""
+    """The leases that one worker of P has given. Methods return the requests whose lease has ended."""
 
-    def __init__(self, ledger: Ints, seconds: float):
-        """`ledger`: int64 [LEDGER], which peers read."""
-        self._ledger, self._seconds = ledger, seconds
-        self._given: dict[int, Given] = {}  # by number
+    def __init__(self, seconds: float):
+        self.ledger = np.zeros(LEDGER, np.int64)
+        self.memory = Memory(self.ledger.ctypes.data, self.ledger.nbytes)
+        self._seconds = seconds
+        self._given: dict[int, GivenLease] = {}  # by number
         self._early: dict[int, float] = {}  # number -> until when its release is kept
 
     def give(self, leases: dict[int, str]) -> set[str]:
-        """Begin leases, number -> request. Returns requests whose lease has ended."""
+        """Begin leases: number -> request."""
         until = time.monotonic() + self._seconds
-        self._given |= {number: Given(request, until) for number, request in leases.items()}
-        return self._end([number for number in leases if self._early.pop(number, None)])
+        self._given |= {number: GivenLease(request, until) for number, request in leases.items()}
+        return self._end(number for number in leases if self._early.pop(number, None))
 
     def on_notice(self, notice: Leases) -> set[str]:
-        """What a peer releases and renews. Returns requests whose lease has ended."""
+        """What a peer releases and renews."""
         now = time.monotonic()
         for number in self._given.keys() & notice.renewed:
             lease = self._given[number]
@@ -63,21 +65,22 @@ class GivenLeases:
         for number in notice.released:
             if number not in self._given and len(self._early) < EARLY:
                 self._early[number] = now + self._seconds
-        return self._end(list(self._given.keys() & notice.released))
+        return self._end(self._given.keys() & notice.released)
 
     def expire(self) -> set[str]:
-        """Requests whose lease is over, since no peer has read them within its time."""
+        """End leases whose time is over: no peer has read them within it."""
         now = time.monotonic()
         self._early = {number: until for number, until in self._early.items() if until > now}
-        over = [number for number, lease in self._given.items() if lease.until < now]
-        for number in over:
-            name = self._given[number].request
-            logger.warning("request %s was not read within its lease of %g s", name, self._seconds)
-        return self._end(over)
+        ended = self._end([number for number, lease in self._given.items() if lease.until < now])
+        for request in ended:
+            logger.warning("request %s was not read within its lease of %g s", request, self._seconds)
+        return ended
 
-    def _end(self, numbers: list[int]) -> set[str]:
+    def _end(self, numbers: Iterable[int]) -> set[str]:
         """End leases: first write the ledger, then release the blocks; see messages.py."""
+        ended = set()
         for number in numbers:
             entry = entry_of(number)  # an earlier lease may have the same one, and end later
-            self._ledger[entry] = max(self._ledger[entry], number)
-        return {self._given.pop(number).request for number in numbers}
+            self.ledger[entry] = max(self.ledger[entry], number)
+            ended.add(self._given.pop(number).request)
+        return ended

@@ -2,34 +2,28 @@
 
     Handoff        P's scheduler -> router -> D's scheduler   `kv_transfer_params` of a request
     Orders         scheduler -> its workers                   what is new in a step
-    Ask, Answer    D's worker -> P's side channel and back    the handshake: P's ranks and their memory
-    Challenge, Proof, Sealed   between the two, with a key    D proves the key; P proves it with its answer
+    Ask, Challenge, Proof, Sealed   D's worker <-> P's side channel   the handshake, see handshake.py
     Leases         D's worker 0 -> P's workers                notification: leases to end, leases to renew
-    Query          D's worker -> one of P's                   notification: send a digest (integrity)
 
 **The lease.** When P has computed a prompt its blocks stay, under a lease with a number that this engine
 gives out once. The lease ends when D releases it or when its time is over. Then each worker of P writes the
-number into its **ledger** (see leases.py) before it releases the blocks. D reads that entry after the
-KV. An entry below the number proves that the lease was valid all the time. Otherwise the bytes that D read
-may belong to another request.
-
-The ledger is the first part of a worker's **board**, an array of int64 in registered memory that D reads with
-NIXL and without P's help. The second part has the answers to queries: the ticket, which P writes last and
-D reads first; the digest, zeros if there is none; one unused number.
+number into its **ledger** (see leases.py) before it releases the blocks. The ledger is an array of int64 in
+registered memory. D reads the lease's entry of it with NIXL, after the KV and without P's help. An entry
+below the number proves that the lease was valid all the time. Otherwise the bytes that D read may belong to
+another request.
 """
-
-from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgspec
 
 from reference_connector.boxes import Box
+from reference_connector.plan import Table
 
-VERSION = 2  # of all messages between engines
+VERSION = 3  # of all messages between engines
 LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
-ANSWERS, ANSWER = 1 << 12, 4  # how many, numbers each. Of two queries that share one the first may ask again
+encode = msgspec.msgpack.encode
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -43,6 +37,9 @@ Numbers = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # of leases
 class BadParams(Exception):
     """`kv_transfer_params` that this connector cannot use. The message is one sentence."""
 
+    def __init__(self, why: str):
+        super().__init__(f"kv_transfer_params: {why}")
+
 
 class Address(msgspec.Struct, frozen=True):
     """One life of one engine: after a restart the incarnation is different."""
@@ -51,6 +48,9 @@ class Address(msgspec.Struct, frozen=True):
     port: int
     engine: str
     incarnation: str
+
+    def __str__(self) -> str:
+        return escaped(f"{self.engine} at {self.host}:{self.port}")
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -84,43 +84,37 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
         peer = Address(self.remote_host, self.remote_port, self.remote_engine_id, self.remote_incarnation)
         return Lease(peer, self.remote_lease)
 
+    def __post_init__(self) -> None:
+        if self.do_remote_decode:
+            raise ValueError("do_remote_prefill and do_remote_decode cannot both be true")
+        if len(self.remote_first_tokens) != len(self.remote_block_ids):
+            raise ValueError("remote_block_ids and remote_first_tokens differ in length")
+        if not any(self.remote_block_ids):
+            raise ValueError("remote_block_ids has no block")
 
-def read_params(params: Any) -> Handoff | None:
-    """Read `kv_transfer_params` of a request on D; None if they describe no hand-over. Raises BadParams."""
-    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
-        return None
-    try:
-        handoff = msgspec.convert(params, Handoff)
-    except (ValueError, TypeError) as error:
-        raise BadParams(f"kv_transfer_params: {error}") from None
-    if handoff.do_remote_decode:
-        raise BadParams("kv_transfer_params: do_remote_prefill and do_remote_decode cannot both be true")
-    if len(handoff.remote_first_tokens) != len(handoff.remote_block_ids):
-        raise BadParams(
-            "kv_transfer_params: remote_block_ids and remote_first_tokens have different numbers of groups"
-        )
-    if not any(handoff.remote_block_ids):
-        raise BadParams("kv_transfer_params: remote_block_ids has no block")
-    return handoff
+    @classmethod
+    def read(cls, params: Any) -> "Handoff | None":
+        """Of the params of a request on D; None if they describe no hand-over. Raises BadParams."""
+        if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+            return None
+        try:
+            return msgspec.convert(params, cls)
+        except (ValueError, TypeError) as error:
+            raise BadParams(escaped(error)) from None
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What D needs in one of its groups: tokens start to stop.
-
-    blocks[i] takes the tokens from first + i * (tokens per block) on.
-    """
+class GroupLoad(Table, frozen=True):
+    """What D loads in one of its groups: tokens start to stop, into the blocks of a table."""
 
     start: int = 0
     stop: int = 0
-    blocks: list[int] = []
-    first: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):
     """One request to be loaded, by D's groups."""
 
     handoff: Handoff
-    parts: list[Part]
+    groups: list[GroupLoad]
 
 
 class Orders(msgspec.Struct):
@@ -132,12 +126,12 @@ class Orders(msgspec.Struct):
     renewals: list[Lease] = []
 
 
-class Card(msgspec.Struct, frozen=True):
-    """What a worker publishes to its peers."""
+class Rank(msgspec.Struct, frozen=True):
+    """What a worker publishes to its peers, as its handshake metadata."""
 
     agent: bytes  # NIXL's metadata
     place: tuple[str, int]  # of KV, see transport.py
-    board: int  # address, in host memory
+    ledger: int  # address, in host memory
     boxes: tuple[Box, ...]
 
 
@@ -146,11 +140,6 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     engine: Name  # the one in the Handoff that D received
     incarnation: Name
     random: Random  # new for each question
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    cards: Annotated[list[Card], msgspec.Meta(min_length=1)]  # one a rank, in their order
-    identity: dict[str, str] = {}  # see trust/identity.py
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -166,6 +155,11 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
     mac: Random
 
 
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    ranks: Annotated[list[Rank], msgspec.Meta(min_length=1)]  # in their order
+    identity: dict[str, str] = {}  # see trust/identity.py
+
+
 class Refusal(msgspec.Struct, frozen=True, tag=True):
     sentence: Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -175,19 +169,8 @@ class Leases(msgspec.Struct, frozen=True, tag=True):
     renewed: Numbers = []  # still needed
 
 
-class Query(msgspec.Struct, frozen=True, tag=True):
-    ticket: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # random; the place of the answer follows from it
-    runs: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]  # int64 [2, n]: addresses, lengths
-
-
-Notice = Leases | Query
-
-
 class BadMessage(Exception):
     """Bytes that are not one of the expected messages."""
-
-
-encode = msgspec.msgpack.encode
 
 
 def decode(data: bytes, kind: Any, longest: int = LONGEST) -> Any:
@@ -197,4 +180,9 @@ def decode(data: bytes, kind: Any, longest: int = LONGEST) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as error:  # DecodeError and UnicodeDecodeError are ValueErrors
-        raise BadMessage(str(error)) from None
+        raise BadMessage(escaped(error)) from None
+
+
+def escaped(text: object) -> str:
+    """Words that a peer or a client may have written, as a part of a line in a log."""
+    return ascii(str(text))[1:-1][:300]

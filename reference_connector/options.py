@@ -1,7 +1,5 @@
 """Options: the keys of `kv_connector_extra_config`. All of them are checked before the engine starts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +19,9 @@ OF_NIXL_CONNECTOR = {
 class BadOption(ValueError):
     """An option is unknown, or its value is wrong. The message is one sentence."""
 
+    def __init__(self, why: str):
+        super().__init__(f"kv_connector_extra_config: {why}")
+
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options and their defaults. Times are in seconds."""
@@ -31,23 +32,16 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handshake_timeout: Seconds = 5.0  # for one answer of a peer's side channel
     transfer_timeout: Seconds = 120.0  # from the beginning of a load to its end; longer ones fail
     side_channel_host: str = ""  # where P listens and D asks; "": VLLM_NIXL_SIDE_CHANNEL_HOST
-    # Plus the data parallel index. 0: any free one, P tells D which. None: VLLM_NIXL_SIDE_CHANNEL_PORT where
-    # it is set, else 0.
+    # Plus the data parallel index. 0: any free one. None: VLLM_NIXL_SIDE_CHANNEL_PORT where it is set, else 0
     side_channel_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     backends: tuple[str, ...] = ("UCX",)  # of NIXL
     num_threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # of NIXL's backend, besides the caller's
     # NIXL's progress thread. None: on, except where KV is in host memory, since it keeps one core busy.
     progress_thread: bool | None = None
-    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and only with peers of this
-    # machine. See trust/authentication.py.
+    # The key of the deployment: "file:PATH", "env:NAME", or "none". "": none, and peers of this machine only
     key: str = ""
-    # The hosts to which D connects: names, addresses, or networks like "10.0.0.0/8". Empty: all.
-    peers: tuple[str, ...] = ()
-    # Facts of P that may differ from those of D, see trust/identity.py.
-    allow_different: tuple[Fact, ...] = ()
-    # Compare a digest of the bytes that D read with P's. Both sides need the option.
-    # It costs a pass over the bytes on both sides.
-    integrity: bool = False
+    peers: tuple[str, ...] = ()  # to which D connects: names, addresses, networks like "10.0.0.0/8". (): all
+    allow_different: tuple[Fact, ...] = ()  # of P and D, see trust/identity.py
 
     @property
     def heartbeat(self) -> float:
@@ -57,13 +51,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_options(extra: dict[str, Any]) -> Options:
     """The options of `kv_connector_extra_config`. Raises BadOption."""
     for name in sorted(set(extra) & set(OF_NIXL_CONNECTOR)):
-        raise BadOption(f"kv_connector_extra_config: {name} is NixlConnector's: {OF_NIXL_CONNECTOR[name]}")
+        raise BadOption(f"{name} is NixlConnector's: {OF_NIXL_CONNECTOR[name]}")
     if unknown := sorted(set(extra) - set(Options.__struct_fields__)):
-        raise BadOption(
-            f"kv_connector_extra_config: no option {unknown[0]!r}; "
-            f"there are {', '.join(Options.__struct_fields__)}"
-        )
+        raise BadOption(f"no option {unknown[0]!r}; there are {', '.join(Options.__struct_fields__)}")
     try:
         return msgspec.convert(extra, Options)
     except msgspec.ValidationError as error:
-        raise BadOption(f"kv_connector_extra_config: {error}") from None
+        raise BadOption(str(error)) from None

@@ -1,20 +1,24 @@
 """The plan: two sets of boxes become runs of bytes, from the memory of ranks of P to that of a rank of D.
 
-A hand-over is the intersection of P's boxes and D's boxes (boxes.py) in absolute coordinates. It is found in
-two steps.
+A hand-over is the intersection of P's boxes and D's boxes (boxes.py) in absolute coordinates.
 
 `pair`, once per peer: for every box of D, the boxes of P with the same layer and part whose ranges cover it.
 What several ranks hold (MLA, replicated heads) is read from one of them. A layer that only P has (a draft
-model) is left alone. Layers of one shape that are evenly spaced on both sides become one more axis, "layer",
-so that whatever follows is done once for all of them.
+model) is left alone. Layers of one shape that are evenly spaced on both sides become one more axis.
 
-`runs`, once per request: the tokens are cut where a block ends on either side. Each cut is as wide as its
-tokens; it is widened axis by axis as long as it is contiguous on both sides, and cuts that follow each other
-on both sides become one. What is left are the longest runs that two layouts have in common, as arrays. No
-loop goes over blocks or tokens, and layers are multiplied last.
+`runs`, once per request, takes five decisions for each pair of boxes:
+
+    D's blocks of 4 tokens  |       |       |       |       |
+    P's blocks of 6 tokens  |           |           |           |
+    needed                      [---------------)                 tokens 2 to 10 here: what D lacks
+    _begin                  [<--                                  from the start of D's block
+    _cuts                   [-------|---|---|---)                 cut where a block ends on either side
+    _end                                        )-->|             read on, where that makes fewer runs
+    _between_tokens         [-|-|-|-|-|-|-|-|-|-)                 or cut here, if tokens do not lie together
+    _widen                  a cut of all layers, heads, ... that lie together is one run
+
+No loop goes over blocks or tokens. Runs that follow each other become one, and layers are multiplied last.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -22,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,9 +34,7 @@ from reference_connector.boxes import Box
 
 Ints = NDArray[np.int64]
 WORTH = 1 << 14  # bytes that are not needed are read as well if that saves a run for each so many of them
-# Up to so many runs of a rank are compared with each other, in 2 ms at most. Of more runs only those of one
-# strip are neighbours, as a rule.
-EXACT = 1 << 15
+EXACT = 1 << 15  # runs of a rank that are compared with each other: 2 ms. Of more, only those of one strip
 Step = tuple[int, int, int]  # an axis of an intersection: how many, bytes from one to the next on D and on P
 
 
@@ -39,16 +42,14 @@ class Unplannable(Exception):
     """P's KV cannot be read into D's memory. The message is one sentence: what D needs, and what P has."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """The blocks of one request in one group of one engine.
+class Table(msgspec.Struct, frozen=True):
+    """The blocks of one request in one group of one engine, or a part of them.
 
-    blocks[i] holds the tokens from first + i * (tokens per block) on. Tokens are counted from the start of
-    the request. A part of a block table is fine; `first` is where it starts. Block 0 is vLLM's null block,
-    which keeps nothing. Of a state: one block, the slot, which keeps "token 0".
+    blocks[i] holds the tokens from first + i * (tokens per block) on. Block 0 is vLLM's null block, which
+    keeps nothing. Of a state: one block, the slot, which keeps "token 0".
     """
 
-    blocks: Sequence[int] | Ints
+    blocks: Sequence[int] = ()
     first: int = 0
 
 
@@ -65,9 +66,12 @@ class Runs:
         return int(self.length.sum())
 
 
+_Strip = tuple[Runs, tuple[Step, ...]]  # runs that repeat along axes
+
+
 @dataclass(frozen=True)
 class Match:
-    """The intersection of boxes of D with boxes of one rank of P: one box with two addresses."""
+    """The intersection of a box of D with one of P: a box with two addresses."""
 
     rank: int  # of P
     mine: Box  # how D cuts tokens into blocks: that of one of the layers
@@ -89,9 +93,8 @@ class Pairing:
 def pair(local: Sequence[Box], remote: Sequence[Sequence[Box]], rank: int = 0, size: int = 1) -> Pairing:
     """Pair this rank's boxes with those of P.
 
-    `local`: boxes of rank `rank` of D's `size` tensor parallel ranks; `remote[r]`: boxes of P's tensor
-    parallel rank r, all of them. `rank` and `size` only spread the reading of replicated KV over P's ranks.
-    Raises Unplannable if P lacks a layer of D's, or if the two disagree on elements, axes or sizes.
+    `local`: boxes of rank `rank` of D's `size` ranks; `remote[r]`: all boxes of P's rank r. `rank` and `size`
+    only spread the reading of replicated KV over P's ranks. Raises Unplannable.
     """
     theirs: dict[tuple[str, str], dict[int, Box]] = defaultdict(dict)
     for number, boxes in enumerate(remote):
@@ -112,30 +115,19 @@ def runs(
 ) -> dict[int, Runs]:
     """What to read for one request: rank of P -> runs, for every rank of `pairing.ranks`.
 
-    spans[g]: absolute (start, stop) of the tokens that D needs in its group g, any numbers. `start` is where
-    a prefix hit ends, or where a sliding window begins; `stop` is the number of tokens to load. (0, 1) asks
-    for a state, (0, 0) for nothing.
-    local[g]: D's table of its group g; remote[h]: P's table of P's group h. Both are indexed like
-    `transfer_groups`. The names of the layers tell which group of P belongs to which of D. Tables may reach
-    beyond the span; tables of empty spans are not used.
-
-    More than the span is read into the same blocks of D. In the first block: what comes before the span and
-    is in P's table, since vLLM may put that block into the prefix cache. In the last block: what saves runs.
-    A tile (boxes.py) is not cut.
-    Raises Unplannable if a table does not cover its span, has the null block in it, or names a block that the
-    pool does not have.
+    spans[g]: (start, stop) of the tokens that D needs in its group g. (0, 1) asks for a state, (0, 0) for
+    nothing. local[g]: D's table of its group g; remote[h]: P's table of P's group h. The names of the layers
+    tell which group of P belongs to which of D. Raises Unplannable if a table does not cover its span, or
+    names a block that keeps nothing there.
     """
     found: dict[int, list[_Strip]] = {number: [] for number in pairing.ranks}
     for match in pairing.matches:
         start, stop = spans[match.mine.group]
         if start < stop:
-            if match.theirs.group >= len(remote):
-                needed = f"D needs that of group {match.theirs.group}"
-                raise Unplannable(f"P handed over tables of {len(remote)} groups, and {needed}.")
-            found[match.rank] += _strips(
-                match, start, stop, local[match.mine.group], remote[match.theirs.group]
-            )
-    return {number: _write(strips) for number, strips in found.items()}
+            if (group := match.theirs.group) >= len(remote):
+                raise Unplannable(f"P handed over {len(remote)} tables, and D needs that of group {group}.")
+            found[match.rank] += _strips(match, start, stop, local[match.mine.group], remote[group])
+    return {number: _repeat(strips) for number, strips in found.items()}
 
 
 # ---- pair
@@ -143,19 +135,18 @@ def runs(
 
 def _comparable(local: Sequence[Box], theirs: dict[tuple[str, str], dict[int, Box]]) -> list[Box]:
     """D's boxes, each byte once: the tile if P has such tiles or D has no parts, otherwise the parts."""
-    finer = {box.layer for box in local if box.part == "k"}
-    tiled = set()
-    for box in local:
-        alike = any(other.unit == box.unit for other in theirs[box.layer, box.part].values())
-        if box.part == "tile" and (alike or box.layer not in finer):
-            tiled.add(box.layer)
+    in_parts = {box.layer for box in local if box.part == "k"}
+    tiles = [box for box in local if box.part == "tile"]
+    alike = {box.layer for box in tiles if box.unit in {b.unit for b in theirs[box.layer, "tile"].values()}}
+    tiled = {box.layer for box in tiles} - (in_parts - alike)
     return [box for box in local if (box.part == "tile") == (box.layer in tiled)]
 
 
 def _sources(mine: Box, theirs: dict[int, Box]) -> list[dict[int, Box]]:
     """Boxes of P that together cover `mine`, each cell once; each as the ranks that hold it, rank -> box."""
+    which = f"{mine.part} of layer {mine.layer}"
     if not theirs:
-        raise Unplannable(f"P has no {mine.part} of layer {mine.layer}, which D has.")
+        raise Unplannable(f"P has no {which}, which D has.")
     found: dict[tuple[tuple[int, int], ...], dict[int, Box]] = defaultdict(dict)
     for number, box in theirs.items():
         for what, ours, other in (
@@ -166,23 +157,20 @@ def _sources(mine: Box, theirs: dict[int, Box]) -> list[dict[int, Box]]:
             ("axes", *([(axis.name, axis.whole) for axis in side.axes] for side in (mine, box))),
         ):
             if ours != other:
-                which = f"{mine.part} of layer {mine.layer}"
                 raise Unplannable(f"{which}: D has {what} {ours}, and rank {number} of P has {other}.")
-        ranges = tuple(
-            (max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine.axes, box.axes, strict=True)
-        )
+        pairs = zip(mine.axes, box.axes, strict=True)
+        ranges = tuple((max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         if all(start < stop for start, stop in ranges):
             found[ranges][number] = box
     covered = sum(math.prod(stop - start for start, stop in ranges) for ranges in found)
     if covered != math.prod(axis.stop - axis.start for axis in mine.axes):
-        has = sorted({_ranges(box) for box in theirs.values()})
-        which = f"{mine.part} of layer {mine.layer}"
-        raise Unplannable(f"{which}: D needs {_ranges(mine)}, and P's ranks have {' or '.join(has)}.")
+        needed, *has = (
+            " x ".join(f"{axis.name} {axis.start} to {axis.stop}" for axis in box.axes)
+            for box in (mine, *theirs.values())
+        )
+        ranks = " or ".join(sorted(set(has)))
+        raise Unplannable(f"{which}: D needs {needed}, and P's ranks have {ranks}.")
     return list(found.values())
-
-
-def _ranges(box: Box) -> str:
-    return " x ".join(f"{axis.name} {axis.start} to {axis.stop}" for axis in box.axes)
 
 
 def _match(mine: Box, theirs: Box, number: int) -> Match:
@@ -209,13 +197,13 @@ def _fold(axes: Iterable[Step], width: int) -> tuple[int, tuple[Step, ...]]:
 
 def _stack(matches: Iterable[Match]) -> Iterator[Match]:
     """Join matches of one shape, evenly spaced on both sides, into one match with one more axis."""
+
+    def cut(box: Box) -> tuple[int, ...]:
+        return box.group, box.num_blocks, box.block_stride, box.pieces, box.tokens, box.unit, box.token_stride
+
     alike: dict[tuple[object, ...], list[Match]] = defaultdict(list)
     for match in matches:
-        cut = [
-            (b.group, b.num_blocks, b.block_stride, b.pieces, b.tokens, b.unit, b.token_stride)
-            for b in (match.mine, match.theirs)
-        ]
-        alike[match.rank, *cut, match.axes, match.width].append(match)
+        alike[match.rank, cut(match.mine), cut(match.theirs), match.axes, match.width].append(match)
     for some in alike.values():
         some.sort(key=lambda match: match.local)
         steps = [(b.local - a.local, b.remote - a.remote) for a, b in itertools.pairwise(some)]
@@ -232,63 +220,37 @@ def _stack(matches: Iterable[Match]) -> Iterator[Match]:
 # ---- runs
 
 
-@dataclass(frozen=True)
-class _Strip:
-    """Runs that repeat along axes."""
-
-    local: Ints
-    remote: Ints
-    length: Ints
-    axes: tuple[Step, ...]
-    end: int = 0  # address where the run ends that has the last token
-    over: int = 0  # bytes before that end that are not needed
-
-    def offsets(self, side: int) -> Ints:
-        """[repetition] bytes; side 1 is D, 2 is P."""
-        made = np.zeros(1, np.int64)
-        for axis in self.axes:
-            made = np.add.outer(np.arange(axis[0], dtype=np.int64) * axis[side], made).ravel()
-        return made
+def _many(axes: Iterable[Step]) -> int:
+    """How often what has these axes repeats."""
+    return math.prod(axis[0] for axis in axes)
 
 
 def _strips(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> Iterator[_Strip]:
-    """The runs of one match. From here on tokens are counted in units."""
+    """The runs of one match: five decisions, see the drawing above. From here on tokens are units."""
     unit, width = match.mine.unit, match.width
-    start, stop = start // unit, -(-stop // unit)
-    before = (start - mine.first // unit) % (match.mine.tokens * match.mine.pieces // unit)
-    start = min(start, max(start - before, theirs.first // unit))
-    cuts, others = _ends(match.mine, mine, start, stop), _ends(match.theirs, theirs, start, stop)
-    end = min(cuts[-1], others[-1])
-    cuts = cuts[1:-1] if np.array_equal(cuts, others) else np.union1d(cuts[1:-1], others[1:-1])
-    cuts = np.concatenate([[start], cuts, [stop]])
-    adjoin = (match.mine.token_stride, match.theirs.token_stride) == (width, width)
-    whole, exact = (
-        math.prod(axis[0] for axis in _fold(match.axes, (at - cuts[-2]) * width)[1]) for at in (end, stop)
-    )
-    if adjoin and (end - stop) * width * math.prod(axis[0] for axis in match.axes) <= WORTH * (exact - whole):
-        cuts[-1] = end
-    counts = cuts[1:] - cuts[:-1]
+    start, stop = _begin(match, start // unit, mine, theirs), -(-stop // unit)
+    if (match.mine.token_stride, match.theirs.token_stride) == (width, width):
+        cuts, end = _cuts(match, start, stop, mine, theirs)
+        cuts[-1] = _end(match, cuts, end)
+    else:
+        cuts = _between_tokens(start, stop)
     local = match.local + _places("D", match.mine, mine, cuts)
     remote = match.remote + _places("P", match.theirs, theirs, cuts)
-    if not adjoin and (counts > 1).any():  # tokens are not contiguous on both sides: each token is a run
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        local = np.repeat(local, counts) + within * match.mine.token_stride
-        remote = np.repeat(remote, counts) + within * match.theirs.token_stride
-        yield _Strip(local, remote, np.full(len(local), width), match.axes)
-        return
-    kinds: dict[tuple[Step, ...], list[tuple[int, int]]] = defaultdict(list)
-    for count in set(counts.tolist()):  # whole blocks, and parts of blocks
-        wide, left = _fold(match.axes, count * width)
-        kinds[left].append((count, wide // count))
-    for left, sizes in kinds.items():
-        some = np.isin(counts, [count for count, _ in sizes]) if len(kinds) > 1 else slice(None)
-        lengths = counts * sizes[0][1]
-        yield _Strip(
-            *_join(local[some], remote[some], lengths[some]),
-            left,
-            local[-1] + lengths[-1],
-            (cuts[-1] - stop) * width,
-        )
+    return _widen(match, local, remote, np.diff(cuts))
+
+
+def _begin(match: Match, start: int, mine: Table, theirs: Table) -> int:
+    """The start of D's block, as far as P has it: vLLM puts the whole block into D's prefix cache."""
+    unit = match.mine.unit
+    before = (start - mine.first // unit) % (match.mine.tokens * match.mine.pieces // unit)
+    return min(start, max(start - before, theirs.first // unit))
+
+
+def _cuts(match: Match, start: int, stop: int, mine: Table, theirs: Table) -> tuple[Ints, int]:
+    """`start`, where a block ends on either side, `stop`; and where the first block ends at or after it."""
+    ends, others = _ends(match.mine, mine, start, stop), _ends(match.theirs, theirs, start, stop)
+    between = ends[1:-1] if np.array_equal(ends, others) else np.union1d(ends[1:-1], others[1:-1])
+    return np.concatenate([[start], between, [stop]]), min(ends[-1], others[-1])
 
 
 def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
@@ -297,22 +259,42 @@ def _ends(box: Box, table: Table, start: int, stop: int) -> Ints:
     return np.arange(start - (start - table.first // box.unit) % size, stop + size, size, dtype=np.int64)
 
 
+def _end(match: Match, cuts: Ints, end: int) -> int:
+    """The end of the last block, if the rest of it joins what would be many runs. Otherwise the last cut."""
+    *_, begin, stop = cuts
+    whole, exact = (_many(_fold(match.axes, (at - begin) * match.width)[1]) for at in (end, stop))
+    rest = (end - stop) * match.width * _many(match.axes)
+    return end if rest <= WORTH * (exact - whole) else stop
+
+
+def _between_tokens(start: int, stop: int) -> Ints:
+    """Every token is a run: they are not contiguous on both sides."""
+    return np.arange(start, stop + 1)
+
+
+def _widen(match: Match, local: Ints, remote: Ints, counts: Ints) -> Iterator[_Strip]:
+    """A run for each cut, as wide as so many tokens are contiguous on both sides: whole blocks are wider."""
+    alike: dict[tuple[Step, ...], list[int]] = defaultdict(list)
+    for count in set(counts.tolist()):
+        alike[_fold(match.axes, count * match.width)[1]].append(count)
+    for left, some in alike.items():
+        those = np.isin(counts, some)
+        lengths = counts * (match.width * _many(match.axes) // _many(left))
+        yield Runs(*_join(local[those], remote[those], lengths[those])), left
+
+
 def _places(side: str, box: Box, table: Table, cuts: Ints) -> Ints:
-    """Bytes from token 0 of block 0 to the start of each cut. `cuts`: ascending, and the end of the last."""
+    """Bytes from token 0 of block 0 to the start of each cut."""
     size, blocks = box.tokens // box.unit, np.asarray(table.blocks, dtype=np.int64)
     entry, within = np.divmod(cuts[:-1] - table.first // box.unit, size * box.pieces)
+    where = f"Group {box.group} of {side}: the table has"
     if table.first % box.unit or entry[0] < 0 or entry[-1] >= len(blocks):
-        covers = f"{table.first} to {table.first + len(blocks) * box.tokens * box.pieces}"
-        wanted = f"{cuts[0] * box.unit} to {cuts[-1] * box.unit}"
-        raise Unplannable(
-            f"Group {box.group} of {side}: the table has tokens {covers}, and D needs {wanted}."
-        )
+        has = f"{table.first} to {table.first + len(blocks) * box.tokens * box.pieces}"
+        needed = f"{cuts[0] * box.unit} to {cuts[-1] * box.unit}"
+        raise Unplannable(f"{where} tokens {has}, and D needs {needed}.")
     ids, last = blocks[entry], box.num_blocks // box.pieces - 1
     if ids.min() < 1 or ids.max() > last:
-        wanted = f"{ids.min()} to {ids.max()}"
-        raise Unplannable(
-            f"Group {box.group} of {side}: the table has blocks {wanted}, and the pool has 1 to {last}."
-        )
+        raise Unplannable(f"{where} blocks {ids.min()} to {ids.max()}, and the pool has 1 to {last}.")
     piece, within = np.divmod(within, size)
     return (ids * box.pieces + piece) * box.block_stride + within * box.token_stride
 
@@ -323,27 +305,28 @@ def _join(local: Ints, remote: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
         order = np.argsort(local)
         local, remote, length = local[order], remote[order], length[order]
     follows = (local[1:] == local[:-1] + length[:-1]) & (remote[1:] == remote[:-1] + length[:-1])
-    if not follows.any():
-        return local, remote, length
     firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
     return local[firsts], remote[firsts], np.add.reduceat(length, firsts)
 
 
-def _write(strips: list[_Strip]) -> Runs:
-    """Repeat every strip along its axes."""
-    total = sum(len(strip.length) * math.prod(axis[0] for axis in strip.axes) for strip in strips)
+def _repeat(strips: list[_Strip]) -> Runs:
+    """Repeat the runs of every strip along its axes."""
+    total = sum(len(runs.length) * _many(axes) for runs, axes in strips)
     local, remote, length = np.empty((3, total), np.int64)
     at = 0
-    for strip in strips:
-        here, there = strip.offsets(1), strip.offsets(2)
-        end, shape = at + len(here) * len(strip.length), (len(here), len(strip.length))
-        np.add.outer(here, strip.local, out=local[at:end].reshape(shape))
-        np.add.outer(there, strip.remote, out=remote[at:end].reshape(shape))
-        length[at:end].reshape(shape)[:] = strip.length
+    for runs, axes in strips:
+        here, there = _offsets(axes, 1), _offsets(axes, 2)
+        end, shape = at + len(here) * len(runs.length), (len(here), len(runs.length))
+        np.add.outer(here, runs.local, out=local[at:end].reshape(shape))
+        np.add.outer(there, runs.remote, out=remote[at:end].reshape(shape))
+        length[at:end].reshape(shape)[:] = runs.length
         at = end
-    runs = Runs(*(_join(local, remote, length) if total <= EXACT else (local, remote, length)))
-    for strip in [strip for strip in strips if strip.over and total <= EXACT]:
-        # The bytes that are not needed are cut off, except where the run goes on after them.
-        those = runs.local.searchsorted(ends := strip.end + strip.offsets(1)) - 1  # they ascend
-        runs.length[those[runs.local[those] + runs.length[those] == ends]] -= strip.over
-    return runs
+    return Runs(*(_join(local, remote, length) if 0 < total <= EXACT else (local, remote, length)))
+
+
+def _offsets(axes: Iterable[Step], side: int) -> Ints:
+    """Where what has these axes repeats: [repetition] bytes. Side 1 is D, 2 is P."""
+    made = np.zeros(1, np.int64)
+    for axis in axes:
+        made = np.add.outer(np.arange(axis[0], dtype=np.int64) * axis[side], made).ravel()
+    return made

@@ -7,84 +7,85 @@ waits for it waits on. Reads from a process that has died fail within a second. 
 neither fail nor end before it goes on. `tests/reference/nixl/test_nixl.py` measures all of this.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import numpy as np
 
-from reference_connector.messages import ANSWER
-from reference_connector.peers import Peer
+from reference_connector.peers import Peer, State
 from reference_connector.plan import Ints, Runs
 from reference_connector.transport import HOST, Memory, Place, Transport, TransportError
 
 logger = logging.getLogger("vllm.reference_connector.reads")
-Task = Generator[None, None, None]
-LANDING = 1 << 14  # entries of boards that can be read at once: a load reads one of each rank
+Task = Generator[None, None, Any]
+LANDING = 1 << 14  # entries of ledgers that can be read at once: a load reads one of each rank
 
 
 class Reads:
-    """The reads of one worker that are in progress, and the memory for entries of boards."""
+    """The reads of one worker that are in progress, and the memory for entries of ledgers."""
 
     def __init__(self, transport: Transport, connect: Callable[[Peer, int], str]):
         """`connect`: the transport's name for a rank of a peer, see `Peers.name`."""
         self._transport, self._connect = transport, connect
-        self._landing = np.zeros((LANDING, ANSWER), dtype=np.int64)
+        self._landing = np.zeros(LANDING, dtype=np.int64)
         self._free = deque(range(LANDING))  # entries of `_landing` into which no read may write
         self.memory = Memory(self._landing.ctypes.data, self._landing.nbytes)
         self.in_progress = 0
 
     def read(self, peer: Peer, plans: dict[int, Runs], deadline: float, kv_at: Place | None = None) -> Task:
-        """Read from several ranks at once: KV into memory at `kv_at`, or (None) entries of boards.
+        """Read from several ranks at once: KV into memory at `kv_at`, or (None) entries of ledgers.
 
         Returns when NIXL has reported the end of every read. Raises TransportError then, if one has failed,
-        or if the deadline had passed.
+        or if the deadline had passed: the peer is BROKEN.
         """
-        left: list[Any] = []
+        handles: list[Any] = []
         why: Exception | None = None
+        peer.reads += 1
         try:
             for rank, plan in plans.items():
-                here, there = (kv_at, peer.cards[rank].place) if kv_at else (HOST, HOST)
-                left.append(self._transport.prepare(self._connect(peer, rank), plan, here, there))
+                here, there = (kv_at, peer.ranks[rank].place) if kv_at else (HOST, HOST)
+                handles.append(self._transport.prepare(self._connect(peer, rank), plan, here, there))
                 self.in_progress += 1
-                self._transport.begin(left[-1])
+                self._transport.begin(handles[-1])
         except Exception as error:  # the reads that have begun go on
             why = error
-        while left:
-            for handle in list(left):
+        while handles:
+            for handle in list(handles):
                 try:
                     if not self._transport.done(handle):
                         continue
                 except TransportError as error:
                     why = why or error
                 if self._transport.release(handle):
-                    left.remove(handle)
+                    handles.remove(handle)
                     self.in_progress -= 1
-            if left and why is None and time.monotonic() > deadline:
+            if handles and why is None and time.monotonic() > deadline:
                 why = TransportError("the transfer took too long")
-                logger.warning("%d reads take too long. Their blocks are kept until they end", len(left))
-            if left:
+                logger.warning("%d reads take too long. Their blocks are kept until they end", len(handles))
+            if handles:
                 yield
+        peer.reads -= 1
         if why is not None:
+            peer.state = State.BROKEN
             raise why
         peer.reached |= plans.keys()
 
-    def read_boards(
-        self, peer: Peer, entries: dict[int, int], count: int, deadline: float
+    def read_ledgers(
+        self, peer: Peer, ranks: Collection[int], entry: int, deadline: float
     ) -> Generator[None, None, Ints]:
-        """Read `count` numbers of boards. `entries` is rank -> first entry. int64 [rank, number]."""
-        while len(self._free) < len(entries):
+        """Read an entry of the ledgers of several ranks. int64 [rank]."""
+        while len(self._free) < len(ranks):
             yield
-        places, plans = [self._free.popleft() for _ in entries], {}
-        for place, (rank, entry) in zip(places, entries.items(), strict=True):
-            local, remote = self._landing[place].ctypes.data, peer.cards[rank].board + 8 * entry
-            plans[rank] = Runs(*np.array([[local], [remote], [8 * count]]))
+        places = [self._free.popleft() for _ in ranks]
+        plans = {}
+        for place, rank in zip(places, ranks, strict=True):
+            local, remote = self.memory.address + 8 * place, peer.ranks[rank].ledger + 8 * entry
+            plans[rank] = Runs(*np.array([[local], [remote], [8]]))
         try:
             yield from self.read(peer, plans, deadline)
-            return self._landing[places, :count]
+            return self._landing[places]
         finally:  # the reads have ended, or the worker is being closed
             self._free.extend(places)

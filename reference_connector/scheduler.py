@@ -16,15 +16,17 @@ either where that would do harm (`_shorten`): a recurrent state cannot be rolled
 block table of a sliding window is laid out for the token after the last one.
 """
 
-from __future__ import annotations
-
+import enum
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from reference_connector.leases import new_number
-from reference_connector.messages import BadParams, Handoff, Lease, Load, Orders, Part, read_params
+from reference_connector.messages import Address, BadParams, GroupLoad, Handoff, Lease, Load, Orders
+from reference_connector.options import Options
 from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
@@ -42,6 +44,22 @@ class Group:
     scratch: int = 0  # blocks at the end of a state's table that are not the state
 
 
+class LeaseState(enum.Enum):
+    """HELD -> UNUSED -> RELEASING -> forgotten. A new request with the same parameters leads back to HELD."""
+
+    HELD = "requests need it: D renews it"
+    UNUSED = "no request needs it any more: the next step orders its release"
+    RELEASING = "the workers have the order, and have not reported that they notified P"
+
+
+@dataclass
+class HeldLease:
+    """A lease of P, on D."""
+
+    state: LeaseState = LeaseState.HELD
+    requests: set[str] = field(default_factory=set)  # several, if the router gave them the same parameters
+
+
 class Scheduler:
     """Both roles, P and D; an engine may have both at once."""
 
@@ -50,26 +68,20 @@ class Scheduler:
         groups: tuple[Group, ...],
         address: dict[str, Any],
         lookahead: int,
-        heartbeat: float,
         caching: bool,
+        options: Options,
         trust: Trust = ANYBODY,
-        lease: float = 30.0,
     ):
-        """`address`: the fields of a Handoff with this engine's address.
-
-        `lookahead`: vLLM's num_prefill_lookahead_tokens. `caching`: whether prefix caching is on.
-        `lease`: for so many seconds D may use what P hands over.
-        """
-        self._groups, self._address, self._heartbeat, self._caching = groups, address, heartbeat, caching
-        self._trust, self._lease = trust, lease
+        """`address`: fields of a Handoff. `lookahead`: vLLM's num_prefill_lookahead_tokens."""
+        self._groups, self._address, self._caching = groups, address, caching
+        self._options, self._trust = options, trust
         # Tokens at the end of a prompt that P does not compute.
         self._short = max(int(any(g.state or g.window for g in groups)), lookahead - 1)
         self._given = 0  # leases
         self._handoffs: dict[str, Handoff] = {}  # requests of D for which P has KV
-        self._placed: set[str] = set()  # those whose load is in progress
-        # Lease -> requests that need it: several, if the router gave them the same parameters.
-        self._held: dict[Lease, set[str]] = {}
-        self._to_release: dict[Lease, bool] = {}  # lease -> whether workers have the order to release it
+        self._loading: set[str] = set()  # those whose load is in progress
+        self._leases: dict[Lease, HeldLease] = {}
+        self._missed: dict[Address, float] = {}  # peers that do not answer -> until when D asks them nothing
         self._renewed = 0.0
         self._orders = Orders()
 
@@ -90,40 +102,37 @@ class Scheduler:
         request.max_tokens = 1
         params[SHORTENED] = True
 
-    def request_finished(
-        self, request: Any, blocks: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
         """Whether P keeps the blocks of a request that has ended, and the parameters for D.
 
-        `blocks`: of every group, those of computed tokens; 0, vLLM's null block, for those before a
-        window.
+        `blocks`: of every group, those of computed tokens; 0, vLLM's null block, for those before a window.
         """
-        self._forget(request.request_id)
-        params = request.kv_transfer_params
-        if not _is_prefill(params) or request.status.name not in COMPLETE or not request.num_computed_tokens:
+        name = request.request_id
+        self._forget(name)
+        prefill = _is_prefill(request.kv_transfer_params) and request.status.name in COMPLETE
+        if not prefill or not request.num_computed_tokens:
             return False, None
-        firsts = [next((i for i, block in enumerate(table) if block), len(table)) for table in blocks]
-        tables = [list(table[first:]) for table, first in zip(blocks, firsts, strict=True)]
-        for index, group in enumerate(self._groups):
-            if group.state:
-                tables[index], firsts[index] = _slot(group, blocks[index]), 0
+        firsts, tables = [], []
+        for group, table in zip(self._groups, blocks, strict=True):
+            first = next((i for i, block in enumerate(table) if block), len(table))
+            firsts.append(0 if group.state else first * group.tokens)
+            tables.append(_slot(group, table) if group.state else list(table[first:]))
         if not all(tables):
-            logger.warning("request %s is not handed over: a group has no blocks of it", request.request_id)
+            logger.warning("request %s is not handed over: a group has no blocks of it", name)
             return False, None
         self._given += 1
-        lease = new_number(self._given)
-        self._orders.leases[lease] = request.request_id
-        handed_over = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+        handoff = Handoff(
+            do_remote_prefill=True,
             **self._address,
-            "remote_request_id": request.request_id,
-            "remote_lease": lease,
-            "remote_num_tokens": request.num_computed_tokens,
-            "remote_block_ids": tables,
-            "remote_first_tokens": [f * group.tokens for f, group in zip(firsts, self._groups, strict=True)],
-        }
-        return True, self._trust.sign(handed_over, request, self._lease)
+            remote_request_id=name,
+            remote_lease=new_number(self._given),
+            remote_num_tokens=request.num_computed_tokens,
+            remote_block_ids=tables,
+            remote_first_tokens=firsts,
+        )
+        self._orders.leases[handoff.remote_lease] = name
+        signed = self._trust.sign(handoff, request, self._options.kv_lease_duration)
+        return True, msgspec.structs.asdict(signed)
 
     # ---- D
 
@@ -132,30 +141,32 @@ class Scheduler:
         params = request.kv_transfer_params
         if _is_prefill(params):
             self._shorten(request)
-            return
         try:
-            if (handoff := read_params(params)) is not None:
+            if handoff := Handoff.read(params):
                 self._trust.check(handoff, request)
+                self.hold(request.request_id, handoff)
         except BadParams as error:
             logger.warning("request %s is computed by D: %s", request.request_id, error)
-            return
-        if handoff is not None:
-            self._handoffs[request.request_id] = handoff
-            self._held.setdefault(handoff.lease, set()).add(request.request_id)
+
+    def hold(self, name: str, handoff: Handoff) -> None:
+        """From now on P has KV for this request, and keeps it."""
+        self._handoffs[name] = handoff
+        lease = self._leases.setdefault(handoff.lease, HeldLease())
+        lease.state = LeaseState.HELD
+        lease.requests.add(name)
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens after `computed` ones can be loaded, and whether the load runs between steps."""
         handoff = self._handoffs.get(request.request_id)
-        if handoff is None or request.request_id in self._placed:
+        if handoff is None or request.request_id in self._loading:
+            return 0, False
+        if self._missed.get(handoff.lease.peer, 0.0) > time.monotonic():
             return 0, False
         stop, first = self._stop(handoff, request.num_prompt_tokens), max(handoff.remote_first_tokens)
         # vLLM caches the whole block in which a window begins, and P may have freed the first part.
-        blocks = [
-            (stop - group.window + 1) // group.tokens * group.tokens
-            for group in self._groups
-            if group.window and self._caching
-        ]
-        if stop > computed and all(first <= max(computed, block) for block in blocks):
+        windows = [group for group in self._groups if group.window and self._caching]
+        begins = [(stop - group.window + 1) // group.tokens * group.tokens for group in windows]
+        if stop > computed and all(first <= max(computed, begin) for begin in begins):
             return stop - computed, True
         return 0, False
 
@@ -170,74 +181,77 @@ class Scheduler:
         """Order the load of `external` tokens into the allocated blocks (KVCacheBlock, of every group)."""
         name = request.request_id
         handoff = self._handoffs.get(name)
-        if handoff is None or name in self._placed:
+        if handoff is None or name in self._loading:
             return
         if external <= 0:
             self._forget(name)
             return
-        self._placed.add(name)
+        self._loading.add(name)
         stop = self._stop(handoff, request.num_prompt_tokens)
-        parts = [_part(group, table, stop) for group, table in zip(self._groups, blocks, strict=True)]
-        self._orders.loads[name] = Load(handoff, parts)
+        loads = [_group_load(group, table, stop) for group, table in zip(self._groups, blocks, strict=True)]
+        self._orders.loads[name] = Load(handoff, loads)
 
     def on_loads_finished(self, names: set[str] | None) -> None:
         """Release P's blocks: all workers have ended these loads."""
         for name in names or ():
-            self._placed.discard(name)
+            self._loading.discard(name)
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         """Release P's blocks, unless the load is in progress: workers will still report its end."""
-        if name not in self._handoffs or name in self._placed:
+        if name not in self._handoffs or name in self._loading:
             return
-        lease = self._handoffs.pop(name).lease
-        self._held[lease].discard(name)
-        if not self._held[lease]:
-            del self._held[lease]
-            self._to_release[lease] = False
+        lease = self._leases[self._handoffs.pop(name).lease]
+        lease.requests.discard(name)
+        if not lease.requests:
+            lease.state = LeaseState.UNUSED
 
     def take_orders(self) -> Orders:
         """The orders for workers since the last call."""
         orders, self._orders = self._orders, Orders()
-        orders.releases = [lease for lease, ordered in self._to_release.items() if not ordered]
-        self._to_release.update(dict.fromkeys(orders.releases, True))
-        now = time.monotonic()
-        if self._held and now - self._renewed >= self._heartbeat:
-            self._renewed, orders.renewals = now, list(self._held)
+        orders.releases = self._in_state(LeaseState.UNUSED)
+        for lease in orders.releases:
+            self._leases[lease].state = LeaseState.RELEASING
+        now, held = time.monotonic(), self._in_state(LeaseState.HELD)
+        if held and now - self._renewed >= self._options.heartbeat:
+            self._renewed, orders.renewals = now, held
         return orders
 
-    def on_notified(self, leases: set[Lease]) -> None:
-        """Forget these leases: a worker has notified P of their release, or has failed to."""
-        for lease in leases:
-            self._to_release.pop(lease, None)
+    def _in_state(self, state: LeaseState) -> list[Lease]:
+        return [lease for lease, held in self._leases.items() if held.state is state]
+
+    def on_worker_report(self, notified: set[Lease], missed: dict[Address, float]) -> None:
+        """A worker has notified P of these releases, or has failed to; and these peers do not answer it.
+
+        D computes what these peers have, for so many seconds: no request waits for a load that fails.
+        """
+        now = time.monotonic()
+        for lease in notified & set(self._in_state(LeaseState.RELEASING)):
+            del self._leases[lease]
+        self._missed = {peer: until for peer, until in self._missed.items() if until > now}
+        self._missed |= {peer: now + seconds for peer, seconds in missed.items()}
 
     @property
     def busy(self) -> bool:
         """Whether the engine must step even without a request: P has yet to be notified of a release."""
-        return bool(self._to_release)
+        return any(lease.state is not LeaseState.HELD for lease in self._leases.values())
 
 
 def _is_prefill(params: Any) -> bool:
     """Whether the router asks P to keep the KV of this request for D."""
-    if not isinstance(params, dict):
-        return False
-    return bool(params.get("do_remote_decode") and not params.get("do_remote_prefill"))
+    asked = params if isinstance(params, dict) else {}
+    return bool(asked.get("do_remote_decode") and not asked.get("do_remote_prefill"))
 
 
-def _part(group: Group, table: Any, stop: int) -> Part:
+def _group_load(group: Group, table: Any, stop: int) -> GroupLoad:
     """What to load in one group: only into blocks that are neither null nor in the prefix cache."""
-    own = [not block.is_null and block.block_hash is None for block in table]
-    if not any(own):
-        return Part()
+    ids = [0 if block.is_null or block.block_hash is not None else block.block_id for block in table]
+    first = next((i for i, block in enumerate(ids) if block), len(ids))
     if group.state:
-        ids = [block.block_id for block, mine in zip(table, own, strict=True) if mine]
-        return Part(0, 1, _slot(group, ids))
-    first = own.index(True)
+        slot = _slot(group, [block for block in ids if block])
+        return GroupLoad(slot, 0, 0, 1) if slot else GroupLoad()
     start = max(first * group.tokens, stop - group.window + 1 if group.window else 0)
-    if start >= stop:
-        return Part()
-    ids = [block.block_id if mine else 0 for block, mine in zip(table, own, strict=True)]
-    return Part(start, stop, ids[first:], first * group.tokens)
+    return GroupLoad(ids[first:], first * group.tokens, start, stop) if start < stop else GroupLoad()
 
 
 def _slot(group: Group, blocks: list[int]) -> list[int]:

@@ -1,10 +1,8 @@
 """Statistics of a worker, on their way to vLLM's log and to Prometheus: vLLM's hooks for both."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
-from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from reference_connector.worker import no_stats
@@ -55,26 +53,19 @@ class ReferenceStats(KVConnectorStats):
 class ReferenceMetrics(KVConnectorPromMetrics):
     """Metrics vllm:reference_*, one of each for each engine of the front end."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any):
-        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
-        histogram, counter = metric_types[Histogram], metric_types[Counter]
-        made = {
-            key: histogram(f"vllm:reference_{name}", text, buckets=buckets, labelnames=labelnames)
-            for key, (name, text, buckets) in HISTOGRAMS.items()
-        } | {
-            key: counter(f"vllm:reference_{name}", text, labelnames=labelnames)
-            for key, (name, text) in COUNTERS.items()
-        }
-        self._metrics = {
-            engine: {key: metric.labels(*values) for key, metric in made.items()}
-            for engine, values in labelvalues.items()
-        }
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._metrics: dict[str, dict[int, Any]] = {}  # name in `no_stats` -> engine -> metric
+        for key, (name, text, *buckets) in (HISTOGRAMS | COUNTERS).items():
+            kind = partial(self._histogram_cls, buckets=buckets[0]) if buckets else self._counter_cls
+            metric = kind(f"vllm:reference_{name}", text, labelnames=self._labelnames)
+            engines = self.per_engine_labelvalues.items()
+            self._metrics[key] = {engine: metric.labels(*values) for engine, values in engines}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what `ReferenceStats.data` has, of one engine."""
-        metrics = self._metrics[engine_idx]
         for name in HISTOGRAMS:
             for value in transfer_stats_data[name]:
-                metrics[name].observe(value)
+                self._metrics[name][engine_idx].observe(value)
         for name in COUNTERS:
-            metrics[name].inc(transfer_stats_data[name])
+            self._metrics[name][engine_idx].inc(transfer_stats_data[name])

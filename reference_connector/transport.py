@@ -3,14 +3,12 @@
 Every call is made by the thread that runs the worker's steps: NIXL promises nothing to more threads than one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,29 +31,11 @@ class Memory:
     address: int
     nbytes: int
     place: Place = HOST
-    view: Callable[[int, int], Any] | None = None  # view(i, n): n bytes from byte i on, in host memory
-    zero: Callable[[int, int], None] | None = None  # zero(i, n): write zeros there, and wait for them
+    zero: Callable[[int, int], None] | None = None  # zero(i, n): n bytes from byte i on, and wait for them
 
 
-class Transport(Protocol):
-    """What moves bytes. `connect` returns the name of a peer. Every method may raise TransportError."""
-
-    def register(self, memory: Sequence[Memory]) -> None: ...
-    def metadata(self) -> bytes: ...  # what a peer needs to connect, once everything is registered
-    def connect(self, metadata: bytes) -> str: ...
-    def disconnect(self, peer: str) -> None: ...
-    def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any: ...  # a read, not begun
-    def begin(self, handle: Any) -> None: ...
-    def done(self, handle: Any) -> bool: ...  # False while the read is in progress; raises if it has failed
-    # Forget a read that has ended: one in progress cannot be cancelled. False if it may still write.
-    def release(self, handle: Any) -> bool: ...
-    def notify(self, peer: str, message: bytes) -> None: ...
-    def notifications(self) -> list[bytes]: ...  # those that arrived since the last call
-    def close(self) -> None: ...
-
-
-class Nixl:
-    """One NIXL agent (nixl/_api.py)."""
+class Transport:
+    """One NIXL agent (nixl/_api.py). Every method may raise TransportError."""
 
     def __init__(self, backends: list[str], num_threads: int, progress_thread: bool):
         from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
@@ -69,18 +49,16 @@ class Nixl:
         self._registered: list[Any] = []
 
     def register(self, memory: Sequence[Memory]) -> None:
-        for kind in sorted({piece.place[0] for piece in memory}):
-            pieces = [
-                (piece.address, piece.nbytes, piece.place[1], "")
-                for piece in memory
-                if piece.place[0] == kind
-            ]
+        for kind in sorted({m.place[0] for m in memory}):
+            pieces = [(m.address, m.nbytes, m.place[1], "") for m in memory if m.place[0] == kind]
             self._registered.append(self._agent.register_memory(pieces, kind))
 
     def metadata(self) -> bytes:
+        """What a peer needs to connect, once everything is registered."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> str:
+        """The name of a peer."""
         with _failing("accept the peer"):
             name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
@@ -90,6 +68,7 @@ class Nixl:
             self._agent.remove_remote_agent(peer)
 
     def prepare(self, peer: str, runs: Runs, here: Place, there: Place) -> Any:
+        """The handle of a read that has not begun."""
         with _failing("prepare a read"):
             sides = []
             for addresses, (kind, device) in ((runs.local, here), (runs.remote, there)):
@@ -102,6 +81,7 @@ class Nixl:
             self._agent.transfer(handle)
 
     def done(self, handle: Any) -> bool:
+        """False while the read is in progress. Raises TransportError if it has failed."""
         with _failing("read"):
             state = self._agent.check_xfer_state(handle)
             if state not in ("DONE", "PROC"):
@@ -109,6 +89,7 @@ class Nixl:
             return bool(state == "DONE")
 
     def release(self, handle: Any) -> bool:
+        """Forget a read that has ended: one in progress cannot be cancelled. False if it may still write."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception:  # a part of it has failed, and another part is in progress
@@ -120,14 +101,12 @@ class Nixl:
             self._agent.send_notif(peer, notif_msg=message)
 
     def notifications(self) -> list[bytes]:
+        """Those that arrived since the last call."""
         with _failing("look for notifications"):
             return [message for messages in self._agent.get_new_notifs().values() for message in messages]
 
     def close(self) -> None:
-        """Release all memory. A piece that cannot be released does not keep the others.
-
-        With the agent end all reads: this alone stops one that is in progress.
-        """
+        """Release all memory. With the agent end all reads: this alone stops one that is in progress."""
         for descriptors in self._registered:
             try:
                 self._agent.deregister_memory(descriptors)

@@ -7,39 +7,39 @@ place (`_advance_task`). So the steps of a load can be read from top to bottom:
     meet      the handshake, once for each peer (peers.py)
     plan      which bytes of which ranks of P go where
     read      from all ranks at once. The end of a load is not reported while one of its reads may still write
-    compare   with the option integrity: whether the bytes that arrived are P's (integrity.py)
     ledger    whether the lease was still valid after the read. If not, the load has failed
 """
 
-from __future__ import annotations
-
-import itertools
 import logging
-import secrets
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from reference_connector import messages
 from reference_connector.boxes import Box
 from reference_connector.handshake import HandshakeError, fetch
-from reference_connector.integrity import Digests, digest, queries
 from reference_connector.leases import GivenLeases, entry_of
-from reference_connector.messages import ANSWER, ANSWERS, LEDGER, Card, Lease, Leases, Load, Orders, Query
+from reference_connector.messages import (
+    Address,
+    BadMessage,
+    Lease,
+    Leases,
+    Load,
+    Orders,
+    Rank,
+    decode,
+    encode,
+)
 from reference_connector.options import Options
-from reference_connector.peers import Peer, Peers
-from reference_connector.plan import Runs, Table, Unplannable, pair, runs
+from reference_connector.peers import Peers, State
+from reference_connector.plan import Table, Unplannable, pair, runs
 from reference_connector.reads import Reads, Task
 from reference_connector.transport import Memory, Transport, TransportError
 from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.worker")
 CLOSING_S = 2.0  # for so long a worker that is being closed waits for reads that are in progress
-ASK_AGAIN_S = 1.0  # a notification may be lost: a query is repeated after this time, then after twice as long
 
 
 class LoadError(Exception):
@@ -51,20 +51,17 @@ EXPECTED = (HandshakeError, Unplannable, TransportError, LoadError)  # others ar
 
 @dataclass
 class Results:
-    """What has ended since the last call, by request."""
+    """What has ended since the last call, by request, and what the scheduler half has to know of peers."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)  # failed ones included
     failed: set[str] = field(default_factory=set)
-    # Leases of peers that were notified of the release, or could not be.
-    notified: set[Lease] = field(default_factory=set)
+    notified: set[Lease] = field(default_factory=set)  # peers know of these releases, or cannot be reached
+    missed: dict[Address, float] = field(default_factory=dict)  # peers not to ask, for so many seconds
 
 
 def no_stats() -> dict[str, Any]:
-    """The counters of a worker. The lists have one entry for each load that succeeded.
-
-    "seconds" run from the order to the last byte; "descriptors" are runs of bytes.
-    """
+    """The counters of a worker. The lists have one entry for each load that succeeded."""
     lists: dict[str, Any] = {"seconds": [], "bytes": [], "descriptors": []}
     return lists | dict.fromkeys(
         ("failed_loads", "failed_handshakes", "failed_notifications", "expired_leases", "late_reads"), 0
@@ -83,38 +80,32 @@ class Worker:
         boxes: tuple[Box, ...],
         memory: Iterable[Memory],
         trust: Trust = ANYBODY,
-        zeroed: frozenset[int] = frozenset(),
+        zeroed: bool = False,
     ):
         """Make this rank's KV readable. `memory`: every allocation with boxes, each once, all of one kind.
 
-        `zeroed`: groups whose new blocks vLLM would have zeroed, had the scheduler half not said that it
-        loads them.
+        `zeroed`: whether vLLM zeroes new blocks of attention, except those that a connector loads.
         """
-        self._to_zero = pair(kept, [kept]) if (kept := _of_groups(boxes, zeroed)) else None
+        attention = tuple(box for box in boxes if not box.part.startswith(("conv", "ssm")))
+        self._to_zero = pair(attention, [attention]) if zeroed else None
         self._options, self._rank, self._transport, self._memory = options, rank, transport, tuple(memory)
-        self._board = np.zeros(LEDGER + ANSWERS * ANSWER, dtype=np.int64)
+        self._leases = GivenLeases(options.kv_lease_duration)
         ask = partial(fetch, timeout=options.handshake_timeout, trust=trust)
         self._peers = Peers(boxes, rank, size, transport, ask)
         self._reads = Reads(transport, self._peers.name)
-        board = Memory(self._board.ctypes.data, self._board.nbytes)
-        transport.register([*self._memory, board, self._reads.memory])
-        self.card = Card(transport.metadata(), self._memory[0].place, self._board.ctypes.data, boxes)
-        self._digests = Digests(self._board[LEDGER:], self._memory, options.integrity)
+        transport.register([*self._memory, self._leases.memory, self._reads.memory])
+        self.published = Rank(transport.metadata(), self._memory[0].place, self._leases.memory.address, boxes)
         self._results, self._stats = Results(), no_stats()
         self._loads: dict[str, Task] = {}  # by request
-        self._errands: list[Task] = []  # messages to peers that may have to be met first
-        self._leases = GivenLeases(self._board[:LEDGER], options.kv_lease_duration)
+        self._notifications: list[Task] = []  # to peers that may have to be met first
 
     def close(self) -> None:
-        """End threads, reads and the transport.
-
-        Reads from a peer that does not answer end with the transport.
-        """
+        """End threads, reads and the transport: with it end reads from a peer that does not answer."""
         deadline = time.monotonic() + CLOSING_S
         while self._reads.in_progress and time.monotonic() < deadline:
             self.advance()
             time.sleep(0.001)
-        for task in (*self._loads.values(), *self._errands):
+        for task in (*self._loads.values(), *self._notifications):
             task.close()
         self._peers.close()
         self._transport.close()
@@ -127,13 +118,12 @@ class Worker:
             for peer in {lease.peer for lease in (*orders.releases, *orders.renewals)}:
                 released = [lease.number for lease in orders.releases if lease.peer == peer]
                 renewed = [lease.number for lease in orders.renewals if lease.peer == peer]
-                self._errands.append(self._notify(peer, Leases(released, renewed)))
+                self._notifications.append(self._notify(peer, Leases(released, renewed)))
         self.advance()
 
     def advance(self) -> None:
-        """Continue all loads and messages as far as they get."""
+        """Continue all loads and notifications as far as they get."""
         self._listen()
-        self._digests.work()
         for request, load in list(self._loads.items()):
             if (error := self._advance_task(load)) is not None:
                 del self._loads[request]
@@ -142,8 +132,8 @@ class Worker:
                     self._results.failed.add(request)
                     self._stats["failed_loads"] += 1
                     logger.error("LoadError: request %s was not loaded: %s", request, error)
-        errands, self._errands = self._errands, []  # a task may add another one
-        self._errands += [task for task in errands if self._advance_task(task) is None]
+        tasks, self._notifications = self._notifications, []  # a task may add another one
+        self._notifications += [task for task in tasks if self._advance_task(task) is None]
 
     @staticmethod
     def _advance_task(task: Task) -> Exception | None:
@@ -159,13 +149,14 @@ class Worker:
     def results(self) -> Results:
         """What has ended since the last call."""
         self.advance()
+        self._results.missed, self._peers.missed = self._peers.missed, {}
+        self._stats["failed_handshakes"] += len(self._results.missed)
         results, self._results = self._results, Results()
         return results
 
     def stats(self) -> dict[str, Any]:
         """The counters since the last call."""
         taken, self._stats = self._stats, no_stats()
-        taken["failed_handshakes"], self._peers.failed_handshakes = self._peers.failed_handshakes, 0
         return taken
 
     # ---- P: leases
@@ -179,14 +170,9 @@ class Worker:
             received = []
         for message in received:
             try:
-                notice = messages.decode(message, messages.Notice)
-            except messages.BadMessage as error:
+                self._results.sent |= self._leases.on_notice(decode(message, Leases))
+            except BadMessage as error:
                 logger.warning("a notification is not a message of this connector: %s", error)
-                continue
-            if isinstance(notice, Query):
-                self._digests.ask(notice)
-            else:
-                self._results.sent |= self._leases.on_notice(notice)
         expired = self._leases.expire()
         self._stats["expired_leases"] += len(expired)
         self._results.sent |= expired
@@ -194,37 +180,22 @@ class Worker:
     # ---- D: loads
 
     def _load(self, load: Load) -> Task:
-        """A load, from the order to the last byte.
-
-        If it fails, it raises why after its last read has ended.
-        """
+        """A load, from the order to the last byte. It raises why it fails, when its last read has ended."""
         handoff, lease, begun = load.handoff, load.handoff.lease, time.monotonic()
         deadline = begun + self._options.transfer_timeout
         peer = yield from self._peers.meet(lease.peer, deadline)
         if isinstance(peer.pairing, Unplannable):
             raise peer.pairing
-        spans = [(part.start, part.stop) for part in load.parts]
-        local = [Table(part.blocks, part.first) for part in load.parts]
-        remote = [
-            Table(blocks, first)
-            for blocks, first in zip(handoff.remote_block_ids, handoff.remote_first_tokens, strict=True)
-        ]
-        planned = {
-            rank: plan for rank, plan in runs(peer.pairing, spans, local, remote).items() if len(plan.length)
-        }
+        spans = [(group.start, group.stop) for group in load.groups]
+        remote = list(map(Table, handoff.remote_block_ids, handoff.remote_first_tokens))
+        found = runs(peer.pairing, spans, load.groups, remote)
+        planned = {rank: plan for rank, plan in found.items() if len(plan.length)}
         self._zero_ends(load)
-        with peer.used():
-            yield from self._reads.read(peer, planned, deadline, self.card.place)
-            if self._options.integrity:
-                yield from self._compare(peer, planned, deadline)
-            ended = yield from self._reads.read_boards(
-                peer, dict.fromkeys(planned, entry_of(lease.number)), 1, deadline
-            )
-            if (ended >= lease.number).any():
-                self._stats["late_reads"] += 1
-                raise LoadError(
-                    f"{lease.peer.engine} freed the blocks of lease {lease.number} before D had read them"
-                )
+        yield from self._reads.read(peer, planned, deadline, self.published.place)
+        ended = yield from self._reads.read_ledgers(peer, planned, entry_of(lease.number), deadline)
+        if (ended >= lease.number).any():
+            self._stats["late_reads"] += 1
+            raise LoadError(f"{lease.peer} freed the blocks of lease {lease.number} before D had read them")
         self._stats["seconds"].append(time.monotonic() - begun)
         self._stats["bytes"].append(sum(plan.nbytes for plan in planned.values()))
         self._stats["descriptors"].append(sum(len(plan.length) for plan in planned.values()))
@@ -232,88 +203,37 @@ class Worker:
     def _zero_ends(self, load: Load) -> None:
         """Zero what vLLM would have zeroed and a load does not read: before its first token, after its last.
 
-        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN. The
-        blocks in which a load begins and ends are zeroed as far as the plan takes them, before it reads them.
+        Attention kernels also multiply what they mask out, and words of a previous owner can be NaN.
         """
         if self._to_zero is None:
             return
-        tokens = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
-        tables = [Table(part.blocks, part.first) for part in load.parts]
-        ends = [part.first + len(part.blocks) * tokens.get(i, 0) for i, part in enumerate(load.parts)]
-        before = [(part.first, part.start) if i in tokens else (0, 0) for i, part in enumerate(load.parts)]
-        after = [
-            (part.stop, end) if i in tokens else (0, 0)
-            for i, (part, end) in enumerate(zip(load.parts, ends, strict=True))
-        ]
+        size = {match.mine.group: match.mine.tokens * match.mine.pieces for match in self._to_zero.matches}
+        before = [(group.first, group.start) for group in load.groups]
+        after = [(g.stop, g.first + len(g.blocks) * size.get(i, 0)) for i, g in enumerate(load.groups)]
         for spans in (before, after):
-            for plan in runs(self._to_zero, spans, tables, tables).values():
+            for plan in runs(self._to_zero, spans, load.groups, load.groups).values():
                 for address, length in zip(plan.local.tolist(), plan.length.tolist(), strict=True):
                     memory = next(m for m in self._memory if 0 <= address - m.address < m.nbytes)
                     if memory.zero is not None:
                         memory.zero(address - memory.address, length)
 
-    def _wait(self, deadline: float) -> Task:
-        """Wait until the next step. Raises TransportError after the deadline."""
-        if time.monotonic() > deadline:
-            raise TransportError(f"the load took longer than {self._options.transfer_timeout:g} s")
-        yield
-
-    def _notify(self, address: messages.Address, leases: Leases) -> Task:
+    def _notify(self, address: Address, leases: Leases) -> Task:
         """Notify every rank of a peer. If that fails, the leases end when their time is over."""
         deadline = time.monotonic() + self._options.handshake_timeout
         try:
             peer = yield from self._peers.meet(address, deadline)
-            # Read from new ranks first: NIXL might not send a first message if this engine stops stepping.
-            reading = self._first_read(peer, deadline)
-            while (ended := self._advance_task(reading)) is None:
-                if time.monotonic() > deadline:
-                    self._errands.append(reading)  # until the read ends
-                    raise TransportError(f"{address.engine} does not answer")
+            ranks = set(range(len(peer.ranks)))
+            if new := ranks - peer.reached:
+                # Read from them first: NIXL might not send a first message if this engine stops stepping.
+                self._notifications.append(self._reads.read_ledgers(peer, new, 0, deadline))
+            while not peer.reached >= ranks:
+                if peer.state is State.BROKEN or time.monotonic() > deadline:
+                    raise TransportError(f"{address} does not answer")
                 yield
-            if not isinstance(ended, StopIteration):
-                raise ended
-            for rank in range(len(peer.cards)):
-                self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
+            for rank in ranks:
+                self._transport.notify(self._peers.name(peer, rank), encode(leases))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
-            logger.warning("%s was not notified of %s: %s", address.engine, leases, error)
+            logger.warning("%s was not notified of %s: %s", address, leases, error)
         finally:  # after any error the engine may stop stepping
             self._results.notified |= {Lease(address, number) for number in leases.released}
-
-    def _first_read(self, peer: Peer, deadline: float) -> Task:
-        """Read from ranks of a peer from which no read has ended."""
-        with peer.used():
-            new = dict.fromkeys(set(range(len(peer.cards))) - peer.reached, 0)
-            yield from self._reads.read_boards(peer, new, 1, deadline)
-
-    def _compare(self, peer: Peer, planned: dict[int, Runs], deadline: float) -> Task:
-        """Ask P for digests of the bytes that should have arrived. Raises LoadError if one differs."""
-        for asked in itertools.zip_longest(*map(queries, planned.values())):
-            together = {rank: plan for rank, plan in zip(planned, asked, strict=True) if plan is not None}
-            found = yield from self._ask(peer, together, deadline)
-            for (rank, plan), of_peer in zip(together.items(), found, strict=True):
-                if of_peer != (yield from digest(self._memory, plan.local, plan.length)):
-                    raise LoadError(
-                        f"{plan.nbytes} bytes read from rank {rank} are not its bytes, or it sent no digest"
-                    )
-
-    def _ask(
-        self, peer: Peer, planned: dict[int, Runs], deadline: float
-    ) -> Generator[None, None, list[tuple[int, int]]]:
-        """The digests of P's bytes of these runs, one a rank. Zeros if P has none."""
-        tickets = {rank: 1 + secrets.randbits(61) for rank in planned}
-        entries = {rank: LEDGER + ticket % ANSWERS * ANSWER for rank, ticket in tickets.items()}
-        found, again, pause = np.zeros((len(planned), 3), np.int64), 0.0, ASK_AGAIN_S
-        while (found[:, 0] != list(tickets.values())).any():
-            if time.monotonic() >= again:
-                again, pause = time.monotonic() + pause, 2 * pause
-                for rank, plan in planned.items():
-                    query = Query(tickets[rank], np.stack([plan.remote, plan.length]).tobytes())
-                    self._transport.notify(self._peers.name(peer, rank), messages.encode(query))
-            yield from self._wait(deadline)
-            found = yield from self._reads.read_boards(peer, entries, 3, deadline)
-        return [(first, second) for first, second in found[:, 1:].tolist()]
-
-
-def _of_groups(boxes: tuple[Box, ...], groups: frozenset[int]) -> tuple[Box, ...]:
-    return tuple(box for box in boxes if box.group in groups)

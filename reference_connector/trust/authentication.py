@@ -1,14 +1,11 @@
 """Authentication: hand-overs that P signs, and engines that prove the key of their deployment.
 
-All engines of a deployment have one secret key. P signs what it hands over, and D reads the KV only if the
-signature is right: whoever writes `kv_transfer_params` without the key chooses neither the host to which D
-connects nor the blocks that D reads. The signature covers every field of the Handoff, and what a request must
-have in common on P and D (`_common`), so that a hand-over serves no other prompt. In the handshake both sides
-prove the key by an HMAC of two fresh random numbers; the key itself is never sent. docs/security.md tells
-against whom this helps, and against whom it does not.
+All engines of a deployment have one secret key, which is never sent. P signs what it hands over, and D reads
+the KV only if the signature is right: whoever writes `kv_transfer_params` without the key chooses neither the
+host to which D connects nor the blocks that D reads. The signature covers every field of the Handoff, and
+what a request must have in common on P and D (`_common`), so that a hand-over serves no other prompt.
+docs/security.md tells against whom this helps, and against whom it does not.
 """
-
-from __future__ import annotations
 
 import hashlib
 import hmac
@@ -32,12 +29,9 @@ THIS_MACHINE = ("localhost", "127.0.0.0/8", "::1")
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose KV an engine reads: of who has the key, on the hosts of `peers`, and has its identity.
+    """Whose KV an engine reads. What is empty is not checked."""
 
-    What is empty is not checked.
-    """
-
-    key: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)  # of the deployment
     peers: tuple[str, ...] = ()  # names of hosts, addresses, networks like 10.0.0.0/8
     identity: Mapping[str, str] = field(default_factory=dict)  # of this engine, see identity.py
     may_differ: tuple[str, ...] = ()  # its facts that D does not compare
@@ -49,32 +43,29 @@ class Trust:
     def fits(self, mac: bytes, purpose: str, *parts: Any) -> bool:
         return hmac.compare_digest(mac, self.mac(purpose, *parts))
 
-    def sign(self, params: dict[str, Any], request: Any, seconds: float) -> dict[str, Any]:
-        """P's half: the params of a request, signed, for so many seconds."""
+    def sign(self, handoff: Handoff, request: Any, seconds: float) -> Handoff:
+        """P's half: the hand-over of a request, signed, for so many seconds."""
         if not self.key:
-            return params
-        params = params | {"remote_expiry": int(time.time() + seconds) + 1}
-        handoff = msgspec.convert(params, Handoff)
-        return params | {"remote_signature": self.mac("hand-over", handoff, _common(handoff, request)).hex()}
+            return handoff
+        handoff = msgspec.structs.replace(handoff, remote_expiry=int(time.time() + seconds) + 1)
+        mac = self.mac("hand-over", handoff, _common(handoff, request))
+        return msgspec.structs.replace(handoff, remote_signature=mac.hex())
 
     def check(self, handoff: Handoff, request: Any) -> None:
         """D's half. Raises BadParams, with one sentence, for a hand-over that D must not read."""
         if self.peers and not any(_is_in(handoff.remote_host, peer) for peer in self.peers):
-            raise BadParams(f"kv_transfer_params: the option peers does not have {handoff.remote_host!r}")
+            raise BadParams(f"the option peers does not have {handoff.remote_host!r}")
         if not self.key:
             return
         unsigned = msgspec.structs.replace(handoff, remote_signature="")
         try:
             mac = self.mac("hand-over", unsigned, _common(handoff, request)).hex()
         except UnicodeEncodeError:
-            raise BadParams("kv_transfer_params: a text is not UTF-8") from None
+            raise BadParams("a text is not UTF-8") from None
         if not hmac.compare_digest(mac.encode(), handoff.remote_signature.encode(errors="replace")):
-            raise BadParams(
-                "kv_transfer_params: the signature is not one of this deployment's key for these parameters "
-                "and this prompt"
-            )
+            raise BadParams("the signature is not one of this deployment's key, for these params and prompt")
         if (late := time.time() - handoff.remote_expiry) > 0:
-            raise BadParams(f"kv_transfer_params: they expired {late:.0f} s ago, by the clock of this host")
+            raise BadParams(f"they expired {late:.0f} s ago, by the clock of this host")
 
 
 ANYBODY = Trust()
@@ -85,22 +76,22 @@ def trust(options: Options, host: str, identity: Mapping[str, str]) -> Trust:
     key, peers, may_differ = options.key, options.peers, options.allow_different
     if key == "none":
         return Trust(b"", peers, identity, may_differ)
-    if not key:
-        if not any(_is_in(host, near) for near in THIS_MACHINE):
-            raise BadOption(
-                f"kv_connector_extra_config: other machines reach the side channel on {host}, and there is "
-                "no key: set key to 'file:PATH' or 'env:NAME', or to 'none' to trust whoever reaches it"
-            )
+    if not key and any(_is_in(host, near) for near in THIS_MACHINE):
         return Trust(b"", peers or THIS_MACHINE, identity, may_differ)
+    if not key:
+        raise BadOption(
+            f"other machines reach the side channel on {host}, and there is no key: set key to 'file:PATH' "
+            "or 'env:NAME', or to 'none' to trust whoever reaches it"
+        )
     kind, _, name = key.partition(":")
     if kind not in ("env", "file") or not name:
-        raise BadOption("kv_connector_extra_config: key is 'file:PATH', 'env:NAME' or 'none'")
+        raise BadOption("key is 'file:PATH', 'env:NAME' or 'none'")
     try:
         secret = Path(name).read_bytes() if kind == "file" else os.environb[name.encode()]
     except (OSError, KeyError):
-        raise BadOption(f"kv_connector_extra_config: the key cannot be read from {key!r}") from None
+        raise BadOption(f"the key cannot be read from {key!r}") from None
     if len(secret := secret.strip()) < SHORTEST_KEY:
-        raise BadOption(f"kv_connector_extra_config: the key in {key!r} is shorter than {SHORTEST_KEY} bytes")
+        raise BadOption(f"the key in {key!r} is shorter than {SHORTEST_KEY} bytes")
     return Trust(secret, peers, identity, may_differ)
 
 
@@ -119,14 +110,8 @@ def _common(handoff: Handoff, request: Any) -> tuple[Any, ...]:
     return (
         tokens,
         array("q", (request.prompt_token_ids or ())[:tokens]).tobytes(),
-        b"" if embeds is None else bytes(embeds[:tokens].contiguous().flatten().view(_uint8()).numpy()),
+        b"" if embeds is None else embeds[:tokens].float().numpy().tobytes(),
         [feature.identifier for feature in getattr(request, "mm_features", None) or ()],
         None if lora is None else lora.lora_name,
         getattr(request, "cache_salt", None),
     )
-
-
-def _uint8() -> Any:
-    import torch  # only needed for prompts that are embeddings
-
-    return torch.uint8

@@ -12,7 +12,7 @@ import numpy as np
 
 from reference_connector.boxes import Axis, Box
 from reference_connector.handshake import Listener
-from reference_connector.messages import Address, Handoff, Load, Part
+from reference_connector.messages import Address, GroupLoad, Handoff, Load
 from reference_connector.options import Options
 from reference_connector.plan import Runs
 from reference_connector.scheduler import Group, Scheduler
@@ -31,8 +31,9 @@ ADDRESS = {
 FULL, WINDOW, STATE = Group(16), Group(16, window=32), Group(64, state=True, scratch=1)
 
 
-def scheduler(*groups: Group, heartbeat: float = 1000.0, caching: bool = True) -> Scheduler:
-    return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, heartbeat=heartbeat, caching=caching)
+def scheduler(*groups: Group, heartbeat: float | None = 1000.0, caching: bool = True) -> Scheduler:
+    options = Options(heartbeat_interval=heartbeat)
+    return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, caching=caching, options=options)
 
 
 def request(name: str, tokens: int, params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
@@ -109,7 +110,7 @@ class Copy:
 class Local:
     """A Transport (reference_connector/transport.py) whose peers live in this process.
 
-    Its answers are those of `Nixl` over UCX and TCP, and test_nixl.py compares the two.
+    Its answers are those of the real one over UCX and TCP, and test_nixl.py compares the two.
     """
 
     def __init__(self, wire: Wire, name: str):
@@ -227,23 +228,20 @@ class WorkerEngine:
         fill: int,
         layer: str = "layers.0",
         trusted: Trust = ANYBODY,
-        zeroed: frozenset[int] = frozenset(),
+        zeroed: bool = False,
         **options: float | bool,
     ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
-        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, view=self.view, zero=self.zero)
+        memory = Memory(self.pool.ctypes.data, self.pool.nbytes, zero=self.zero)
         settings = Options(**{"handshake_timeout": 0.5, **options})
         self.name, self.worker = (
             name,
             Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted, zeroed),
         )
-        self.listener = Listener("127.0.0.1", 0, "p", name, [self.worker.card], trusted)
-
-    def view(self, start: int, count: int) -> np.ndarray:
-        return self.pool.reshape(-1)[start : start + count]
+        self.listener = Listener(Address("127.0.0.1", 0, "p", name), [self.worker.published], trusted)
 
     def zero(self, start: int, count: int) -> None:
-        self.view(start, count)[:] = 0
+        self.pool.reshape(-1)[start : start + count] = 0
 
     @property
     def address(self) -> Address:
@@ -263,7 +261,7 @@ class WorkerEngine:
             remote_block_ids=[remote],
             remote_first_tokens=[0],
         )
-        return Load(handoff, [Part(0, tokens, local, 0)])
+        return Load(handoff, [GroupLoad(local, 0, 0, tokens)])
 
     def close(self) -> None:
         self.listener.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from reference_connector import worker as worker_module
@@ -17,6 +16,7 @@ from reference_connector.messages import (
     Orders,
     encode,
 )
+from reference_connector.peers import State
 from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine
 
 
@@ -117,7 +117,7 @@ def test_a_peer_stays_connected_while_a_notification_reads_from_it(
     d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
     while not wire.reads:
         d.worker.results()
-    d.worker._peers._met[p.address].failed = True
+    d.worker._peers._peers[p.address].state = State.BROKEN
     d.worker.start(Orders(releases=[Lease(p.address, 2)]))
     for _ in range(10):
         assert not d.worker.results().notified
@@ -144,18 +144,17 @@ def test_one_notification_for_each_peer_and_step(make: Callable[..., WorkerEngin
 
 def test_the_ledger_never_goes_back() -> None:
     """Two leases share an entry, and the earlier one ends later: D must see that the later one has ended."""
-    ledger = np.zeros(LEDGER, np.int64)
-    given = GivenLeases(ledger, 30.0)
+    given = GivenLeases(30.0)
     early, late = new_number(5), new_number(5 + LEDGER)
     assert entry_of(early) == entry_of(late)
     given.give({early: "early", late: "late"})
     assert given.on_notice(Leases(released=[late])) == {"late"}
     assert given.on_notice(Leases(released=[early])) == {"early"}
-    assert ledger[entry_of(late)] == late
+    assert given.ledger[entry_of(late)] == late
 
 
 def test_a_peer_cannot_end_leases_that_it_was_not_handed() -> None:
-    given = GivenLeases(np.zeros(LEDGER, np.int64), 30.0)
+    given = GivenLeases(30.0)
     first = 7 << RANDOM_BITS
     given.on_notice(Leases(released=list(range(first, first + EARLY))))
     given.on_notice(Leases(released=[place << RANDOM_BITS for place in range(8, 2000)]))
@@ -164,9 +163,19 @@ def test_a_peer_cannot_end_leases_that_it_was_not_handed() -> None:
 
 
 def test_releases_before_the_order_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, now = GivenLeases(np.zeros(LEDGER, np.int64), 30.0), time.monotonic()
+    given, now = GivenLeases(30.0), time.monotonic()
     given.on_notice(Leases(released=[new_number(place) for place in range(1, EARLY + 1)]))
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     given.expire()
     given.on_notice(Leases(released=[number := new_number(9)]))
     assert given.give({number: "x"}) == {"x"}
+
+
+def test_no_notification_holds_a_step_of_p(make: Callable[..., WorkerEngine], wire: Wire) -> None:
+    p = make("p", 7)
+    for many in (400_000, 65_000):  # the first one is too long to be read
+        wire.inboxes["p"].append(encode(Leases(released=list(range(1, many)))))
+    began = time.thread_time()
+    p.worker.start(Orders())
+    assert time.thread_time() - began < 0.1 and not wire.inboxes["p"]
+    assert len(p.worker._leases._early) == EARLY

@@ -19,28 +19,26 @@ vllm = test_boxes.vllm  # the fixture that lets vLLM be imported beside any torc
 OF_PLAN = {  # a piece of plan.py -> the piece with a mistake
     "if local == remote == width:": "if local == width:",
     " & (remote[1:] == remote[:-1] + length[:-1])": "",
-    "np.union1d(cuts[1:-1], others[1:-1])": "cuts[1:-1]",
+    "np.union1d(ends[1:-1], others[1:-1])": "ends[1:-1]",
     "local += (start - a.start) * a.stride": "local += 0",
     "remote += (start - b.start) * b.stride": "remote += 0",
     "min(a.stop, b.stop) - start": "a.stop - a.start",
     "np.divmod(cuts[:-1] - table.first // box.unit,": "np.divmod(cuts[:-1],",
     "(ids * box.pieces + piece)": "(ids + piece)",
     "steps[last] == steps[first]": "steps[last][0] == steps[first][0]",
-    "within * match.theirs.token_stride": "within * match.mine.token_stride",
-    "remote[match.theirs.group]": "remote[match.mine.group]",
-    "lengths = counts * sizes[0][1]": "lengths = counts * width",
-    "-= strip.over": "-= 0",
-    "strip.end + strip.offsets(1)": "strip.end",
-    "those[runs.local[those] + runs.length[those] == ends]": "those",
+    "+ within * box.token_stride": "+ within",
+    "remote[group])": "remote[match.mine.group])",
+    "(match.width * _many(match.axes) // _many(left))": "match.width",
+    "end if rest <= WORTH * (exact - whole) else stop": "end + 1",
     "start - (start - table.first // box.unit) % size": "start",
-    "min(start, max(start - before, theirs.first // unit))": "start",
+    "return min(start, max(start - before, theirs.first // unit))": "return start",
     "max(start - before, theirs.first // unit)": "start - before",
-    "end = min(cuts[-1], others[-1])": "end = cuts[-1]",
+    "min(ends[-1], others[-1])": "ends[-1]",
     "local[order], remote[order], length[order]": "local[order], remote, length",
     "found[ranges][number] = box": "found[(number,), *ranges][number] = box",
     "abs(number - nearest)": "-abs(number - nearest)",
     "np.add.reduceat(length, firsts)": "length[firsts]",
-    "if total <= EXACT else (local": "if False else (local",
+    "if 0 < total <= EXACT else (local": "if False else (local",
 }
 
 
@@ -71,8 +69,8 @@ def _of_the_generic_kernel(patch: pytest.MonkeyPatch) -> None:
 
 
 OF_BOXES = {  # a piece of boxes.py -> the piece with a mistake, and a test that must fail with it
-    '"block_stride": block * pieces': (
-        '"block_stride": block',
+    "block * pieces, tokens * pieces": (
+        "block, tokens * pieces",
         lambda _: test_boxes.test_attention_lies_where_vllm_views_it("LBNHC", 16),
     ),
     "rank * number, (rank + 1) * number": ("0, number", lambda patch: test_boxes.states("SD", patch)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,8 +67,8 @@ class Rank:
         config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="nvfp4"))
         here = self.view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
         heads = _heads(None, "l", spec, here, rank, size)
-        common = {"layer": "l", "group": 0}
-        self.boxes: tuple[Box, ...] = tuple(_attention_boxes(config, common, spec, self.view, heads, 1))
+        box = partial(Box, layer="l", group=0)
+        self.boxes: tuple[Box, ...] = tuple(_attention_boxes(config, box, spec, self.view, heads, 1))
 
 
 def fill(rank: Rank) -> None:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference_connector.leases import RANDOM_BITS
-from reference_connector.messages import BadParams, Lease, Part, read_params
+from reference_connector.messages import BadParams, GroupLoad, Handoff, Lease
 from reference_connector.scheduler import Group, Scheduler
 from tests.reference.doubles import FULL, STATE, WINDOW, request, scheduler, tables
 
@@ -96,7 +96,7 @@ def test_p_stops_before_the_last_token_where_it_has_to(groups: tuple[Any, ...], 
 
 
 def test_from_known_to_released() -> None:
-    p, d = scheduler(), scheduler(heartbeat=0.0)
+    p, d = scheduler(), scheduler(heartbeat=1e-9)
     params = handed(p, 40, [1, 2, 3])
     r = request("r", 40, params)
     d.on_new_request(r)
@@ -105,7 +105,7 @@ def test_from_known_to_released() -> None:
     assert d.get_num_new_matched_tokens(r, 16) == (23, True)
     d.update_state_after_alloc(r, tables("hnn"), 23)
     orders = d.take_orders()
-    assert orders.loads["r"].parts == [Part(16, 39, [2, 3], 16)] and not orders.releases
+    assert orders.loads["r"].groups == [GroupLoad([2, 3], 16, 16, 39)] and not orders.releases
     assert not d.take_orders().loads
     d.update_state_after_alloc(r, tables("hnn"), 0)  # the second admission, to be computed
     assert d.get_num_new_matched_tokens(r, 0) == (0, False)  # after a preemption
@@ -114,7 +114,7 @@ def test_from_known_to_released() -> None:
     orders = d.take_orders()
     assert orders.releases == [lease] and not orders.renewals
     assert not d.take_orders().releases and d.busy
-    d.on_notified({lease})
+    d.on_worker_report({lease}, {})
     assert not d.busy
     assert d.request_finished(r, ([1, 2, 3],)) == (False, None)
 
@@ -158,7 +158,10 @@ def test_a_window_is_loaded_from_its_first_token() -> None:
     d.update_state_after_alloc(r, tables("nnnnn", "00nnn"), 79)
     # D computes token 79, which sees tokens 48 to 79. What its third block has of
     # earlier ones P need not have any more.
-    assert d.take_orders().loads["r"].parts == [Part(0, 79, [1, 2, 3, 4, 5], 0), Part(48, 79, [3, 4, 5], 32)]
+    assert d.take_orders().loads["r"].groups == [
+        GroupLoad([1, 2, 3, 4, 5], 0, 0, 79),
+        GroupLoad([3, 4, 5], 32, 48, 79),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_states_are_loaded_whatever_else_is_here() -> None:
     d.on_new_request(r)
     assert d.get_num_new_matched_tokens(r, 32) == (7, True)
     d.update_state_after_alloc(r, tables("hhn", "0nnn"), 7)
-    assert d.take_orders().loads["r"].parts == [Part(32, 39, [3], 32), Part(0, 1, [3])]
+    assert d.take_orders().loads["r"].groups == [GroupLoad([3], 32, 32, 39), GroupLoad([3], 0, 0, 1)]
 
 
 def test_a_state_that_has_seen_too_much_is_refused_before_anything_waits() -> None:
@@ -274,7 +277,7 @@ def test_d_computes_a_request_with_other_parameters(params: Any) -> None:
 @given(corrupted())
 def test_corrupted_parameters_are_used_only_if_they_are_complete(params: dict[Any, Any]) -> None:
     try:
-        handoff = read_params(params)
+        handoff = Handoff.read(params)
     except BadParams:
         handoff = None
     found = matched(params)
@@ -318,3 +321,17 @@ def test_no_more_tokens_than_p_and_the_prompt_have(prompt: int, given_: int, com
     d.on_new_request(r)
     count, between_steps = d.get_num_new_matched_tokens(r, computed)
     assert count == max(0, min(given_, prompt - 1) - computed) and between_steps == bool(count)
+
+
+def test_a_lease_that_is_needed_again_is_held_again() -> None:
+    p, d = scheduler(), scheduler()
+    params = handed(p, 40, [1, 2, 3])
+    r = request("r", 40, params)
+    d.on_new_request(r)
+    d.request_finished(r, ([],))
+    released = d.take_orders().releases
+    d.on_new_request(request("again", 40, params))
+    d.on_worker_report(set(released), {})
+    assert not d.busy and not d.take_orders().releases
+    d.request_finished(request("again", 40, params), ([],))
+    assert d.take_orders().releases == released

@@ -10,7 +10,8 @@ import pytest
 
 from reference_connector import worker as worker_module
 from reference_connector.handshake import Listener
-from reference_connector.messages import Lease, Orders
+from reference_connector.messages import Address, Lease, Orders
+from reference_connector.peers import State
 from reference_connector.worker import Results
 from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine
 
@@ -48,7 +49,7 @@ def test_a_load_reads_its_tokens_and_nothing_else(make: Callable[..., WorkerEngi
 def test_the_rest_of_new_blocks_is_zeroed_where_vllm_would(
     make: Callable[..., WorkerEngine], zeroed: bool
 ) -> None:
-    p, d = make("p", 7), make("d", 255, zeroed=frozenset({0} if zeroed else ()))
+    p, d = make("p", 7), make("d", 255, zeroed=zeroed)
     d.worker.start(Orders(loads={"r": p.load(1, [5, 2], [3, 6], tokens=TOKENS + 3)}))
     assert not until(d).failed
     expected = np.full_like(d.pool, 255)
@@ -148,7 +149,7 @@ def test_no_peer_is_disconnected_while_a_read_from_it_is_in_progress(
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
     while not wire.reads:
         d.worker.results()
-    d.worker._peers._met[p.address].failed = True
+    d.worker._peers._peers[p.address].state = State.BROKEN
     d.worker.start(Orders(loads={"other": p.load(2, [5, 6], [1, 2])}))
     assert until(d, "other").failed == {"other"}, "it waits for the peer no longer than its time limit"
     assert not wire.disconnected and wire.reads[0].state == "open"
@@ -209,7 +210,7 @@ def test_a_peer_that_cannot_be_reached(make: Callable[..., WorkerEngine]) -> Non
     assert notified == {Lease(p.address, 1)}, (
         "a notification that fails is given up, and the engine may stop stepping"
     )
-    p.listener = Listener("127.0.0.1", p.listener.port, "p", "p", [p.worker.card])
+    p.listener = Listener(Address("127.0.0.1", p.listener.port, "p", "p"), [p.worker.published])
 
 
 def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wire) -> None:
@@ -222,7 +223,7 @@ def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wir
     wire.inboxes.pop("p")  # what was there is gone
     new = make("p, second life", 9)
     new.listener.close()
-    new.listener = Listener("127.0.0.1", port, "p", "p, second life", [new.worker.card])
+    new.listener = Listener(Address("127.0.0.1", port, "p", "p, second life"), [new.worker.published])
     d.worker.start(Orders(loads={"old": old, "new": new.load(1, [5, 6], [1, 2])}))
     failed, ended = set[str](), set[str]()
     deadline = time.monotonic() + PATIENCE_S
@@ -231,4 +232,4 @@ def test_p_is_restarted_on_its_port(make: Callable[..., WorkerEngine], wire: Wir
         failed, ended = failed | found.failed, ended | found.received
     assert failed == {"old"} and (d.pool[1:3] == 9).all()
     assert wire.disconnected == ["p"], "the earlier life is disconnected"
-    p.listener = Listener("127.0.0.1", 0, "p", "p", [])
+    p.listener = Listener(Address("127.0.0.1", 0, "p", "p"), [])

@@ -101,14 +101,14 @@ class Half(Scheduler):
 
     def request_finished(self, request: Any, blocks: Any) -> Any:
         self.noted.discard(request.request_id)
-        if request.request_id in self._placed:
+        if request.request_id in self._loading:
             self.ended.add(request.request_id)
         return super().request_finished(request, blocks)
 
     def on_loads_finished(self, names: set[str] | None) -> None:
         for name in names or ():
-            if name in self._placed and name not in self.ended and self.keeps(name):
-                self._placed.discard(name)  # it may be announced again, and P is not notified
+            if name in self._loading and name not in self.ended and self.keeps(name):
+                self._loading.discard(name)  # it may be announced again, and P is not notified
                 self.noted.add(name)
             else:
                 super().on_loads_finished({name})
@@ -124,7 +124,7 @@ class StrictHalf(Half):
         for name in names or ():
             if name in self.noted:
                 raise KeyError(name)
-            if name in self._placed and name not in self.ended:
+            if name in self._loading and name not in self.ended:
                 self.noted.add(name)
         super().on_loads_finished(names)
 
@@ -168,7 +168,7 @@ class LoadsAgain(OtherHalf):
 class OneLoadHalf(Half):
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         answer = super().get_num_new_matched_tokens(request, computed)
-        return (None, False) if answer[0] and self._placed else answer
+        return (None, False) if answer[0] and self._loading else answer
 
 
 class OneLoadAtATime(OtherHalf):
@@ -237,7 +237,7 @@ class OnceHalf(Half):
         if handoff is None:
             return
         if handoff.lease in self.taken:
-            self._held[handoff.lease].discard(request.request_id)
+            self._leases[handoff.lease].requests.discard(request.request_id)
             del self._handoffs[request.request_id]
         self.taken.add(handoff.lease)
 

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from reference_connector import ReferenceConnector
-from reference_connector.connector import Metadata, NotifiedLeases
-from reference_connector.messages import Load, read_params
+from reference_connector.connector import Metadata, WorkerReport
+from reference_connector.messages import Handoff, Load
 
 WAIT_S = 20.0
 
@@ -26,13 +26,14 @@ class Right(ReferenceConnector):
 
 
 @dataclass
-class Ended(NotifiedLeases):
+class Ended(WorkerReport):
     """What a worker reports of loads within a step: requests whose load has ended, well or not."""
 
-    loads: set[str]
+    loads: set[str] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> Ended:
-        return Ended(self.leases | other.leases, self.loads | other.loads)
+        both = super().aggregate(other)
+        return Ended(both.notified, both.missed, self.loads | other.loads)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,9 @@ class LayerWise(ReferenceConnector):
                     worker._loads[name] = worker._load(self.loads[name])
                     self.again.add(name)
                 else:
-                    self.invalid |= {block for part in self.loads[name].parts for block in part.blocks} - {0}
+                    self.invalid |= {block for group in self.loads[name].groups for block in group.blocks} - {
+                        0
+                    }
 
     def wait_for_save(self) -> None:
         self.wait_for_layer_load("")
@@ -168,9 +171,10 @@ class LayerWise(ReferenceConnector):
         return invalid
 
     def build_connector_worker_meta(self) -> Ended | None:
-        notified, self._notified = self._notified, set()
+        report: Any = super().build_connector_worker_meta() or WorkerReport()
         ended, self.ended = self.ended, set()
-        return Ended(notified, ended) if notified or ended else None
+        found = Ended(report.notified, report.missed, ended)
+        return found if report.notified or report.missed or ended else None
 
 
 class Rendezvous(ReferenceConnector):
@@ -216,9 +220,8 @@ class Rendezvous(ReferenceConnector):
         """Let all requests with this id know what P has published."""
         for name in [name for name, (other, _) in self.open.items() if other == transfer]:
             del self.open[name]
-            if handoff := read_params(self.answer(transfer)):
-                self._scheduler._handoffs[name] = handoff
-                self._scheduler._held.setdefault(handoff.lease, set()).add(name)
+            if handoff := Handoff.read(self.answer(transfer)):
+                self._scheduler.hold(name, handoff)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         for transfer in {transfer for transfer, _ in self.open.values()}:

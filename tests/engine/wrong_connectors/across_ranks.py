@@ -20,7 +20,7 @@ class DraftLateAcrossRanks(connector.ReferenceConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if isinstance(metadata := self._get_connector_metadata(), connector.Metadata):
-            self.blocks |= {name: load.parts[0].blocks for name, load in metadata.orders.loads.items()}
+            self.blocks |= {name: load.groups[0].blocks for name, load in metadata.orders.loads.items()}
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -28,7 +28,7 @@ class CancelsByRelease(ReferenceConnector):
         ) -> Generator[None, None, None]:
             handles = []
             for rank, plan in plans.items():
-                here, there = (kv_at, peer.cards[rank].place) if kv_at else (HOST, HOST)
+                here, there = (kv_at, peer.ranks[rank].place) if kv_at else (HOST, HOST)
                 name = self._worker._peers.name(peer, rank)
                 handles.append(transport.prepare(name, plan, here, there))
                 transport.begin(handles[-1])

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from reference_connector.plan import Runs
-from reference_connector.transport import HOST, Memory, Nixl, Transport, TransportError
+from reference_connector.transport import HOST, Memory, Transport, TransportError
 
 BYTES = 4 << 20
 SOON_S = 0.3  # in which nothing happens on a peer that stands still
@@ -172,8 +172,8 @@ class Process:
         self.process.join()
 
 
-def _agent() -> tuple[Nixl, np.ndarray]:
-    agent, memory = Nixl(["UCX"], 0, False), np.full(BYTES, 7, np.uint8)
+def _agent() -> tuple[Transport, np.ndarray]:
+    agent, memory = Transport(["UCX"], 0, False), np.full(BYTES, 7, np.uint8)
     agent.register([Memory(memory.ctypes.data, memory.nbytes)])
     return agent, memory
 

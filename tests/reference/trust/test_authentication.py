@@ -21,10 +21,10 @@ from reference_connector.messages import (
     Address,
     Answer,
     Ask,
-    Card,
     Challenge,
     Orders,
     Proof,
+    Rank,
     Refusal,
     Sealed,
     decode,
@@ -36,7 +36,7 @@ from reference_connector.trust.authentication import ANYBODY, THIS_MACHINE, Trus
 from tests.reference.doubles import ADDRESS, FULL, WINDOW, Wire, WorkerEngine, box, request, tables
 
 KEY, OTHER = Trust(b"k" * 32), Trust(b"o" * 32)
-CARDS = (Card(b"agent", ("DRAM", 0), 8192, (box(np.zeros((10, 64), dtype=np.uint8)),)),)
+RANKS = (Rank(b"agent", ("DRAM", 0), 8192, (box(np.zeros((10, 64), dtype=np.uint8)),)),)
 PATIENCE_S = 20.0
 
 
@@ -44,7 +44,7 @@ PATIENCE_S = 20.0
 
 
 def half(trusted: Trust, *groups: Any, lease: float = 30.0) -> Scheduler:
-    return Scheduler(groups or (FULL,), dict(ADDRESS), 0, 1000.0, True, trusted, lease)
+    return Scheduler(groups or (FULL,), dict(ADDRESS), 0, True, Options(kv_lease_duration=lease), trusted)
 
 
 def handed_over(trusted: Trust = KEY, *groups: Any, lease: float = 30.0, **more: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_d_connects_to_no_host_that_is_not_allowed(peers: tuple[str, ...], host:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1", 0, "p", "first life", CARDS, KEY)
+    made = Listener(Address("127.0.0.1", 0, "p", "first life"), RANKS, KEY)
     yield made
     made.close()
 
@@ -174,18 +174,18 @@ def ask(listener: Listener, question: Any, peer: bytes = b"peer") -> Any:
     return decode(listener.reply(encode(question), peer), Answer | Challenge | Sealed | Refusal)
 
 
-def test_cards_for_who_has_the_key(listener: Listener) -> None:
-    assert fetch(address(listener), PATIENCE_S, KEY) == CARDS
+def test_ranks_for_who_has_the_key(listener: Listener) -> None:
+    assert fetch(address(listener), PATIENCE_S, KEY) == RANKS
 
 
 @pytest.mark.parametrize(
     ("trusted", "why"),
     [
-        (ANYBODY, "wants a proof of its key, and this engine has no key"),
+        (ANYBODY, "refused: the key of this deployment is another one"),
         (OTHER, "refused: the key of this deployment is another one"),
     ],
 )
-def test_no_card_without_the_key(listener: Listener, trusted: Trust, why: str) -> None:
+def test_no_rank_without_the_key(listener: Listener, trusted: Trust, why: str) -> None:
     with pytest.raises(HandshakeError, match=why):
         fetch(address(listener), PATIENCE_S, trusted)
 
@@ -204,16 +204,16 @@ def test_a_proof_serves_once_and_for_its_connection_alone(listener: Listener) ->
 
 
 @pytest.mark.parametrize("fake", ["no key", "unsealed", "another key", "replayed"])
-def test_d_looks_at_no_card_of_who_has_no_key(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that took P's port sends cards of its own, or those that P once sent."""
-    port = Listener("127.0.0.1", 0, "p", "first life", CARDS, KEY if fake == "replayed" else OTHER)
+def test_d_looks_at_no_rank_of_who_has_no_key(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that took P's port sends ranks of its own, or those that P once sent."""
+    port = Listener(Address("127.0.0.1", 0, "p", "first life"), RANKS, KEY if fake == "replayed" else OTHER)
     right, sealed = port.reply, list[bytes]()
 
     def reply(question: bytes, peer: bytes = b"") -> bytes:
         if fake == "no key" or (fake == "unsealed" and isinstance(decode(question, Ask | Proof), Proof)):
-            return encode(Answer(list(CARDS)))
+            return encode(Answer(list(RANKS)))
         if fake == "another key" and isinstance(decode(question, Ask | Proof), Proof):
-            return encode(Sealed(encode(Answer(list(CARDS))), b"m" * 32))
+            return encode(Sealed(encode(Answer(list(RANKS))), b"m" * 32))
         if fake == "replayed" and isinstance(decode(question, Ask | Proof), Proof):
             sealed.append(right(question, peer))
             return sealed[0]
@@ -222,7 +222,7 @@ def test_d_looks_at_no_card_of_who_has_no_key(fake: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(port, "reply", reply)
     try:
         if fake == "replayed":
-            assert fetch(address(port), PATIENCE_S, KEY) == CARDS
+            assert fetch(address(port), PATIENCE_S, KEY) == RANKS
         with pytest.raises(HandshakeError):
             fetch(address(port), PATIENCE_S, KEY)
     finally:
@@ -233,7 +233,7 @@ def test_challenges_that_nobody_answers_are_forgotten(listener: Listener) -> Non
     for number in range(3000):
         ask(listener, Ask(VERSION, "p", "first life", b"random"), str(number).encode())
     assert len(listener._challenged) == 1024
-    assert fetch(address(listener), PATIENCE_S, KEY) == CARDS
+    assert fetch(address(listener), PATIENCE_S, KEY) == RANKS
 
 
 def test_the_key_goes_neither_over_the_wire_nor_into_a_log(
@@ -246,7 +246,7 @@ def test_the_key_goes_neither_over_the_wire_nor_into_a_log(
         return said[-1]
 
     monkeypatch.setattr(listener, "reply", reply)
-    assert fetch(address(listener), PATIENCE_S, KEY) == CARDS
+    assert fetch(address(listener), PATIENCE_S, KEY) == RANKS
     assert len(said) == 4 and not any(b"kkkk" in text for text in said)
     assert "kkkk" not in repr(KEY) and "kkkk" not in str(handed_over())
 
@@ -331,4 +331,4 @@ def test_an_attacker_reads_nothing_and_holds_nobody(make: Callable[..., WorkerEn
     attacker.join()
     assert (d.pool[3] == 7).all() and longest < 0.1
     kinds = {type(decode(text, Answer | Sealed | Challenge | Refusal)) for text in answered}
-    assert len(answered) == 10_000 and kinds == {Challenge, Refusal}, "nobody got a card"
+    assert len(answered) == 10_000 and kinds == {Challenge, Refusal}, "nobody got the ranks"

@@ -12,17 +12,27 @@ import pytest
 import zmq
 
 from reference_connector.handshake import HandshakeError, Listener, fetch
-from reference_connector.messages import VERSION, Address, Answer, Ask, Card, Refusal, decode, encode
+from reference_connector.messages import (
+    VERSION,
+    Address,
+    Answer,
+    Ask,
+    Challenge,
+    Rank,
+    Refusal,
+    decode,
+    encode,
+)
 from tests.reference.doubles import box
 
 BOX = box(np.zeros((10, 64), dtype=np.uint8))
-CARDS = tuple(Card(b"agent", ("DRAM", device), 8192, (BOX,)) for device in range(2))
+RANKS = tuple(Rank(b"agent", ("DRAM", device), 8192, (BOX,)) for device in range(2))
 PATIENCE_S = 20.0
 
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1", 0, "p", "first life", CARDS)
+    made = Listener(Address("127.0.0.1", 0, "p", "first life"), RANKS)
     yield made
     made.close()
 
@@ -68,7 +78,7 @@ def malformed(seed: int, count: int) -> Iterator[list[bytes]]:
 
 def test_a_thousand_messages_that_are_none(listener: Listener) -> None:
     refused = sum(
-        isinstance(decode(listener.reply(frames[-1]), Answer | Refusal), Refusal)
+        isinstance(decode(listener.reply(frames[-1]), Challenge | Refusal), Refusal)
         for frames in malformed(seed=20, count=1000)
     )
     assert refused > 980  # a bit more or less in the name of a field is forgiven
@@ -82,7 +92,7 @@ def test_a_thousand_messages_that_are_none(listener: Listener) -> None:
             dealer.recv_multipart()
     with socket.create_connection(("127.0.0.1", listener.port)) as raw:
         raw.sendall(random.Random(22).randbytes(10000))
-    assert fetch(address(listener), PATIENCE_S) == CARDS
+    assert fetch(address(listener), PATIENCE_S) == RANKS
 
 
 def test_a_message_that_is_too_long_is_not_read(listener: Listener) -> None:
@@ -90,7 +100,7 @@ def test_a_message_that_is_too_long_is_not_read(listener: Listener) -> None:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{listener.port}")
         dealer.send_multipart([b"", bytes(1 << 20)])
-        assert fetch(address(listener), PATIENCE_S) == CARDS
+        assert fetch(address(listener), PATIENCE_S) == RANKS
 
 
 @pytest.mark.parametrize(("incarnation", "engine"), [("second life", "p"), ("first life", "q")])
@@ -102,7 +112,7 @@ def test_another_engine_behind_the_same_port_is_noticed(
 
 
 def test_another_version_is_refused_in_a_sentence(listener: Listener) -> None:
-    reply = decode(listener.reply(encode(Ask(VERSION + 1, "p", "first life", b"random"))), Answer | Refusal)
+    reply = decode(listener.reply(encode(Ask(VERSION + 1, "p", "first life", b"random"))), Refusal)
     assert isinstance(reply, Refusal) and f"has version {VERSION}" in reply.sentence
 
 
@@ -128,7 +138,7 @@ def test_a_host_that_is_none(host: str) -> None:
         b"",
         b"\xc1 not msgpack",
         encode(Answer([])),
-        encode({"type": "Answer", "cards": ["no card"]}),
+        encode({"type": "Answer", "ranks": ["no rank"]}),
         encode({"type": "Answer"}),
     ],
 )
@@ -144,17 +154,30 @@ def test_ipv6() -> None:
             probe.bind(("::1", 0))
     except OSError:  # a machine without IPv6
         with pytest.raises(OSError, match="cannot listen"):
-            Listener("::1", 0, "p", "first life", CARDS)
+            Listener(Address("::1", 0, "p", "first life"), RANKS)
         return
-    made = Listener("::1", 0, "p", "first life", CARDS)
-    assert fetch(Address("::1", made.port, "p", "first life"), PATIENCE_S) == CARDS
+    made = Listener(Address("::1", 0, "p", "first life"), RANKS)
+    assert fetch(Address("::1", made.port, "p", "first life"), PATIENCE_S) == RANKS
     made.close()
 
 
 def test_the_port_is_free_again() -> None:
-    first = Listener("127.0.0.1", 0, "p", "first life", [])
+    first = Listener(Address("127.0.0.1", 0, "p", "first life"), [])
     with pytest.raises(OSError, match="cannot listen"):
-        Listener("127.0.0.1", first.port, "p", "second life", [])
+        Listener(Address("127.0.0.1", first.port, "p", "second life"), [])
     first.close()
-    again = Listener("127.0.0.1", first.port, "p", "second life", [])
+    again = Listener(Address("127.0.0.1", first.port, "p", "second life"), [])
     again.close()
+
+
+def test_what_a_peer_writes_into_a_log_is_escaped_and_short(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = encode(Refusal("it is\n2026-11-24 ERROR \x1b[31m" + "x" * 900))
+    monkeypatch.setattr(listener, "reply", lambda question, peer: words)
+    with pytest.raises(HandshakeError, match=r"refused: it is\\n2026-11-24 ERROR \\x1b\[31mx+$") as raised:
+        fetch(address(listener), PATIENCE_S)
+    assert len(str(raised.value)) < 500 and str(raised.value).isprintable()
+    with pytest.raises(HandshakeError) as raised:
+        fetch(Address("127.0.0.1", listener.port, "p\n" + "e" * 1000, "first life"), PATIENCE_S)
+    assert len(str(raised.value)) < 1000 and str(raised.value).isprintable()

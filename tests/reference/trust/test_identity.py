@@ -17,7 +17,7 @@ from reference_connector.messages import Address
 from reference_connector.options import BadOption, Fact, read_options
 from reference_connector.trust.authentication import Trust
 from reference_connector.trust.identity import identity_of
-from tests.reference.trust.test_authentication import CARDS, PATIENCE_S
+from tests.reference.trust.test_authentication import PATIENCE_S, RANKS
 
 
 def a_config(geometry: str = "gemma3_1b") -> Any:
@@ -67,7 +67,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 def meet(p: dict[str, str], d: dict[str, str], may_differ: tuple[Any, ...] = ()) -> Any:
     """D's handshake with a P of these identities."""
-    listener = Listener("127.0.0.1", 0, "p", "first life", CARDS, Trust(identity=p))
+    listener = Listener(Address("127.0.0.1", 0, "p", "first life"), RANKS, Trust(identity=p))
     try:
         address = Address("127.0.0.1", listener.port, "p", "first life")
         return fetch(address, PATIENCE_S, Trust(identity=d, may_differ=may_differ))
@@ -85,8 +85,8 @@ def test_a_peer_with_other_kv_is_refused_and_the_difference_named(fact: str) -> 
     said = rf"has other KV: its {fact} is .+ and not .+ \(option allow_different\)$"
     with pytest.raises(HandshakeError, match=said):
         meet(theirs, mine)
-    assert meet(theirs, mine, (fact,)) == CARDS
-    assert meet(mine, mine) == CARDS
+    assert meet(theirs, mine, (fact,)) == RANKS
+    assert meet(mine, mine) == RANKS
 
 
 def test_what_a_model_writes_into_its_configuration_is_no_difference() -> None:
@@ -120,7 +120,7 @@ def test_another_minor_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_draft_of_p_alone_changes_nothing() -> None:
     with_draft = changed(CHANGES["draft"])
-    assert meet(identity_of(with_draft), identity_of(a_config())) == CARDS
+    assert meet(identity_of(with_draft), identity_of(a_config())) == RANKS
 
 
 def test_names_of_facts_are_checked_at_start() -> None:

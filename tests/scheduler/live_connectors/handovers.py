@@ -94,7 +94,7 @@ class TagsOfFiveBits(ReferenceConnector):
         metadata: Any = super().build_connector_meta(scheduler_output)
         for name, load in list(metadata.orders.loads.items()):
             handoff = self.handoffs.setdefault(self.number % 32, load.handoff)
-            metadata.orders.loads[name] = Load(handoff, load.parts)
+            metadata.orders.loads[name] = Load(handoff, load.groups)
             self.number += 1
         return metadata
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+import msgspec
+
 from reference_connector import ReferenceConnector
 
 
@@ -37,8 +39,8 @@ class Sleeps(ReferenceConnector):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         if self._listener is not None:  # peers are to connect anew
             self._listener.close()
-            self._listener, self._me = None, (*self._me[:3], str(uuid.uuid4()))
-            self._address["remote_incarnation"] = self._me[3]
+            self._listener, self._me = None, msgspec.structs.replace(self._me, incarnation=str(uuid.uuid4()))
+            self._address["remote_incarnation"] = self._me.incarnation
         super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def give_up(self) -> None:
