@@ -2,7 +2,7 @@
 
 The script tests nothing: docs/benchmarks.md has the numbers.
 
-    python ci/bench_first_token.py [cpu|cuda, default cpu] [ROUNDS, default 5]
+    python ci/reference/bench_first_token.py [cpu|cuda, default cpu] [ROUNDS, default 5]
 
 Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the
 same settings. P and D step as vLLM's EngineCoreProc does (v1/engine/core.py, `_process_engine_step`): one

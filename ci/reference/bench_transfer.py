@@ -2,7 +2,7 @@
 
 The script tests nothing: docs/benchmarks.md has the numbers.
 
-    python ci/bench_transfer.py [cpu|cuda, default cpu] [ROUNDS, default 5]
+    python ci/reference/bench_transfer.py [cpu|cuda, default cpu] [ROUNDS, default 5]
 
 Both connectors run in vLLM's own scheduler and worker hooks, as in the byte tier, over real NIXL with the
 same settings. Each has the memory layout that it asks vLLM for. A round starts engines of a real geometry
