@@ -9,7 +9,8 @@ from pathlib import Path
 from pytest_kvconform import declaration
 from pytest_kvconform.claims import SEEDS, badge, reports, run
 from pytest_kvconform.claims.reports import is_claim as is_claim
-from pytest_kvconform.report.document import BadReport, Report, write_file
+from pytest_kvconform.report.document import BadReport, Report
+from pytest_kvconform.report.files import write_file
 
 _FOLDER = "kv-claim"
 

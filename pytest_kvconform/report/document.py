@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +28,7 @@ from pytest_kvconform.declaration import (
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.declarations.children import together
 from pytest_kvconform.report.digest import KEY, digest
+from pytest_kvconform.report.files import write_file
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject
@@ -309,27 +308,6 @@ def encode(report: Report) -> bytes:
 def write(report: Report, folder: Path) -> Path:
     """Write `report.json`, as `write_file` does. Raises OSError."""
     return write_file(folder / FILE, encode(report))
-
-
-def write_file(path: Path, content: bytes) -> Path:
-    """Write a file. A reader sees the old file or the whole new one. Raises OSError.
-
-    A device, such as /dev/stdout, is written to and not replaced.
-    """
-    if path.is_char_device() or (path.parent == Path("/dev") and path.is_symlink()):
-        path.write_bytes(content)
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp makes the file private; a report is for others to read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
 
 
 def read(path: Path) -> Report:

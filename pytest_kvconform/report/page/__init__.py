@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 
 from pytest_kvconform import __version__, rules
-from pytest_kvconform.report.document import Report, write_file
+from pytest_kvconform.report.document import Report
+from pytest_kvconform.report.files import write_file
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.report.terminal import left_out_here, title
 
