@@ -80,7 +80,7 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
     )
     bench, seen = PeerBench(context), list[int]()
 
-    def run(cell: Cell) -> dict[str, ScenarioObservation]:
+    def run(cell: Cell, scenarios: object) -> dict[str, ScenarioObservation]:
         clock["now"] += 30.0
         seen.append(bench._longer)
         return {"one": scenario("length", took)}
