@@ -7,9 +7,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.engine import handover
+from pytest_kvconform.rigs.engine.messages import Snapshot
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 from tests.helpers.wrong import Wrong
@@ -105,6 +110,18 @@ def test_a_store_that_writes_the_null_block_fails(run_cases: Callable[..., CellR
     run = run_cases("states:CopiesEveryBlock", "qwen3_5", variants="chunked")
     assert run.failed == {"unowned_blocks_are_unchanged[chunked]"}
     assert "block 0 is the null block" in run.findings["unowned_blocks_are_unchanged[chunked]"].happened
+
+
+def test_the_oracle_brings_no_state_of_other_tokens() -> None:
+    """Two samples of a prompt have one prefill, and a store may load more of it for one of them."""
+    state = {"layer": (np.zeros((2, 2)),)}
+    none: dict[str, Any] = {"groups": (), "tables": (), "rows": {}, "present": {}}
+    source, unused = Snapshot(request="p", tokens=64, state=state, **none), cast("Any", None)
+    one = handover._Pass(unused, unused, handover.ORACLE, unused, "", brings=(64, 128, 0))
+    assert handover._brought(one, 0, source) == source
+    with pytest.raises(Blocked, match="P's state after 64 tokens, and D goes on after 128"):
+        handover._brought(one, 1, source)
+    assert handover._brought(one, 2, source) is None
 
 
 def test_less_than_nothing_ends_an_engine(run_cases: Callable[..., CellRun]) -> None:

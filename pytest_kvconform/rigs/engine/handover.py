@@ -246,6 +246,8 @@ def _brought(one: _Pass, index: int, source: Snapshot) -> Snapshot | None:
     tokens = one.brings[index] if one.brings else source.tokens
     if one.brings and tokens > 0 and not has_kv_before(source, tokens):
         raise Blocked(f"P has freed KV that D reads when it continues at token {tokens}")
+    if one.brings and source.state and 0 < tokens != source.tokens:  # the samples of one prompt share a P
+        raise Blocked(f"the oracle has P's state after {source.tokens} tokens, and D goes on after {tokens}")
     return msgspec.structs.replace(source, tokens=tokens) if tokens > 0 else None
 
 
