@@ -19,7 +19,7 @@ from pytest_kvconform.declarations.children import children_of, completed_config
 from pytest_kvconform.extras import import_error
 from pytest_kvconform.kv_config import SAME_ENGINE, STORES, Child, merge_config
 from pytest_kvconform.services import Service
-from pytest_kvconform.services.engine_ports import check_ports
+from pytest_kvconform.services.engine_values import check_engine_values
 from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
@@ -122,7 +122,7 @@ def resolve(settings: Settings) -> Subject:
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
     services = (*bundled.services_for(name, config, declared.services), *declared.services)
     check_placeholders(config, [service.name for service in services], "--kv-config")
-    check_ports(config, "--kv-config")
+    check_engine_values(config, "--kv-config")
     for key, ours in (("kv_connector", name), ("kv_connector_module_path", module)):
         theirs = config.pop(key, ours)
         if theirs != ours:

@@ -163,11 +163,10 @@ class CaseRunner:
         """Close the bench of this process. Returns sentences about processes that did not end."""
         bench, self._bench = self._bench, None
         try:
-            if bench is not None:
-                bench.close()
+            sentences: list[str] = bench.close() if bench is not None else []
         except Exception as error:  # the run goes on to its verdict, which shows the sentence
             return [f"closing the engines failed: {type(error).__name__}: {error}"]
-        return []
+        return sentences
 
     def progress(self, sentence: str) -> None:
         """Print at once what happens now.

@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.bytes.bench import ByteBench
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.nodes import Nodes
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
@@ -71,9 +72,11 @@ class Bench:
                 hanging=Marks(shared / "hanging"),
                 keeping=Marks(shared / "keeping"),
             )
-        self.engine = EngineBench(self.context)
-        self.bytes = ByteBench(self.context)
-        self.faults = FaultBench(self.context)
+        self._nodes = Nodes(settings, address, facts.vllm, self.context.deadlines.start)
+        placed = replace(self.context, places=self._nodes.places) if settings.ray else self.context
+        self.engine = EngineBench(placed)
+        self.bytes = ByteBench(placed)
+        self.faults = FaultBench(placed)
         self.peers = PeerBench(self.context)
         self.scheduler = SchedulerBench(self.context)
         self.serving = ServingBench(self.context)
@@ -82,8 +85,9 @@ class Bench:
         """Make a cell the current one."""
         self.cell = cell
 
-    def close(self) -> None:
-        """End every engine and the scheduler host process."""
+    def close(self) -> list[str]:
+        """End every engine and the scheduler host process. Returns sentences about what did not end."""
         self.context.running.end_all()
         author_hook.end(self.context.address)
         self.scheduler.drop()
+        return self._nodes.close()

@@ -1,11 +1,8 @@
 """What every bench of a run is handed: the zygote's address, subject, deadlines, names, transfer config.
 
 `RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent.
-A bench registers how its engines are ended in `RunContext.running`, so that engines of one cell at a time are
-running.
-
-This module has the only places that merge the user's configuration with the suite's, that name the ports of
-an engine, and that ask for a short lease.
+A bench registers how its engines are ended in `RunContext.running`: one cell at a time has engines. This
+module alone merges the user's configuration with the suite's, names an engine's ports and asks for leases.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import itertools
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +23,10 @@ from pytest_kvconform.kv_config import CHILDREN, EXTRA, Child, keys_of_suite, me
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
+from pytest_kvconform.rigs.processes.place import LOOPBACK, Place
 from pytest_kvconform.rigs.processes.ports import APART, BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
-from pytest_kvconform.services.engine_ports import fill_ports
+from pytest_kvconform.services.engine_values import fill_engine
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -126,6 +124,8 @@ class RunContext:
     keeping: set[Cell] | Marks = field(default_factory=set)
     # what engines have shown that this environment lacks: one attempt is enough
     missing: list[str] = field(default_factory=list)
+    # role -> where its engines start, asked when the first one does; None: where pytest runs
+    places: Callable[[], Mapping[str, Place]] | None = None
     # names that are unique in the run: of requests, engines and folders
     names: Iterator[str] = field(
         default_factory=lambda: (f"{os.getpid()}-{number}" for number in itertools.count())
@@ -179,6 +179,16 @@ class RunContext:
             known = "'handoff', 'rendezvous' and stores" if store else "'handoff' and 'rendezvous'"
             raise Blocked(f"hand-over 'none' is declared, and the {tier} tier knows only {known}")
 
+    def place(self, role: str) -> Place:
+        """Where engines of a role start. Raises Blocked or HarnessError if there is no node for them."""
+        return self.places()[role] if self.places else Place(self.address)
+
+    def engine_environment(self, role: str) -> dict[str, str]:
+        """The environment variables that name an engine's address and the ports of its side channels."""
+        host = self.place(role).host
+        names = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST") if host != LOOPBACK else ()
+        return port_environment() | dict.fromkeys(names, host)
+
     def next_name(self) -> str:
         """A name that is unique in the run."""
         return next(self.names)
@@ -201,7 +211,7 @@ class RunContext:
         `port`: the first of APART ports that it has; 0: it is not going to start.
         """
         config = transfer_config(self.subject, role, self.facts.device, port=port, **more)
-        return with_own_ports(config, port) if port else config
+        return with_own_values(config, port, host=self.place(role).host) if port else config
 
     def lease_s(self, asked_s: float) -> float:
         """Seconds for which P keeps blocks that no peer reads, where the suite asks for `asked_s`."""
@@ -291,9 +301,9 @@ def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
     }
 
 
-def with_own_ports(config: Any, port: int, count: int = APART) -> Any:
-    """A configuration, or a part of it, with `{engine.port}` filled in. `port`: as in `port_environment`."""
-    return fill_ports(config, port + count // 2 + 1)
+def with_own_values(config: Any, port: int, count: int = APART, host: str = LOOPBACK) -> Any:
+    """A configuration, or a part of it, with `{engine.…}` filled in. `port`: as in `port_environment`."""
+    return fill_engine(config, port + count // 2 + 1, host)
 
 
 def lease_environment(subject: Subject, lease_s: float) -> dict[str, str]:

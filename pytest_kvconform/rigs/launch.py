@@ -19,8 +19,8 @@ from model_matrix.cells import MODELS
 from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
-from pytest_kvconform.rigs.processes.child import connect
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.place import connect
 from pytest_kvconform.rigs.processes.zygote import SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 

@@ -4,7 +4,7 @@
 |---|---|
 | here | `Service`, the record of one service, and the placeholders in its texts |
 | `reading` | the tables `[tool.kvconform.services.NAME]` of a declaration, read and checked |
-| `engine_ports` | `{engine.port}` in the configuration of the connector: ports of each engine's own |
+| `engine_values` | `{engine.port}` and `{engine.host}` in a connector's configuration: each engine's own |
 
 The placeholders `{port}`, `{port.NAME}` and `{folder}` in a table mean the service's own, and
 `{services.NAME.port}` those of any service. The processes are in `rigs/services.py` and

@@ -156,6 +156,12 @@ class Settings:
         "on a CPU, let parts of this suite stand in for what a connector asks of a GPU: the copy engine of "
         "vLLM's offloading connectors, the number of the device for MooncakeConnector; the report names it",
     )
+    ray: str = row(
+        "",
+        parse_text,
+        "ADDRESS",
+        "Ray cluster, or auto: P and D run on two nodes of it in the tiers bytes and engine",
+    )
     timeout_scale: float = row(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"
     )

@@ -68,7 +68,7 @@ class ByteBench:
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
-            soon = Deadline(REFUSAL_S, (p.process.pid, d.process.pid), look=True)
+            soon = Deadline(REFUSAL_S, (p.process.watched, d.process.watched), look=True)
             found = self._observe(transfer, p, d, self.context.deadlines)
             late = soon.over()
             if found.failed or found.stuck or found.refused:

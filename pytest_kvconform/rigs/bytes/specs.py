@@ -10,7 +10,7 @@ from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometr
 from model_matrix.geometries import SlidingWindow, State, expand_layers
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
-from pytest_kvconform.rigs.context import RunContext, lease_environment, port_environment
+from pytest_kvconform.rigs.context import RunContext, lease_environment
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
@@ -46,7 +46,7 @@ def byte_engine_spec(
         kv_transfer_config=context.transfer_config(
             role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy, load_s=load_s
         ),
-        environment=port_environment() | lease_environment(context.subject, lease_s),
+        environment=context.engine_environment(role) | lease_environment(context.subject, lease_s),
         layout=side.layout,
         cache_dtype=side.dtype,
         conv_layout=side.conv,

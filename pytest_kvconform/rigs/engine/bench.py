@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.context import Deadlines, RunContext, port_environment
+from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import (
     WITHOUT,
     Control,
@@ -254,7 +254,7 @@ class EngineBench:
             max_model_len=PROMPT_BLOCKS * family.block_size + longer,
             max_batched_tokens=2 * (PROMPT_BLOCKS * family.block_size + longer),
             kv_transfer_config=self.context.transfer_config(role, port=free_port(), folder=folder),
-            environment=port_environment(),
+            environment=self.context.engine_environment(role),
             handover=self.context.subject.way,
             engine_arguments={"speculative_config": draft} if draft else {},
         )

@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.engine.messages import (
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import CallDeadline, hook_of
+from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -86,18 +87,20 @@ class EngineHandle:
 
     def __init__(
         self,
-        address: str,
+        place: str | Place,
         name: str,
         spec: Any,
         deadline_s: float,
         start_s: float,
         hung_in: set[Frame] | None = None,
     ):
-        """`hung_in`: the hooks in which engines have hung; the handle adds to it. None: one of its own."""
+        """`place`: of the zygote, or its address on this machine. `hung_in`: the hooks in which engines have
+        hung; the handle adds to it. None: one of its own.
+        """
         self.spec, self.role, self.deadline_s = spec, spec.role, deadline_s
         self.hung_in = set() if hung_in is None else hung_in
         try:
-            self.process = ChildProcess(address, name, self.target, spec, start_s)
+            self.process = ChildProcess(place, name, self.target, spec, start_s)
         except ForkRefused as refused:
             raise EngineFailed(name, "refused", str(refused)) from None
         self.start_s = start_s
@@ -129,6 +132,7 @@ class EngineHandle:
         return self.answer(name)
 
     def add(self, request: Request) -> None:
+        self.process.note = self.process.place.unreachable(request.kv_transfer_params)
         self.call("add", request)
 
     def step(self, seconds: float = 0.0) -> Step:
@@ -268,7 +272,7 @@ def leave_all(engines: Sequence[EngineHandle], folder: str = "") -> None:
         if engine not in leaving:
             engine.end()
     if leaving:
-        leave(leaving[0].process.address, [engine.process for engine in leaving], LEAVE_S, folder)
+        leave([engine.process for engine in leaving], LEAVE_S, folder)
     elif folder:
         shutil.rmtree(folder, ignore_errors=True)
 

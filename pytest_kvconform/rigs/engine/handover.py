@@ -180,7 +180,7 @@ def _run(scenario: Scenario, one: _Pass) -> _Run:
     """One pass. Prefix caches are emptied first. Unowned blocks are poisoned."""
     one.p.poison()
     one.d.poison()
-    deadline = Deadline(one.deadlines.request, (one.p.process.pid, one.d.process.pid))
+    deadline = Deadline(one.deadlines.request, (one.p.process.watched, one.d.process.watched))
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
         run = _hand_over(replace(scenario, prompts=earlier), replace(one, brings=()), deadline, "-turn")

@@ -70,7 +70,7 @@ class EnginePairs(Generic[Handle]):
             for role in self.roles:
                 made = spec(role, tp[role], str(folder))
                 known_as = f"{cell}-{role}-{name}"
-                pair.append(self.handle(self.context.address, known_as, made, call_s, start_s, hung_in))
+                pair.append(self.handle(self.context.place(role), known_as, made, call_s, start_s, hung_in))
             facts = [engine.wait_ready() for engine in pair]
         except EngineFailed as failed:
             for engine in pair:

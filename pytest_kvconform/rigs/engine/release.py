@@ -32,7 +32,7 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep:
     `p_may_keep`: what P holds is not waited for.
     """
     began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
-    deadline = Deadline(seconds, (p.process.pid, d.process.pid))
+    deadline = Deadline(seconds, (p.process.watched, d.process.watched))
     while True:
         d.step_beside(p)
         p.step_beside(d)

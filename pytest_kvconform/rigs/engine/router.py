@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.engine.messages import PREFILL, Output
 from pytest_kvconform.rigs.processes import author_hook
+from pytest_kvconform.rigs.processes.place import LOOPBACK
 from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT
 
 RENDEZVOUS = "rendezvous"
@@ -96,11 +97,12 @@ def is_hook(handover: str) -> bool:
 def address_of(engine: Placed) -> dict[str, Any]:
     """Return the address of an engine under the keys that vLLM's MooncakeConnector reads."""
     environment = engine.environment
+    host = environment.get("VLLM_HOST_IP", LOOPBACK)  # an engine on another node has it
     return {
         "remote_engine_id": engine.kv_transfer_config["engine_id"],
-        "remote_host": "127.0.0.1",
+        "remote_host": host,
         "remote_port": int(environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
-        "remote_bootstrap_addr": f"http://127.0.0.1:{environment[BOOTSTRAP_PORT]}",
+        "remote_bootstrap_addr": f"http://{host}:{environment[BOOTSTRAP_PORT]}",
         "tp_size": engine.tensor_parallel,
     }
 

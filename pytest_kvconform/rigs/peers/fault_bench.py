@@ -158,7 +158,7 @@ class FaultBench:
         """
         mine = {r.prefill.id for r in found.requests}
         seconds = SOON_S if cell in self._keeps else self.lease_s + self.context.deadlines.release
-        deadline = Deadline(seconds, (p.process.pid, d.process.pid))
+        deadline = Deadline(seconds, (p.process.watched, d.process.watched))
         while (held := mine & set(p.usage().requests)) and not deadline.over():
             p.step(0.05)
             d.step()
@@ -314,7 +314,7 @@ def _until_quiet(
     transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, seconds: float, mine: set[str]
 ) -> Release:
     """Step both engines until no transfer or message is under way and no block of this transfer is held."""
-    began, deadline = time.monotonic(), Deadline(seconds, (p.process.pid, d.process.pid))
+    began, deadline = time.monotonic(), Deadline(seconds, (p.process.watched, d.process.watched))
     may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
     while True:
         d.step()

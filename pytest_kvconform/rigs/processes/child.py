@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, last_lines, reason_of_start
+from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
 
 END_S = 60.0  # for the zygote to kill and reap a process
@@ -30,15 +28,16 @@ class ForkRefused(Exception):
 class ChildProcess:
     """A child of the zygote that runs `target` ("module:function") with a connection and one argument.
 
-    Raises ForkRefused if the zygote forks nothing, HarnessError if the zygote is gone.
+    `place`: of the zygote, or its address on this machine. Raises ForkRefused if the zygote forks nothing,
+    HarnessError if the zygote is gone.
     """
 
-    def __init__(self, address: str, name: str, target: str, argument: Any, deadline_s: float):
-        self.address, self.name = address, name
-        self.log = Path(address).parent / f"{name}.log"
+    def __init__(self, place: str | Place, name: str, target: str, argument: Any, deadline_s: float):
+        self.place, self.name = Place(place) if isinstance(place, str) else place, name
         self.asked_at = 0  # length of the log at the last call: stacks before it say nothing about that call
+        self.note = ""  # what the suite has to add to the exceptions of the log
         try:
-            self.connection = connect(address, 0.0)  # the zygote is known to be up
+            self.connection = self.place.connect()  # the zygote is known to be up
             self.connection.send(("fork", name, target, argument))
             answer = self.receive(deadline_s)
         except (OSError, EOFError):
@@ -47,13 +46,23 @@ class ChildProcess:
             raise ForkRefused(answer[-1])
         self.pid: int = answer[1]
 
+    @property
+    def address(self) -> str:
+        """Of the zygote of the run, on this machine."""
+        return self.place.address
+
+    @property
+    def watched(self) -> int:
+        """The process of this machine whose waits for a core a deadline does not count."""
+        return self.place.watched(getattr(self, "pid", os.getpid()))
+
     def receive(self, deadline: float | Deadline) -> Any:
         """The next message. Raises EOFError: the process is gone; TimeoutError: it sent nothing in time.
 
         `deadline`: or its seconds. Time in which the process waited for a core does not count among these.
         """
         if not isinstance(deadline, Deadline):
-            deadline = Deadline(deadline, (getattr(self, "pid", os.getpid()),))
+            deadline = Deadline(deadline, (self.watched,))
         if not poll(self.connection, deadline):
             raise TimeoutError
         return self.connection.recv()
@@ -65,7 +74,7 @@ class ChildProcess:
         Can be called again.
         """
         try:
-            with connect(self.address, 0.0) as connection:
+            with self.place.connect() as connection:
                 connection.send(("end", self.pid, gone))
                 return connection.recv()[1] if connection.poll(END_S) else None
         except (OSError, EOFError):
@@ -85,14 +94,15 @@ class ChildProcess:
 
     def position(self) -> int:
         """Length of the log now, in bytes."""
-        try:
-            return self.log.stat().st_size
-        except OSError:
-            return 0  # the process has not written a word
+        return self.place.length(self.name)
+
+    def write_stacks(self) -> None:
+        """Let the process, and each that it has started, write its stacks to the log."""
+        self.place.write_stacks(self.pid)
 
     def exceptions(self, since: int) -> tuple[str, ...]:
-        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
-        return exceptions_in(self._text(since, 200_000))
+        """Exceptions that the process logged after a position, see `logs.exceptions_in`, after `note`."""
+        return (*filter(None, [self.note]), *exceptions_in(self._text(since, 200_000)))
 
     def reason_of_start(self) -> str:
         """The exception for which a vLLM server did not start, see `logs.reason_of_start`."""
@@ -114,25 +124,24 @@ class ChildProcess:
 
     def _text(self, since: int, longest: int) -> str:
         """The log from a position on, at most the last `longest` bytes."""
-        try:
-            return self.log.read_bytes()[since:][-longest:].decode("utf-8", "backslashreplace")
-        except OSError:
-            return ""
+        return self.place.text(self.name, since, longest).decode("utf-8", "backslashreplace")
 
 
-def leave(address: str, processes: Collection[ChildProcess], seconds: float, folder: str = "") -> None:
+def leave(processes: Collection[ChildProcess], seconds: float, folder: str = "") -> None:
     """Give processes that have been told to shut down this time to end, without waiting for them.
 
-    The zygote kills those that have not ended by then, and removes what they leave. `folder`: removed then.
+    Their zygotes kill those that have not ended by then, and remove what they leave. `folder`: removed then.
     """
-    try:
-        with connect(address, 0.0) as connection:
-            connection.send(("leave", tuple(process.pid for process in processes), seconds, folder))
-            connection.poll(END_S)
-    except OSError:
-        pass  # the zygote is gone, and its children ended with it
-    for process in processes:
-        process.close()
+    for place in dict.fromkeys(process.place for process in processes):
+        here = [process for process in processes if process.place == place]
+        try:
+            with place.connect() as connection:
+                connection.send(("leave", tuple(process.pid for process in here), seconds, folder))
+                connection.poll(END_S)
+        except OSError:
+            pass  # the zygote is gone, and its children ended with it
+        for process in here:
+            process.close()
 
 
 def poll(connection: Connection, deadline: Deadline) -> bool:
@@ -141,18 +150,3 @@ def poll(connection: Connection, deadline: Deadline) -> bool:
         if deadline.over():
             return False
     return True
-
-
-def connect(address: str, deadline_s: float) -> Connection:
-    """A connection to the zygote, which may still be starting. Raises OSError after the deadline."""
-    deadline = time.monotonic() + deadline_s
-    while True:
-        raw = socket.socket(socket.AF_UNIX)
-        try:
-            raw.connect(address)
-            return Connection(raw.detach())
-        except OSError:
-            raw.close()
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)

@@ -6,25 +6,17 @@ the same line of the same hook has no long wait. A process that goes on calling 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import re
-import signal
-import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from pytest_kvconform.rigs.processes.child import ChildProcess, poll
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.linux import descendants_of
 from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
 PATIENCE = 6  # times the deadline of a process in which hooks are still called
 FEW = 40  # of a process that works for its deadline: a hook takes half a second then
-WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
 QUIET, BUSY = "quiet", "busy"  # how a process is late
@@ -74,11 +66,7 @@ class RunningHook:
 def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:
     """The hook in which a process, or one of its ranks, stands now, with the line. None: in no hook."""
     since = process.position()
-    for pid in (process.pid, *descendants_of(process.pid)):
-        if _writes_stacks(pid):
-            with contextlib.suppress(OSError):  # it has ended
-                os.kill(pid, signal.SIGUSR1)
-            time.sleep(WRITE_S)
+    process.write_stacks()
     return next((frame for frame in process.stack(hooks, since) if is_hook(frame, hooks)), None)
 
 
@@ -96,7 +84,7 @@ class CallDeadline(Deadline):
         """`hooks`: names of the connector's hooks. `known`: the hooks in which processes have hung, with the
         line. `pids`: watched besides the process, see Deadline.
         """
-        super().__init__(seconds, (*pids, process.pid))
+        super().__init__(seconds, (*pids, process.watched))
         self._process, self._hooks, self._known = process, hooks, known
         self._look_at, self._hangs = LOOK_S, False
 
@@ -108,12 +96,3 @@ class CallDeadline(Deadline):
             if not self._hangs:
                 self._process.mark()  # these stacks say nothing about what the call may raise later
         return self._hangs or super().over()
-
-
-def _writes_stacks(pid: int) -> bool:
-    """Whether a process catches SIGUSR1, as those of the suite do. It would end another program."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)

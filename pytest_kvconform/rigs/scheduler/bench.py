@@ -75,7 +75,7 @@ class SchedulerBench:
     def drop(self) -> None:
         """End the host."""
         if self._host is not None:
-            leave(self.context.address, [self._host], LEAVE_S)
+            leave([self._host], LEAVE_S)
         self._host = self._cell = None
 
     def _ask(self, cell: Cell, question: tuple[Any, ...], deadline_s: float) -> tuple[CaseEnd, str]:

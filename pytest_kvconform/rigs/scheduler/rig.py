@@ -41,7 +41,7 @@ from pytest_kvconform.rigs.context import (
     declared_addition,
     declared_amount,
     port_environment,
-    with_own_ports,
+    with_own_values,
 )
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -144,7 +144,7 @@ class Rig:
         """
         port, transfer = self.host.spec.ports[number], engine.kv_transfer_config
         os.environ.update(port_environment(port, RANKS))
-        transfer.kv_connector_extra_config = with_own_ports(transfer.kv_connector_extra_config, port, RANKS)
+        transfer.kv_connector_extra_config = with_own_values(transfer.kv_connector_extra_config, port, RANKS)
 
     def start_asked_worker(self, role: str, engine: Any, port: int) -> None:
         """Start a worker half beside the scheduler of an engine, if the scheduler half asks one.

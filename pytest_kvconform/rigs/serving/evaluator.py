@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import RunContext
@@ -185,7 +186,7 @@ def _require_alive(chain: Chain, seconds: float) -> None:
 def _sentence(process: ChildProcess, kind: str, message: str) -> str:
     text = " ".join(message.split())[:300]
     if os.strerror(errno.ENOSPC) in text:
-        return f"lm-eval could not write its data: {text}; free space in {process.log.parent}"
+        return f"lm-eval could not write its data: {text}; free space in {Path(process.address).parent}"
     return f"lm-eval failed: {kind}: {text}"
 
 

@@ -110,7 +110,9 @@ class LocalProcess(Endpoint):
                 "after it had been chosen; run it again"
             )
         if any(os.strerror(errno.ENOSPC) in one for one in causes):
-            raise HarnessError(f"the {self.role} failed{cause}; free space in {self.process.log.parent}")
+            raise HarnessError(
+                f"the {self.role} failed{cause}; free space in {Path(self.process.address).parent}"
+            )
         if not self.started:
             self.note_missing(causes)
         words = {"hung": f"did not answer within {seconds:.0f} s", "refused": "did not start"}.get(

@@ -1,4 +1,5 @@
-"""`{engine.port}` and `{engine.port.NAME}` in the configuration of a connector: ports of the engine's own.
+"""Values of each engine's own in the configuration of a connector: `{engine.port}`, `{engine.port.NAME}` and
+`{engine.host}`, its address.
 
 The configuration is that of every engine. So a port in it, or in a URL of it, would be that of all engines on
 this machine at once: MooncakeStoreConnector's lookup_rpc_port names the socket on which its two halves meet.
@@ -15,6 +16,7 @@ from pytest_kvconform.settings import BadSetting
 MOST = 3  # so many different ones: the rigs have a few ports for each engine
 _PLACEHOLDER = re.compile(r"(?<!\$)\{engine\.([\w.-]*)\}")
 _PORT = re.compile(r"port(?:\.[\w-]+)?")
+_HOST = "host"
 
 
 def names_of_ports(config: Any) -> list[str]:
@@ -22,7 +24,7 @@ def names_of_ports(config: Any) -> list[str]:
     found: list[str] = []
 
     def note(match: re.Match[str]) -> str:
-        if match[1] not in found:
+        if match[1] not in (*found, _HOST):
             found.append(match[1])
         return match[0]
 
@@ -30,13 +32,13 @@ def names_of_ports(config: Any) -> list[str]:
     return found
 
 
-def check_ports(config: Any, place: str) -> None:
+def check_engine_values(config: Any, place: str) -> None:
     """Raise BadSetting for a placeholder that means nothing, and for too many ports."""
     names = names_of_ports(config)
     if wrong := next((name for name in names if not _PORT.fullmatch(name)), None):
         raise BadSetting(
-            f"{place}: {{engine.{wrong}}} is no placeholder; there are {{engine.port}} and "
-            "{engine.port.NAME}"
+            f"{place}: {{engine.{wrong}}} is no placeholder; there are {{engine.port}}, "
+            "{engine.port.NAME} and {engine.host}"
         )
     if len(names) > MOST:
         raise BadSetting(
@@ -44,7 +46,11 @@ def check_ports(config: Any, place: str) -> None:
         )
 
 
-def fill_ports(config: Any, first: int) -> Any:
-    """Return a configuration with the ports of one engine filled in: `first` and those after it."""
+def fill_engine(config: Any, first: int, host: str) -> Any:
+    """Return a configuration with the ports of one engine filled in, `first` and those after it, and its
+    address.
+    """
     names = names_of_ports(config)
-    return replace(config, _PLACEHOLDER, lambda match: first + names.index(match[1]))
+    return replace(
+        config, _PLACEHOLDER, lambda match: host if match[1] == _HOST else first + names.index(match[1])
+    )

@@ -1,4 +1,4 @@
-"""`{engine.port}` in the configuration of a connector: each engine has ports of its own."""
+"""`{engine.port}` and `{engine.host}` in the configuration of a connector: each engine has its own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
-from pytest_kvconform.services.engine_ports import fill_ports
+from pytest_kvconform.services.engine_values import fill_engine
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 
 CONFIG = {
     "port": "{engine.port}",
     "urls": ["tcp://127.0.0.1:{engine.port}/{engine.port.side}"],
+    "host": "{engine.host}",
     "other": "{x}",
 }
 
@@ -26,8 +27,9 @@ def with_config(extra: dict[str, Any]) -> Settings:
 
 
 def test_a_port_is_a_number_alone_and_text_in_a_url() -> None:
-    filled = fill_ports(CONFIG, 7000)
-    assert filled == {"port": 7000, "urls": ["tcp://127.0.0.1:7000/7001"], "other": "{x}"}
+    filled = fill_engine(CONFIG, 7000, "10.0.0.7")
+    urls = ["tcp://127.0.0.1:7000/7001"]
+    assert filled == {"port": 7000, "urls": urls, "host": "10.0.0.7", "other": "{x}"}
 
 
 def test_p_and_d_have_other_ports_and_none_is_that_of_a_side_channel() -> None:
@@ -51,7 +53,7 @@ def test_p_and_d_have_other_ports_and_none_is_that_of_a_side_channel() -> None:
     [
         (
             {"at": "tcp://127.0.0.1:{engine.prot}"},
-            "{engine.prot} is no placeholder; there are {engine.port} and {engine.port.NAME}",
+            "{engine.prot} is no placeholder; there are {engine.port}, {engine.port.NAME} and {engine.host}",
         ),
         (
             {name: f"{{engine.port.{name}}}" for name in "abcd"},

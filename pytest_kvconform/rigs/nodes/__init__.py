@@ -1,0 +1,50 @@
+"""Two nodes of a Ray cluster: P runs on one and D on the other, each forked from a zygote there.
+
+`cluster.py` reserves the nodes, `host.py` is the actor that has the zygote of a node, and `place.py` is how
+handles of engines reach it. Only `Nodes` is imported without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.processes.place import Place
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.nodes.cluster import Cluster
+    from pytest_kvconform.settings import Settings
+
+
+class Nodes:
+    """The nodes of one pytest process, which are reserved when the first engine starts."""
+
+    def __init__(self, settings: Settings, address: str, vllm: str, start_s: float):
+        """See `Cluster`."""
+        self._arguments = settings, address, vllm, start_s
+        self._cluster: Cluster | Blocked | HarnessError | None = None
+
+    def places(self) -> Mapping[str, Place]:
+        """Where the engines of each role start. Raises Blocked or HarnessError, each time the same."""
+        if self._cluster is None:
+            self._cluster = self._reserve()
+        if isinstance(self._cluster, Exception):
+            raise self._cluster
+        return self._cluster.places
+
+    def _reserve(self) -> Cluster | Blocked | HarnessError:
+        try:
+            from pytest_kvconform.rigs.nodes.cluster import Cluster
+        except ImportError as error:
+            return Blocked(f"--kv-ray needs Ray, which is not installed ({error}): pip install ray")
+        try:
+            return Cluster(*self._arguments)
+        except (Blocked, HarnessError) as error:
+            return error
+
+    def close(self) -> list[str]:
+        """Give the nodes back, if there are any. Returns sentences about what did not end there."""
+        if self._cluster is None or isinstance(self._cluster, Exception):
+            return []
+        return self._cluster.close()

@@ -1,0 +1,104 @@
+"""Two nodes of a Ray cluster for the engines of one pytest process: reserved, and given a zygote each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from model_matrix import expand, parse_topology
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.nodes.host import THREADS, NodeHost
+from pytest_kvconform.rigs.nodes.place import NodePlace, ask
+
+if TYPE_CHECKING:
+    from pytest_kvconform.settings import Settings
+
+ROLES = "PD"
+RESERVE_S = 60.0  # for two nodes to be free
+
+
+class Cluster:
+    """P's node and D's: `places`, by role. Raises Blocked where the cluster cannot give two, and HarnessError
+    where vLLM cannot be imported on one.
+    """
+
+    def __init__(self, settings: Settings, address: str, vllm: str, start_s: float):
+        """`address`: of the zygote where pytest runs. `vllm`: its version. `start_s`: for a zygote to import
+        vLLM.
+        """
+        _connect(settings.ray)
+        gpus = _largest_side(settings) if ray.cluster_resources().get("GPU") else 0
+        bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
+        self._group = placement_group([bundle] * len(ROLES), strategy="STRICT_SPREAD")
+        self._actors: dict[str, Any] = {}
+        try:
+            self.places = self._places(settings, address, vllm, start_s, gpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _places(
+        self, settings: Settings, address: str, vllm: str, start_s: float, gpus: int
+    ) -> dict[str, NodePlace]:
+        if not self._group.wait(RESERVE_S):
+            needs = f"one CPU{f' and {gpus} GPUs' if gpus else ''} each"
+            raise Blocked(
+                f"--kv-ray: the cluster had no two nodes with {needs} free within {RESERVE_S:.0f} s"
+            )
+        for index, role in enumerate(ROLES):
+            options = {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "max_concurrency": THREADS,
+                "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+            }
+            self._actors[role] = ray.remote(NodeHost).options(**options).remote(settings, os.getcwd())
+        hosts: dict[str, str] = {}
+        for role, actor in self._actors.items():
+            try:
+                hosts[role], outcome, said = ray.get(actor.ready.remote(start_s))
+            except ray.exceptions.RayError as error:
+                why = str(error).strip().splitlines()[-1]
+                raise HarnessError(f"--kv-ray: the actor on the node of {role} failed: {why}") from None
+            if outcome:
+                raise (Blocked if outcome == "BLOCKED" else HarnessError)(
+                    f"on the node of {role}, {hosts[role]}: {said}"
+                )
+            if said != vllm:
+                raise Blocked(f"the node of {role}, {hosts[role]}, has vLLM {said}, and here is {vllm}")
+        peers = dict(zip(ROLES, reversed(ROLES), strict=True))
+        return {
+            role: NodePlace(
+                address, hosts[role], role=role, peer=hosts[peers[role]], actor=self._actors[role]
+            )
+            for role in ROLES
+        }
+
+    def close(self) -> list[str]:
+        """End both zygotes, and give the nodes back. Returns sentences about what did not end."""
+        troubles = [sentence for actor in self._actors.values() for sentence in ask(actor.end) or []]
+        remove_placement_group(self._group)
+        return troubles
+
+
+def _connect(address: str) -> None:
+    """Make this process a driver of the cluster, once. Raises Blocked if it cannot be reached."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise Blocked(f"--kv-ray: no Ray cluster was reached at {address!r}: {why}") from None
+
+
+def _largest_side(settings: Settings) -> int:
+    """The largest tensor parallel size of the cells that the settings select."""
+    cells = expand(settings.matrix, settings.family, settings.topology)
+    return max(max(parse_topology(cell.topology)) for cell in cells)

@@ -1,0 +1,88 @@
+"""The zygote of one node of a Ray cluster, and its connections: the class of an actor on that node."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import ray
+
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.launch import start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.processes import place
+
+if TYPE_CHECKING:
+    from pytest_kvconform.settings import Settings
+
+LOOK_S = 0.5  # between two looks at whether a connection was closed here
+THREADS = 64  # calls that the actor answers at once: each connection has one that waits for a message
+
+
+class NodeHost:
+    """A zygote that ends with the actor, and so with the run whose driver made it, however that ends.
+
+    Messages are bytes, as `multiprocessing` pickles them: the actor does not look at them.
+    """
+
+    def __init__(self, settings: Settings, folder: str):
+        """`folder`: the working folder of pytest."""
+        with contextlib.suppress(OSError):  # the node need not have it
+            os.chdir(folder)
+        os.environ.setdefault("UCX_NET_DEVICES", "all")  # loopback reaches no other node
+        self._zygote = start_zygote(settings)
+        self._lines: dict[int, Connection] = {}
+        self._numbers = itertools.count()
+
+    def ready(self, deadline_s: float) -> tuple[str, str, str]:
+        """Wait until the zygote has imported vLLM.
+
+        Returns the address of the node, "" and vLLM's version; or the outcome of every case, and why.
+        """
+        host = ray.util.get_node_ip_address()
+        try:
+            return host, "", wait_for_zygote(self._zygote.address, deadline_s)["vllm"]
+        except (Blocked, HarnessError) as error:
+            return host, "BLOCKED" if isinstance(error, Blocked) else "HARNESS", str(error)
+
+    def open(self) -> int:
+        """Open a connection to the zygote. Returns its number. Raises OSError if the zygote is gone."""
+        number = next(self._numbers)
+        self._lines[number] = place.connect(self._zygote.address, 0.0)
+        return number
+
+    def send(self, number: int, message: bytes) -> None:
+        """Send a message. Raises OSError or KeyError if the connection has ended."""
+        self._lines[number].send_bytes(message)
+
+    def receive(self, number: int) -> bytes | None:
+        """Wait for a message; None: the connection has ended."""
+        try:
+            while not self._lines[number].poll(LOOK_S):
+                pass
+            return self._lines[number].recv_bytes()
+        except (OSError, EOFError, KeyError):
+            return None
+
+    def close(self, number: int) -> None:
+        """Close a connection."""
+        if line := self._lines.pop(number, None):
+            line.close()
+
+    def length(self, name: str) -> int:
+        """See `Place.length`."""
+        return place.length(self._zygote.address, name)
+
+    def text(self, name: str, since: int, longest: int) -> bytes:
+        """See `Place.text`."""
+        return place.text(self._zygote.address, name, since, longest)
+
+    def write_stacks(self, pid: int) -> None:
+        """See `Place.write_stacks`."""
+        place.write_stacks(pid)
+
+    def end(self) -> list[str]:
+        """End the zygote and all that it forked. Returns sentences about what did not end."""
+        return self._zygote.close()

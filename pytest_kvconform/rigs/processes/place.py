@@ -1,0 +1,106 @@
+"""Where a zygote runs: how to connect to it, read the logs of its children, and ask for their stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pytest_kvconform.rigs.processes.linux import descendants_of
+
+LOOPBACK = "127.0.0.1"
+WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
+
+
+@dataclass(frozen=True)
+class Place:
+    """The zygote of a run on this machine."""
+
+    address: str  # a Unix socket in the folder of the run
+    host: str = LOOPBACK  # where engines of this place are for their peers
+
+    def connect(self) -> Connection:
+        """A connection to the zygote. Raises OSError if it is gone."""
+        return connect(self.address, 0.0)
+
+    def length(self, name: str) -> int:
+        """Length of the log of a child, in bytes; 0: it has not written a word."""
+        return length(self.address, name)
+
+    def text(self, name: str, since: int, longest: int) -> bytes:
+        """The log of a child from a position on, at most the last `longest` bytes."""
+        return text(self.address, name, since, longest)
+
+    def write_stacks(self, pid: int) -> None:
+        """See `write_stacks`."""
+        write_stacks(pid)
+
+    def watched(self, pid: int) -> int:
+        """The process whose waits for a core a deadline does not count, for the child `pid`."""
+        return pid
+
+    def unreachable(self, params: Mapping[str, Any] | None) -> str:
+        """Why an engine here cannot reach a peer by these kv_transfer_params; "": nothing is known."""
+        return ""
+
+
+def connect(address: str, deadline_s: float) -> Connection:
+    """A connection to the zygote, which may still be starting. Raises OSError after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        raw = socket.socket(socket.AF_UNIX)
+        try:
+            raw.connect(address)
+            return Connection(raw.detach())
+        except OSError:
+            raw.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def log_of(address: str, name: str) -> Path:
+    """The file with the log of a child of the zygote at this address."""
+    return Path(address).parent / f"{name}.log"
+
+
+def length(address: str, name: str) -> int:
+    """Length of the log of a child, in bytes."""
+    try:
+        return log_of(address, name).stat().st_size
+    except OSError:
+        return 0
+
+
+def text(address: str, name: str, since: int, longest: int) -> bytes:
+    """The log of a child from a position on, at most the last `longest` bytes."""
+    try:
+        return log_of(address, name).read_bytes()[since:][-longest:]
+    except OSError:
+        return b""
+
+
+def write_stacks(pid: int) -> None:
+    """Let a process, and each that it has started, write its stacks to its log."""
+    for one in (pid, *descendants_of(pid)):
+        if _writes_stacks(one):
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(one, signal.SIGUSR1)
+            time.sleep(WRITE_S)
+
+
+def _writes_stacks(pid: int) -> bool:
+    """Whether a process catches SIGUSR1, as those of the suite do. It would end another program."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
