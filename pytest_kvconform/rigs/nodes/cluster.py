@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -58,7 +59,11 @@ class Cluster:
                 "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
             }
-            self._actors[role] = ray.remote(NodeHost).options(**options).remote(settings, os.getcwd())
+            self._actors[role] = (
+                ray.remote(NodeHost)
+                .options(**options)
+                .remote(settings, os.getcwd(), Path(address).parent.name)
+            )
         hosts: dict[str, str] = {}
         for role, actor in self._actors.items():
             try:

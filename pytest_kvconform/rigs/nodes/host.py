@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
 from pytest_kvconform.result import Blocked, HarnessError
-from pytest_kvconform.rigs.launch import start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.launch import short_temporary_folder, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.processes import place
+from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -27,11 +30,15 @@ class NodeHost:
     Messages are bytes, as `multiprocessing` pickles them: the actor does not look at them.
     """
 
-    def __init__(self, settings: Settings, folder: str):
-        """`folder`: the working folder of pytest."""
+    def __init__(self, settings: Settings, folder: str, name: str):
+        """`folder`: the working folder of pytest. `name`: of the run."""
         with contextlib.suppress(OSError):  # the node need not have it
             os.chdir(folder)
         os.environ.setdefault("UCX_NET_DEVICES", "all")  # loopback reaches no other node
+        self._models = Path(short_temporary_folder()) / f"{name}-models"  # of one name on both nodes
+        self._models.mkdir(exist_ok=True)
+        (self._models / "pid").write_text(str(os.getpid()))  # a later run removes it if nobody else does
+        os.environ[FOLDER_OF_NODES] = str(self._models)
         self._zygote = start_zygote(settings)
         self._lines: dict[int, Connection] = {}
         self._numbers = itertools.count()
@@ -85,4 +92,6 @@ class NodeHost:
 
     def end(self) -> list[str]:
         """End the zygote and all that it forked. Returns sentences about what did not end."""
-        return self._zygote.close()
+        troubles = self._zygote.close()
+        shutil.rmtree(self._models, ignore_errors=True)
+        return troubles

@@ -17,6 +17,8 @@ from typing import Any
 from pytest_kvconform.rigs.processes.linux import descendants_of
 
 LOOPBACK = "127.0.0.1"
+# variable of engines on two nodes: the folder in which both have their models, since names are compared
+FOLDER_OF_NODES = "KVCONFORM_FOLDER_OF_NODES"
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 
