@@ -1,0 +1,81 @@
+"""P and D on two nodes: bytes cross between two addresses, and a connector that says 127.0.0.1 fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .namespaces import ADDRESSES, Namespaces, two_nodes, why_not
+
+ROOT = Path(__file__).parents[2]
+RUN_S = 600.0
+CELL = "llama3_1_8b-P1D1.b16"
+CASE = f"kv::bytes/pool::attention_kv_arrives[{CELL}-n55]"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Namespaces]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_nodes() as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run of pytest that has ended."""
+
+    code: int
+    text: str
+    report: dict[str, Any]
+
+
+def run(nodes: Namespaces, folder: Path, connector: str, *arguments: str) -> Ended:
+    """Run cases on the two nodes; pytest runs on P's."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kv-connector={connector}"]
+    declare = f"--kv-declare={ROOT / 'reference_connector' / 'declaration.toml'}"
+    config = {"kv_connector_extra_config": {"key": "none"}}  # or it works on one machine alone
+    done = subprocess.run(
+        nodes.inside(
+            "a", *command, declare, f"--kv-config={json.dumps(config)}", "--kv-ray=auto", *arguments
+        ),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )
+    report = folder / "kv-report" / "report.json"
+    return Ended(done.returncode, done.stdout + done.stderr, json.loads(report.read_text()))
+
+
+def test_a_cell_conforms_and_its_bytes_cross_between_two_addresses(nodes: Namespaces, tmp_path: Path) -> None:
+    before = nodes.sent()
+    ended = run(nodes, tmp_path, "reference_connector:ReferenceConnector", CASE)
+    assert ended.code == 0, ended.text
+    [result] = ended.report["results"]
+    moved = result["evidence"]["bytes_moved"]
+    assert moved > 1_000_000
+    assert nodes.sent() - before >= moved
+
+
+def test_a_connector_that_says_loopback_to_its_peer_fails_with_that_sentence(
+    nodes: Namespaces, tmp_path: Path
+) -> None:
+    case = f"kv::bytes/handover::completes[{CELL}-n55]"
+    ended = run(nodes, tmp_path, "tests.nodes.loopback_connector:SaysLoopback", case)
+    assert ended.code == 1, ended.text
+    [result] = ended.report["results"]
+    assert result["rule"] == "KV-HANDOVER-001"
+    said = json.dumps(result)
+    assert "kv_transfer_params name '127.0.0.1' (remote_host): on the node of D" in said
+    assert f"its peer is on {ADDRESSES['a']}" in said or f"its peer is on {ADDRESSES['b']}" in said
