@@ -14,7 +14,7 @@ from .checkout import ROOT
 
 PLUGIN = "pytest_kvconform"
 RIGS = f"{PLUGIN}.rigs"
-HEAVY = ("torch", "vllm", "transformers", "nixl")
+HEAVY = ("torch", "vllm", "transformers", "nixl", "ray")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
 LOWER = ("services", "result", "case", "case_outcome", "extras", "kv_config", "subject", "kvspace", "rigs")
@@ -41,8 +41,9 @@ ROOMS = {
     "scheduler": "processes context scenario missing vllm_setup engine bytes",
     "serving": "processes context missing vllm_setup engine canary",
     "services": "processes launch",
+    "nodes": "processes launch",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
-    "serving",
+    "serving nodes",
 }
 
 # part of the house -> what it must not import, with all that lies below the name
@@ -65,7 +66,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {f"{PLUGIN}.kvspace": ("numpy",)}
 
 # part of the house -> all that may import it
 IMPORTERS = {
-    f"{RIGS}.launch": (f"{RIGS}.bench", f"{RIGS}.probe_subject", f"{PLUGIN}.pytest_hooks", f"{RIGS}.services")
+    f"{RIGS}.launch": (
+        *(f"{RIGS}.{name}" for name in ("bench", "probe_subject", "services", "nodes")),
+        f"{PLUGIN}.pytest_hooks",
+    )
 }
 
 

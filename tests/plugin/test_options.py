@@ -31,6 +31,8 @@ DOES = {  # option -> arguments that must change something, and what is then dif
     # what it does to vLLM: tests/engine/test_cpu_features.py
     "stand_in": (["--kv-stand-in"], lambda run: run.report["settings"]["stand-in"]),
     "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
+    # what it does to engines: tests/nodes
+    "ray": (["--kv-ray=auto"], lambda run: run.report["settings"]["ray"]),
     "timeout_scale": (["--kv-timeout-scale=3"], lambda run: run.log),
     "seed": (["--kv-seed=7"], lambda run: run.ran),
     "report": (
@@ -188,6 +190,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-device",
         "--kv-hide-cpu",
         "--kv-stand-in",
+        "--kv-ray",
         "--kv-timeout-scale",
         "--kv-seed",
         "--kv-report",

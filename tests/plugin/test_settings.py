@@ -28,6 +28,7 @@ SAMPLES = {
         ("avx512_bf16", ("amx_tile", "avx512_bf16")),  # no CPU has AMX without AVX512-BF16
         ("avx512,amx_tile", ("amx_tile", "avx512_bf16", "avx512")),
     ],
+    "ray": [("auto", "auto"), ("10.0.0.7:6379", "10.0.0.7:6379")],
     "shard": [("1/2", "1/2"), ("02/3", "2/3")],
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
     "seed": [("3", 3), ("4", 4)],

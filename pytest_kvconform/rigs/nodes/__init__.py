@@ -15,14 +15,15 @@ from pytest_kvconform.rigs.processes.place import Place
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.nodes.cluster import Cluster
     from pytest_kvconform.settings import Settings
+    from pytest_kvconform.subject import Subject
 
 
 class Nodes:
     """The nodes of one pytest process, which are reserved when the first engine starts."""
 
-    def __init__(self, settings: Settings, address: str, vllm: str, start_s: float):
+    def __init__(self, subject: Subject, settings: Settings, address: str, vllm: str, start_s: float):
         """See `Cluster`."""
-        self._arguments = settings, address, vllm, start_s
+        self._subject, self._arguments = subject, (settings, address, vllm, start_s)
         self._cluster: Cluster | Blocked | HarnessError | None = None
 
     def places(self) -> Mapping[str, Place]:
@@ -34,6 +35,10 @@ class Nodes:
         return self._cluster.places
 
     def _reserve(self) -> Cluster | Blocked | HarnessError:
+        if self._subject.is_store:
+            return Blocked("--kv-ray: a store's folder is where pytest runs, and P and D run elsewhere")
+        if self._subject.services:
+            return Blocked("--kv-ray: services listen on 127.0.0.1 where pytest runs; P and D run elsewhere")
         try:
             from pytest_kvconform.rigs.nodes.cluster import Cluster
         except ImportError as error:
