@@ -110,6 +110,7 @@ DROPS = {
     "item.add_marker(pytest.mark.skipif(True, reason='mine'))",
     "by expected failures": f"import pytest\n{COLLECTED}"
     "for i in items: i.add_marker(pytest.mark.xfail(run=False))",
+    "before each": "import pytest\ndef pytest_runtest_setup(item): pytest.skip('not today')",
     "order": f"{COLLECTED}items.reverse()",
 }
 SETTINGS = {
@@ -176,11 +177,10 @@ def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
 @pytest.mark.parametrize(
     "conftest",
     [
-        "import pytest\ndef pytest_runtest_setup(item): pytest.skip('not today')",
         "def pytest_runtest_protocol(item, nextitem): return True",
         "def pytest_collection_finish(session): session.items.clear()",
     ],
-    ids=["skips", "runs nothing", "forgets"],
+    ids=["runs nothing", "forgets"],
 )
 def test_a_conftest_that_runs_no_case_leaves_the_run_incomplete(kv, pytester, conftest):
     pytester.makeconftest(conftest)
