@@ -131,7 +131,7 @@ SETTINGS = {
         """,
     "a run of three": """
         [tool.pytest.ini_options]
-        addopts = "--doctest-modules --pyargs --capture=no --durations=3 --junitxml=junit.xml --ff -m 'not slow'"
+        addopts = "--doctest-modules --pyargs --capture=no --junitxml=junit.xml --ff -m 'not slow'"
         """,
 }
 DEEDS = {"window(gemma3-P1D2*": "violate", "hello(llama*": "blocked"}
