@@ -16,9 +16,11 @@ from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
 from pytest_kvconform.claims.commands import (
     add_claim_arguments,
+    add_register_arguments,
     is_claim,
     print_badges,
     print_verified,
+    register,
     run_claim,
 )
 from pytest_kvconform.report import check, document, page
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add_claim_arguments(command("claim", run_claim, "run the whole suite as a claim, once for each seed"))
     one = command("badge", print_badges, "write the badges of a claim, and a predicate for an attestation")
     one.add_argument("claim", metavar="CLAIM", type=Path)
+    add_register_arguments(command("register", register, "write the entry of a claim for the registry"))
     one = command("html", _html, "draw a report as a page for people, one HTML file")
     one.add_argument("report", metavar="REPORT", type=Path)
     one.add_argument(
