@@ -9,6 +9,7 @@ from pathlib import Path
 from pytest_kvconform import declaration
 from pytest_kvconform.claims import SEEDS, badge, registry, reports, run
 from pytest_kvconform.claims.reports import is_claim as is_claim
+from pytest_kvconform.report.answer import print_lines
 from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.report.files import write_file
 
@@ -53,7 +54,7 @@ def print_verified(claim: Path) -> int:
     """Check the reports of a claim, and compute its files again. Print what does not follow."""
     found = reports.read(claim)
     if sentences := list(_doubts(claim, found)):
-        print("\n".join(sentences))
+        print_lines(sentences)
         return 1
     words = ", ".join(f"{level} {word}" for level, word in badge.levels(list(found.values())).items())
     print(f"{words}: the {len(_present(claim))} files follow from the {len(found)} reports of the claim")
