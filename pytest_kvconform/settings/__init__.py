@@ -33,7 +33,7 @@ from pytest_kvconform.settings.parsers import (
     parse_words,
     tables_as_json,
     word_or_function,
-    words_of,
+    words_and_those_before,
 )
 from pytest_kvconform.settings.tables import BadSetting as BadSetting
 from pytest_kvconform.settings.tables import read_table, refuse_unknown_settings
@@ -41,7 +41,8 @@ from pytest_kvconform.settings.tables import read_table, refuse_unknown_settings
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 HUB = "hub"  # of --kv-gsm8k: no folder
 NIGHTLY = "nightly"  # as in model_matrix/nightly.py
-CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")  # by which vLLM chooses its kernels
+# by which vLLM chooses its kernels; the newest first, and every CPU that has one has all after it
+CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")
 PROFILES, HANDOVERS = ("p2p", "store", "same-engine"), ("handoff", "rendezvous", "none")
 CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names, and no other
     "config",
@@ -143,10 +144,10 @@ class Settings:
     device: str = row("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
     hide_cpu: tuple[str, ...] = row(
         (),
-        words_of(*CPU_FEATURES),
+        words_and_those_before(*CPU_FEATURES),
         "FEATURE",
-        "feature of the CPU that vLLM takes for missing, to test with the kernels of another CPU: "
-        + ", ".join(CPU_FEATURES),
+        "feature of the CPU that vLLM takes for missing, with all before it in this list, to test with the "
+        "kernels of another CPU: " + ", ".join(CPU_FEATURES),
     )
     stand_in: bool = row(
         False,

@@ -69,15 +69,15 @@ def parse_words(value: Any) -> tuple[str, ...]:
     )
 
 
-def words_of(*valid: str) -> Callable[[Any], tuple[str, ...]]:
-    """Return a parser that accepts any of these words, as `parse_words` does."""
+def words_and_those_before(*valid: str) -> Callable[[Any], tuple[str, ...]]:
+    """Return a parser of some of these words. It returns the last one that is named, and all before it."""
 
     def parse(value: Any) -> tuple[str, ...]:
         words = parse_words(value)
         for word in words:
             if word not in valid:
                 raise ValueError(f"{word!r} is none of {', '.join(valid)}{did_you_mean(word, valid)}")
-        return words
+        return valid[: max(map(valid.index, words), default=-1) + 1]
 
     return parse
 

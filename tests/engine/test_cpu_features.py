@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 LENGTHS = "n1] or n2] or chunked] or partial_hit] or engines_start"  # one token, two, and several steps
 HIDDEN = {
     "no AMX": "amx_tile",
-    "no AVX512-BF16": "amx_tile,avx512_bf16",
-    "no AVX512": "amx_tile,avx512_bf16,avx512",
+    "nor AVX512-BF16": "avx512_bf16",
+    "nor AVX512": "avx512",
 }
 
 

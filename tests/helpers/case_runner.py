@@ -18,7 +18,8 @@ from pytest_kvconform.result import (
     Outcome,
 )
 from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
-from pytest_kvconform.settings import Settings
+from pytest_kvconform.settings import CPU_FEATURES, Settings
+from pytest_kvconform.settings.parsers import words_and_those_before
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.verdict import Verdict, decide_verdict
 
@@ -26,7 +27,7 @@ CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agen
 PROBE_S = 120.0
 # Features of the CPU that these runs, and those of tests/engine/command.py, hide from vLLM:
 # TESTS_HIDE_CPU=avx512 make test
-HIDDEN = tuple(filter(None, os.environ.get("TESTS_HIDE_CPU", "").split(",")))
+HIDDEN = words_and_those_before(*CPU_FEATURES)(os.environ.get("TESTS_HIDE_CPU", "").split(","))
 # registered names
 OF_VLLM = (
     "NixlConnector",

@@ -24,7 +24,10 @@ SAMPLES = {
         for name in ("router", "prefill", "decode", "baseline")
     },
     "device": [("cpu", "cpu"), ("cuda", "cuda")],
-    "hide_cpu": [("avx512", ("avx512",)), ("amx_tile,avx512", ("amx_tile", "avx512"))],
+    "hide_cpu": [
+        ("avx512_bf16", ("amx_tile", "avx512_bf16")),  # no CPU has AMX without AVX512-BF16
+        ("avx512,amx_tile", ("amx_tile", "avx512_bf16", "avx512")),
+    ],
     "shard": [("1/2", "1/2"), ("02/3", "2/3")],
     "timeout_scale": [("2", 2.0), ("0.5", 0.5)],
     "seed": [("3", 3), ("4", 4)],
