@@ -217,8 +217,8 @@ class CaseRunner:
         every = [item for item in items if isinstance(item, CaseItem)]
         result = yield
         left = [item for item in items if isinstance(item, CaseItem)]
-        if len(left) < len(every) and (others := self._other_plugins_that_select()):
-            left = self._selected_by_pytest(session, every, others, len(left))
+        if len(left) < len(every) and (plugins := self._other_plugins_that_select()):
+            left = self._selected_by_pytest(session, every, plugins, len(left))
         for item in left:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
         cases = {item.planned.id: item for item in left}
