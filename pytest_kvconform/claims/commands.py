@@ -93,10 +93,11 @@ def _write(path: Path, content: bytes) -> Path:
 
 def _doubts(claim: Path, found: Mapping[int, Report]) -> Iterator[str]:
     """Yield a sentence for each thing that is wrong with a claim, its files included."""
-    sentences = list(_problems(claim, found))
-    yield from sentences
-    made = {} if sentences else badge.files(found)
-    for path in [] if sentences else _present(claim):
+    if sentences := list(_problems(claim, found)):
+        yield from sentences
+        return
+    made = badge.files(found)
+    for path in _present(claim):
         if path.read_bytes() != made.get(path.name):
             yield f"{path} does not follow from the reports: write it again with kvconform badge"
 

@@ -223,7 +223,7 @@ class CaseRunner:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
         cases = {item.planned.id: item for item in left}
         others = [item for item in items if not isinstance(item, CaseItem)]
-        order = order_by_cell([item.planned for item in left], self.settings.seed)
+        order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)
         items[:] = [*others, *(cases[planned.id] for planned in order)]
         return result
 
