@@ -129,7 +129,7 @@ SETTINGS = {
         console_output_style = "count"
         cache_dir = "/dev/null"
         """,
-    "a run of three": """
+    "modules": """
         [tool.pytest.ini_options]
         addopts = "--doctest-modules --pyargs --capture=no --junitxml=junit.xml --ff -m 'not slow'"
         """,
