@@ -78,6 +78,7 @@ def test_the_double_does_what_nixl_does(scenario: Any) -> None:
 def test_nixl_does_what_the_double_does(transports: str, scenarios: Any) -> None:
     root = Path(__file__).parents[3]
     environment = os.environ | {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo", "PYTHONPATH": str(root)}
+    environment["UCX_KEEPALIVE_INTERVAL"] = "inf"  # a message as well, every 20 s
     run = subprocess.run(
         [sys.executable, "-m", "tests.reference.nixl.nixl_behaviour"],
         env=environment,
