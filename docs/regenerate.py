@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from printed_runs import failure, first_run
+from registered_results import registered_results
 
 from model_matrix import load_families, load_geometries, load_real_checkpoints
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
@@ -41,6 +42,7 @@ PAGES = {
     "settings": "authors.md",
     "features": "authors.md",
     "nightly": "operators.md",
+    "registry": "registry.md",
     "failure": "authors.md",
     "passes": "start.md",
     "fails": "start.md",
@@ -310,6 +312,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "features": features_table,
     "nightly": nightly_table,
+    "registry": lambda: registered_results(_table),
     "failure": failure,
     "passes": lambda: first_run(connector_is_right=True),
     "fails": lambda: first_run(connector_is_right=False),

@@ -16,12 +16,15 @@ from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
 from pytest_kvconform.claims.commands import (
     add_claim_arguments,
+    add_register_arguments,
     is_claim,
     print_badges,
     print_verified,
+    register,
     run_claim,
 )
 from pytest_kvconform.report import check, document, page
+from pytest_kvconform.report.answer import escaped, print_lines
 from pytest_kvconform.report.merge import BadShards
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, and not where Python ends, an error becomes a sentence
         return code
     except (BadSetting, plan.BadSuite, rules.BadRules, document.BadReport, BadShards) as error:
-        print(f"kvconform: {error}", file=sys.stderr)
+        print(f"kvconform: {escaped(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `kvconform list cases | head`
         _write_no_more()
@@ -97,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add_claim_arguments(command("claim", run_claim, "run the whole suite as a claim, once for each seed"))
     one = command("badge", print_badges, "write the badges of a claim, and a predicate for an attestation")
     one.add_argument("claim", metavar="CLAIM", type=Path)
+    add_register_arguments(command("register", register, "write the entry of a claim for the registry"))
     one = command("html", _html, "draw a report as a page for people, one HTML file")
     one.add_argument("report", metavar="REPORT", type=Path)
     one.add_argument(
@@ -232,11 +236,11 @@ def _verify(options: argparse.Namespace) -> int:
         return print_verified(options.report)
     report = document.read(options.report)
     if sentences := check.sentences(options.report, report):
-        print("\n".join(sentences))
+        print_lines(sentences)
         return 1
     if report.suite != __version__:
         print(
-            f"the report was written by suite {report.suite}, and this is suite {__version__}: "
+            f"the report was written by suite {escaped(report.suite)}, and this is suite {__version__}: "
             "the manifest is not compared",
             file=sys.stderr,
         )
@@ -263,14 +267,17 @@ def _diff(options: argparse.Namespace) -> int:
         for name in sorted(old | new)
         if old.get(name) != new.get(name)
     ]
+    lines = []
     for name in sorted(before.environment | after.environment):
         was, now = before.environment.get(name), after.environment.get(name)
         if was != now:
-            print(f"{name}: {was or 'not installed'} -> {now or 'not installed'}")
-    for row in _columns([(name, f"{was} -> {now}") for name, was, now in changed]):
-        print(row)
+            lines.append(f"{name}: {was or 'not installed'} -> {now or 'not installed'}")
+    lines += _columns([(escaped(name), f"{was} -> {now}") for name, was, now in changed])
     words = (before.verdict.word, after.verdict.word)
-    print(f"{len(changed)} of {len(old | new)} cases changed; verdict {' -> '.join(dict.fromkeys(words))}")
+    lines.append(
+        f"{len(changed)} of {len(old | new)} cases changed; verdict {' -> '.join(dict.fromkeys(words))}"
+    )
+    print_lines(lines)
     return 1 if changed or words[0] != words[1] else 0
 
 

@@ -278,7 +278,7 @@ def _widen(match: Match, local: Ints, remote: Ints, counts: Ints) -> Iterator[_S
     for count in set(counts.tolist()):
         alike[_fold(match.axes, count * match.width)[1]].append(count)
     for left, some in alike.items():
-        those = np.isin(counts, some)
+        those = np.isin(counts, some) if len(alike) > 1 else slice(None)
         lengths = counts * (match.width * _many(match.axes) // _many(left))
         yield Runs(*_join(local[those], remote[those], lengths[those])), left
 
@@ -311,6 +311,8 @@ def _join(local: Ints, remote: Ints, length: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _repeat(strips: list[_Strip]) -> Runs:
     """Repeat the runs of every strip along its axes."""
+    if len(strips) == 1 and not strips[0][1]:
+        return strips[0][0]
     total = sum(len(runs.length) * _many(axes) for runs, axes in strips)
     local, remote, length = np.empty((3, total), np.int64)
     at = 0

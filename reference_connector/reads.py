@@ -48,7 +48,7 @@ class Reads:
             for rank, plan in plans.items():
                 here, there = (kv_at, peer.ranks[rank].place) if kv_at else (HOST, HOST)
                 handles.append(self._transport.prepare(self._connect(peer, rank), plan, here, there))
-                self.in_progress += 1
+                self.in_progress += bool(kv_at)
                 self._transport.begin(handles[-1])
         except Exception as error:  # the reads that have begun go on
             why = error
@@ -61,7 +61,7 @@ class Reads:
                     why = why or error
                 if self._transport.release(handle):
                     handles.remove(handle)
-                    self.in_progress -= 1
+                    self.in_progress -= bool(kv_at)
             if handles and why is None and time.monotonic() > deadline:
                 why = TransportError("the transfer took too long")
                 logger.warning("%d reads take too long. Their blocks are kept until they end", len(handles))

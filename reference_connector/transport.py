@@ -72,7 +72,8 @@ class Transport:
         with _failing("prepare a read"):
             sides = []
             for addresses, (kind, device) in ((runs.local, here), (runs.remote, there)):
-                rows = np.stack([addresses, runs.length, np.full_like(addresses, device)], axis=1)
+                rows = np.empty((len(addresses), 3), np.int64)
+                rows[:, 0], rows[:, 1], rows[:, 2] = addresses, runs.length, device
                 sides.append(self._agent.get_xfer_descs(rows, kind))
             return self._agent.initialize_xfer("READ", *sides, peer)
 

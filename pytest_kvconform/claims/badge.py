@@ -60,12 +60,12 @@ def files(reports: Mapping[int, Report]) -> dict[str, bytes]:
         name = f"badge-{level}-vllm-{minor}-{facts['device']}"
         label = f"KV {level}"
         message = f"{word.lower().replace('-', ' ')} · vLLM {minor} {facts['device']} · until {until}"
-        made[f"{name}.json"] = _json(
+        made[f"{name}.json"] = as_json(
             {"schemaVersion": 1, "label": label, "message": message, "color": _COLOURS[word][0]}
         )
         title = f"{connector if connector.isprintable() else repr(connector)}: {label} {message}"
         made[f"{name}.svg"] = _drawing(label, message, title, _COLOURS[word][1]).encode()
-    return made | {PREDICATE: _json(_predicate(reports))}
+    return made | {PREDICATE: as_json(_predicate(reports))}
 
 
 def _predicate(reports: Mapping[int, Report]) -> dict[str, object]:
@@ -93,7 +93,8 @@ def _predicate(reports: Mapping[int, Report]) -> dict[str, object]:
     }
 
 
-def _json(value: object) -> bytes:
+def as_json(value: object) -> bytes:
+    """Return JSON that is the same for equal values."""
     return json.dumps(value, indent=1, ensure_ascii=False, sort_keys=True).encode() + b"\n"
 
 

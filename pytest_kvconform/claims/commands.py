@@ -1,4 +1,4 @@
-"""`kvconform claim`, `kvconform badge`, and `kvconform verify` of the folder of a claim."""
+"""`kvconform claim`, `badge` and `register`, and `verify` of the folder of a claim."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_kvconform import declaration
-from pytest_kvconform.claims import SEEDS, badge, reports, run
+from pytest_kvconform.claims import SEEDS, badge, registry, reports, run
 from pytest_kvconform.claims.reports import is_claim as is_claim
+from pytest_kvconform.report.answer import print_lines
 from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.report.files import write_file
 
@@ -45,30 +46,60 @@ def print_badges(options: argparse.Namespace) -> int:
         if path.name not in made:
             path.unlink()  # of a claim that was here before
     for name, content in made.items():
-        try:
-            print(write_file(claim / name, content))
-        except OSError as error:
-            raise BadReport(f"{claim / name} cannot be written: {error.strerror}") from None
+        print(_write(claim / name, content))
     return 0
 
 
 def print_verified(claim: Path) -> int:
     """Check the reports of a claim, and compute its files again. Print what does not follow."""
     found = reports.read(claim)
-    sentences = list(_problems(claim, found))
-    if not sentences:
-        made = badge.files(found)
-        sentences = [
-            f"{path} does not follow from the reports: write it again with kvconform badge"
-            for path in _present(claim)
-            if path.read_bytes() != made.get(path.name)
-        ]
-    if sentences:
-        print("\n".join(sentences))
+    if sentences := list(_doubts(claim, found)):
+        print_lines(sentences)
         return 1
     words = ", ".join(f"{level} {word}" for level, word in badge.levels(list(found.values())).items())
     print(f"{words}: the {len(_present(claim))} files follow from the {len(found)} reports of the claim")
     return 0
+
+
+def add_register_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kvconform register`."""
+    parser.add_argument("claim", metavar="CLAIM", type=Path)
+    parser.add_argument("--project", metavar="URL", required=True, help="of the connector's repository")
+    parser.add_argument("--commit", metavar="SHA", required=True, help="of the project, which ran")
+    parser.add_argument(
+        "--reproduce", metavar="COMMAND", required=True, help="makes the claim in a checkout of the commit"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, default=Path(registry.FOLDER), help="default: %(default)s"
+    )
+
+
+def register(options: argparse.Namespace) -> int:
+    """Write the entry of a claim that verifies, and print its path. Raises BadReport for others."""
+    found = reports.read(options.claim)
+    if sentence := next(_doubts(options.claim, found), ""):
+        raise BadReport(sentence)
+    name, content = registry.make(found, options.project, options.commit, options.reproduce)
+    print(_write(options.output / name, content))
+    return 0
+
+
+def _write(path: Path, content: bytes) -> Path:
+    try:
+        return write_file(path, content)
+    except OSError as error:
+        raise BadReport(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _doubts(claim: Path, found: Mapping[int, Report]) -> Iterator[str]:
+    """Yield a sentence for each thing that is wrong with a claim, its files included."""
+    if sentences := list(_problems(claim, found)):
+        yield from sentences
+        return
+    made = badge.files(found)
+    for path in _present(claim):
+        if path.read_bytes() != made.get(path.name):
+            yield f"{path} does not follow from the reports: write it again with kvconform badge"
 
 
 def _problems(claim: Path, found: Mapping[int, Report]) -> Iterator[str]:

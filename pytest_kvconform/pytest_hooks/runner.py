@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import MOVING_TIERS
 
 WORKER_KEY = "kvconform"  # key of xdist's workerinput and workeroutput
+_WAYS_OUT = ("skip", "skipif", "xfail")  # marks with which a case would not run
 
 
 class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,12 +205,51 @@ class CaseRunner:
             report.result = [*report.result, suite]
         return report
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        cases = {item.planned.id: item for item in items if isinstance(item, CaseItem)}
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> Iterator[None]:
+        """Order the cases cell by cell. Only options of pytest leave cases out, such as -k and --lf.
+
+        What a conftest file or another plugin leaves out, or marks, was meant to be a test of the user.
+        """
+        every = [item for item in items if isinstance(item, CaseItem)]
+        result = yield
+        left = [item for item in items if isinstance(item, CaseItem)]
+        if len(left) < len(every) and (plugins := self._other_plugins_that_select()):
+            left = self._selected_by_pytest(session, every, plugins, len(left))
+        for item in left:
+            item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
+        cases = {item.planned.id: item for item in left}
         others = [item for item in items if not isinstance(item, CaseItem)]
         order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)
         items[:] = [*others, *(cases[planned.id] for planned in order)]
+        return result
+
+    def _other_plugins_that_select(self) -> list[object]:
+        """Return the conftest files and plugins that may leave items out, but for those of pytest."""
+        hook = self.config.hook.pytest_collection_modifyitems
+        plugins = [implementation.plugin for implementation in hook.get_hookimpls()]
+        return [plugin for plugin in plugins if plugin is not self and not _is_of_pytest(plugin)]
+
+    def _selected_by_pytest(
+        self, session: pytest.Session, every: list[CaseItem], others: list[object], count: int
+    ) -> list[CaseItem]:
+        """Return the cases that pytest's own plugins select. `count`: how many the others left."""
+        manager, left = self.config.pluginmanager, list(every)
+        hook = manager.subset_hook_caller("pytest_collection_modifyitems", [self, *others])
+        hook(session=session, config=self.config, items=left)
+        if (reporter := manager.getplugin("terminalreporter")) is not None:  # it was told what was left out
+            counted, selected = reporter.stats.get("deselected", []), {item.nodeid for item in left}
+            counted[:] = [item for item in counted if not isinstance(item, CaseItem)]
+            counted += [item for item in every if item.nodeid not in selected]
+        if len(left) > count:
+            write_line(
+                self.config,
+                f"kv: a conftest file or plugin left {len(left) - count} cases out, which run nevertheless; "
+                "options select cases, such as -k",
+            )
+        return left
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -242,3 +283,8 @@ def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
         else:
             reporter.write_line(text)
         reporter.flush()
+
+
+def _is_of_pytest(plugin: object) -> bool:
+    name = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+    return name.partition(".")[0] == "_pytest"

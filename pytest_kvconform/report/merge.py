@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_kvconform.declaration import KnownFailure
-from pytest_kvconform.report.document import Report, Setting, inconsistencies, recompute_verdict, shard_of
+from pytest_kvconform.report.digest import altered
+from pytest_kvconform.report.document import (
+    FILE,
+    Report,
+    Setting,
+    inconsistencies,
+    recompute_verdict,
+    shard_of,
+)
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.shards import numbers
 from pytest_kvconform.subject import Subject
@@ -53,6 +61,8 @@ def merge(shards: Sequence[Shard], folder: str = "") -> Report:
             raise BadShards(f"{one.path} is no shard: its run had no --kv-shard")
         if sentences := inconsistencies(one.report):
             raise BadShards(f"{one.path} does not follow from its results: {sentences[0]}")
+        if sentence := altered(one.path / FILE if one.path.is_dir() else one.path):
+            raise BadShards(f"{one.path}: {sentence}")
     first = shards[0]
     for other in shards[1:]:
         if difference := next(differences(first.report, other.report), ""):

@@ -18,11 +18,17 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return a hint for an error message, `` (did you mean quick?)``; "" if no valid word is near."""
+    """Return a hint for an error message, `` (did you mean quick?)``; "" if no valid word is near.
+
+    Case does not count, and the beginning of a word is near it.
+    """
     import difflib
 
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    known = {one.casefold(): one for one in valid}
+    given = word.casefold()
+    short = sorted((one for one in known if given and one.startswith(given)), key=len)
+    near = difflib.get_close_matches(given, known, n=1) or short
+    return f" (did you mean {known[near[0]]}?)" if near else ""
 
 
 def parse_text(value: Any) -> str:
@@ -49,10 +55,15 @@ def parse_url(value: Any) -> str:
 
 
 def parse_words(value: Any) -> tuple[str, ...]:
-    """Return the words of one text with commas, or of a list of texts: each once, in the order given."""
+    """Return the words of one text with commas, or of a list of texts: each once, in the order given.
+
+    A text without a word, such as that of an empty variable of a shell, would select everything.
+    """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"expected a text or a list of texts, got {value!r}")
+    if any(not text.replace(",", "").strip() for text in texts):
+        raise ValueError("it names nothing: give a word, or leave it out")
     return tuple(
         dict.fromkeys(word.strip() for text in texts for word in parse_text(text).split(",") if word.strip())
     )

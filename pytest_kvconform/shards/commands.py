@@ -7,13 +7,13 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from model_matrix.cells import parse_topology
 from pytest_kvconform import extras, plan, shards
 from pytest_kvconform.report import document, terminal
+from pytest_kvconform.report.answer import print_lines
 from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.report.merge import BadShards, Shard, merge
 from pytest_kvconform.report.page.contents import settings_of
@@ -121,9 +121,5 @@ def print_merged(options: argparse.Namespace) -> int:
     lines = [*(f"kvconform: {sentence}" for sentence in said), terminal.title(whole)]
     width = shutil.get_terminal_size().columns
     lines += [line for line, _ in terminal.summary(whole, str(written), width, unicode=True)]
-    encoding = sys.stdout.encoding or "ascii"
-    try:
-        print("\n".join(lines).encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:  # `| head`: the exit code stays that of the verdict
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_lines(lines)
     return whole.verdict.exit_code

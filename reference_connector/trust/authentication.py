@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def trust(options: Options, host: str, identity: Mapping[str, str]) -> Trust:
     return Trust(secret, peers, identity, may_differ)
 
 
+@lru_cache
 def _is_in(host: str, peer: str) -> bool:
     """Whether a host is the one of a list's entry, or in its network. Names are not looked up."""
     try:

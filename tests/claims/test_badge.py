@@ -23,18 +23,6 @@ UNTIL = TODAY + datetime.timedelta(days=DAYS)
 CORE, RESILIENT = "badge-core-vllm-0.32-cpu", "badge-resilient-vllm-0.32-cpu"
 
 
-@pytest.fixture
-def claimed(kv, pytester) -> Callable[..., Path]:
-    """claimed(*arguments, ...): the folder of a claim of the small suite."""
-
-    def run(*arguments: str, claim: str = "--kv-claim", **how: Any) -> Path:
-        for seed in (1, 2, 3):
-            kv(claim, f"--kv-seed={seed}", f"--kv-report=claim/seed-{seed}", *arguments, **how)
-        return pytester.path / "claim"
-
-    return run
-
-
 def edit(claim: Path, seed: int, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a report, with its digest."""
     path = claim / f"seed-{seed}" / "report.json"

@@ -50,6 +50,7 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         "merge",
         "claim",
         "badge",
+        "register",
     }
 
 

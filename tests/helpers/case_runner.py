@@ -27,7 +27,7 @@ CONFIG = '{"kv_connector_extra_config": {"num_threads": 0}}'  # of UCX, per agen
 PROBE_S = 120.0
 # Features of the CPU that these runs, and those of tests/engine/command.py, hide from vLLM:
 # TESTS_HIDE_CPU=avx512 make test
-HIDDEN = words_and_those_before(*CPU_FEATURES)(os.environ.get("TESTS_HIDE_CPU", "").split(","))
+HIDDEN = words_and_those_before(*CPU_FEATURES)(os.environ.get("TESTS_HIDE_CPU", "").split())
 # registered names
 OF_VLLM = (
     "NixlConnector",

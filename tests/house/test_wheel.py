@@ -1,10 +1,13 @@
-"""The wheel is built from this checkout, and has all that a user needs."""
+"""The wheel is built from this checkout, and has all that a user needs; the source distribution has all."""
 
 from __future__ import annotations
 
 import configparser
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -20,14 +23,31 @@ PACKAGES = ("pytest_kvconform", "model_matrix", "reference_connector")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    place = tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, and the wheel that was built from it."""
+    place = tmp_path_factory.mktemp("dist")
     # No isolation: the extra `test` brings the build backend, so this needs no network.
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    [file] = place.glob("*.whl")
+    return place
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    [file] = built.glob("*.whl")
     return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the source distribution."""
+    [file] = built.glob("*.tar.gz")
+    place = tmp_path_factory.mktemp("source")
+    with tarfile.open(file) as packed:
+        packed.extractall(place, filter="data")
+    [folder] = place.iterdir()
+    return folder
 
 
 def metadata(wheel: zipfile.ZipFile) -> Message:
@@ -79,3 +99,41 @@ def test_it_works_from_an_empty_folder(wheel: zipfile.ZipFile, tmp_path: Path) -
     assert plugin.startswith(str(tmp_path))
     assert matrix.startswith(str(tmp_path))
     assert "llama" in families
+
+
+def test_the_source_distribution_is_the_checkout(unpacked: Path) -> None:
+    packed = {str(file.relative_to(unpacked)) for file in unpacked.rglob("*") if file.is_file()}
+    assert packed - {"PKG-INFO"} == {str(file.relative_to(ROOT)) for file in tracked_files()}
+
+
+def test_tests_run_from_the_source_distribution(unpacked: Path) -> None:
+    tests = [
+        "tests/house/test_sizes.py::test_the_checks_see_the_files",
+        "tests/plugin/test_activation.py::test_a_path_of_the_users_is_respected",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=unpacked,
+        env=os.environ | {"PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed in " in done.stdout.splitlines()[-1]
+
+
+def test_the_version_is_of_the_calendar_and_the_changelog_has_it() -> None:
+    """A version that is not released ends in .dev0, and its changes are in the first section."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## \[(.+)\]$", changelog, re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    released = [tuple(map(int, section.split("."))) for section in sections[1:]]
+    assert all(len(one) == 3 and 1 <= one[1] <= 12 for one in released)
+    assert released == sorted(released, reverse=True)
+    version, _, unreleased = pytest_kvconform.__version__.partition(".dev")
+    numbers = tuple(map(int, version.split(".")))
+    if unreleased:
+        assert unreleased == "0" and len(numbers) == 3 and numbers > released[0]
+    else:
+        assert numbers == released[0]

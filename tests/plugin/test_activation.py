@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 
@@ -96,16 +98,94 @@ def test_settings_fixtures_and_marks_of_the_user_have_no_say(kv, pytester):
     assert "2 failed, 11 passed" in run.lines[-1]
 
 
-def test_a_conftest_that_drops_or_skips_cases_cannot_make_it_green(kv, pytester):
-    pytester.makeconftest(
-        "import pytest\ndef pytest_collection_modifyitems(items):\n  for i in items: "
-        "i.add_marker(pytest.mark.skip)"
-    )
+COLLECTED = "def pytest_collection_modifyitems(config, items):\n  "
+DROPS = {
+    "all": f"{COLLECTED}items.clear()",
+    "all but one, and tells": f"{COLLECTED}config.hook.pytest_deselected(items=items[1:])\n  del items[1:]",
+    "the last thing": f"import pytest\n@pytest.hookimpl(trylast=True)\n{COLLECTED}del items[3:]",
+    "around": "import pytest\n@pytest.hookimpl(wrapper=True, tryfirst=True)\n"
+    "def pytest_collection_modifyitems(items):\n  yield\n  del items[:4]",
+    "by skips": f"import pytest\n{COLLECTED}for i in items: i.add_marker(pytest.mark.skip)",
+    "by conditions": "import pytest\ndef pytest_itemcollected(item):\n  "
+    "item.add_marker(pytest.mark.skipif(True, reason='mine'))",
+    "by expected failures": f"import pytest\n{COLLECTED}"
+    "for i in items: i.add_marker(pytest.mark.xfail(run=False))",
+    "before each": "import pytest\ndef pytest_runtest_setup(item): pytest.skip('not today')",
+    "order": f"{COLLECTED}items.reverse()",
+}
+SETTINGS = {
+    "patterns": HOSTILE_INI,
+    "strict": """
+        [tool.pytest.ini_options]
+        addopts = "--strict-markers --strict-config -p no:cacheprovider"
+        xfail_strict = true
+        filterwarnings = ["error"]
+        usefixtures = ["nowhere"]
+        """,
+    "odd": """
+        [tool.pytest.ini_options]
+        addopts = "-qq --tb=no -rA -p no:logging -p no:doctest --import-mode=importlib --assert=plain --nf"
+        python_files = "["
+        console_output_style = "count"
+        cache_dir = "/dev/null"
+        """,
+    "modules": """
+        [tool.pytest.ini_options]
+        addopts = "--doctest-modules --pyargs --capture=no --junitxml=junit.xml --ff -m 'not slow'"
+        """,
+}
+DEEDS = {"window(gemma3-P1D2*": "violate", "hello(llama*": "blocked"}
+
+
+def judged(run):
+    """What a run says: its code, its cases, their outcomes, and the verdict."""
+    return run.code, run.report["selection"], run.outcomes, run.report["verdict"]
+
+
+@pytest.mark.parametrize("conftest", DROPS.values(), ids=DROPS)
+def test_a_conftest_that_drops_marks_or_moves_cases_has_no_say(kv, pytester, conftest):
+    plain = kv(deeds=DEEDS)
+    pytester.makeconftest(conftest)
+    hostile = kv(deeds=DEEDS)
+    assert judged(hostile) == judged(plain)
+    assert "deselected" not in hostile.text
+    told = any(re.search(r"left \d+ cases out, which run nevertheless", line) for line in hostile.lines)
+    assert told == ("del " in conftest or "clear" in conftest)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_pytest_have_no_say(kv, pytester, settings):
+    plain = kv(deeds=DEEDS)
+    pytester.makepyprojecttoml(settings)
+    assert judged(kv(deeds=DEEDS)) == judged(plain)
+
+
+def test_workers_of_xdist_ignore_the_project_too(kv, pytester):
+    plain = kv(deeds=DEEDS)
+    pytester.makepyprojecttoml(SETTINGS["strict"])
+    pytester.makeconftest(DROPS["all but one, and tells"])
+    assert judged(kv("-n2", deeds=DEEDS)) == judged(plain)
+
+
+def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
+    pytester.makeconftest(DROPS["all but one, and tells"])
+    run = kv("-k", "hello")
+    assert (run.code, len(run.outcomes)) == (0, 3)
+    assert "3 passed, 10 deselected" in run.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "conftest",
+    [
+        "def pytest_runtest_protocol(item, nextitem): return True",
+        "def pytest_collection_finish(session): session.items.clear()",
+    ],
+    ids=["runs nothing", "forgets"],
+)
+def test_a_conftest_that_runs_no_case_leaves_the_run_incomplete(kv, pytester, conftest):
+    pytester.makeconftest(conftest)
     run = kv()
     assert (run.code, run.word) == (10, "INCOMPLETE")
-    pytester.makeconftest("def pytest_collection_modifyitems(items): del items[1:]")
-    run = kv()
-    assert "selection: 1 of 13" in run.lines
 
 
 def test_cells_are_regrouped_after_a_shuffling_plugin(kv, pytester):

@@ -125,6 +125,14 @@ def test_the_summary_says_what_was_left_out(kv):
             "'my.mod.Class' is neither NAME nor MODULE:CLASS (did you mean my.mod:Class?)",
         ),
         ("--kv-connector=", "--kv-connector: name a connector"),
+        ("--kv-connector=nixl", "vLLM registers no connector 'nixl' (did you mean NixlConnector?)"),
+        ("--kv-connector=NIXLCONNECTOR", "(did you mean NixlConnector?)"),
+        ("--kv-connector=multi", "(did you mean MultiConnector?)"),
+        *(
+            (f"--kv-{name}={value}", f"--kv-{name}: it names nothing: give a word, or leave it out")
+            for name in ("tier", "level", "family", "topology", "rule", "feature", "hide-cpu")
+            for value in ("", " ,")
+        ),
     ],
 )
 def test_a_bad_value_is_one_sentence(kv, argument, says):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +76,10 @@ class Wire:
     failing: int = 0  # so many of the next reads fail
     stubborn: int = 0  # so often a read that has failed refuses its release, as NIXL's API allows
     stopped: set[str] = field(default_factory=set)  # peers whose process is stopped
+    # Reads go over shared memory: each ends in the call that begins it, unless it has to wait for a call of
+    # the peer. The first read after a notification does.
+    shared: bool = False
+    calls: Counter[str] = field(default_factory=Counter)  # of peers, in which they make progress
     reads: list[Copy] = field(default_factory=list)
     disconnected: list[str] = field(default_factory=list)  # peers that were disconnected
 
@@ -88,6 +92,7 @@ class Copy:
     peer: str
     runs: list[tuple[int, int, int]]
     left: int = 0
+    after: int = 0  # with `shared`: the call of the peer for which it waits
     fails: bool = False
     stubborn: int = 0
     state: str = "new"  # then "open", and at last "done" or "failed"
@@ -96,7 +101,8 @@ class Copy:
 
     def advance(self) -> None:
         """One round of the reader's agent, which serves reads that were released or disconnected, too."""
-        if self.state != "open" or self.peer in self.wire.stopped:
+        waits = self.wire.calls[self.peer] < self.after
+        if self.state != "open" or waits or (self.peer in self.wire.stopped and not self.wire.shared):
             return
         self.left -= 1
         if self.fails or self.peer not in self.wire.inboxes:
@@ -110,7 +116,7 @@ class Copy:
 class Local:
     """A Transport (reference_connector/transport.py) whose peers live in this process.
 
-    Its answers are those of the real one over UCX and TCP, and test_nixl.py compares the two.
+    Its answers are those of the real one over UCX, and test_nixl.py compares the two.
     """
 
     def __init__(self, wire: Wire, name: str):
@@ -119,6 +125,8 @@ class Local:
         self.reached: set[str] = set()
         self.connected: set[str] = set()
         self.own: list[Copy] = []
+        self.notified: set[str] = set()  # peers from which no read has begun since
+        self.after: dict[str, int] = {}  # peer -> its call for which reads wait
         wire.inboxes[name] = deque()
 
     def register(self, memory: Any) -> None:
@@ -157,6 +165,12 @@ class Local:
         self.wire.failing -= handle.fails
         self.wire.reads.append(handle)
         self.own.append(handle)
+        if self.wire.shared:
+            if handle.peer in self.notified:
+                self.after[handle.peer] = self.wire.calls[handle.peer] + 1
+            self.notified.discard(handle.peer)
+            handle.after = self.after.get(handle.peer, 0)
+            handle.advance()
 
     def done(self, handle: Copy) -> bool:
         if handle.state == "new":
@@ -184,6 +198,7 @@ class Local:
     def notify(self, peer: str, message: bytes) -> None:
         if peer not in self.wire.inboxes or peer not in self.connected:
             raise TransportError(f"{peer} is gone")
+        self.notified.add(peer)
         if peer in self.reached:
             self.wire.inboxes[peer].append(message)
 
@@ -191,6 +206,7 @@ class Local:
         if (inbox := self.wire.inboxes.get(self.name)) is None:
             raise TransportError("the transport is closed")
         self._advance()
+        self.wire.calls[self.name] += 1
         return [inbox.popleft() for _ in range(len(inbox))]
 
     def close(self) -> None:

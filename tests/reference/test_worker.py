@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,6 +93,39 @@ def test_a_lease_that_expires_during_the_read_fails_the_load(
     p.pool[:] = 9
     assert until(d).failed == {"r"}
     assert d.worker.stats()["late_reads"] == 1
+
+
+def test_a_load_after_a_release_ends_in_the_step_that_orders_it(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.shared = True
+    for lease in (1, 2, 3):
+        p.worker.start(Orders(leases={lease: "x"}))
+        d.worker.start(Orders(loads={"r": p.load(lease, [5, 6], [3, 4])}))
+        if lease == 1:  # P and D meet
+            until(d)
+        else:
+            assert d.worker.results().received == {"r"}, "the load waits for a call of P"
+        d.worker.start(Orders(releases=[Lease(p.address, lease)]))
+        assert d.worker.results().notified and p.worker.results().sent == {"x"}
+
+
+def test_a_peer_that_stands_still_is_not_read_without_end(
+    make: Callable[..., WorkerEngine], wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    until(d)
+    wire.stopped.add("p")
+    wire.reads.clear()
+    for _ in range(3 * worker_module.MOST_READS):
+        d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+        d.worker.results()
+    assert len(wire.reads) == worker_module.MOST_READS
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: pytest.fail("close waits"))
+    monkeypatch.setattr(worker_module, "time", clock)
+    d.worker.close()
 
 
 def test_a_failed_read_is_reported_when_it_cannot_write_any_more(

@@ -19,6 +19,7 @@ from reference_connector.connector import Metadata, WorkerReport
 from reference_connector.messages import Handoff, Load
 
 WAIT_S = 20.0
+LOAD_S = 150.0  # longer than transfer_timeout, after which the worker reports a load as failed
 
 
 class Right(ReferenceConnector):
@@ -143,8 +144,10 @@ class LayerWise(ReferenceConnector):
         self.caches = kv_caches
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        worker, deadline = self._worker, time.monotonic() + WAIT_S
-        while (worker._loads or worker._results.failed) and time.monotonic() < deadline:
+        worker, deadline = self._worker, time.monotonic() + LOAD_S
+        while worker._loads or worker._results.failed:
+            if time.monotonic() > deadline:  # the step must not read what is not there
+                raise TimeoutError(f"loads have not ended: {sorted(worker._loads)}")
             worker.advance()
             for name in list(worker._results.failed):
                 worker._results.failed.discard(name)

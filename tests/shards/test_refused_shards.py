@@ -19,6 +19,7 @@ from pytest_kvconform.report import document
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
+from tests.report.test_verify import seal
 
 IDS = [f"kv::engine/bytes::arrive[llama-P1D1-n{number}]" for number in (1, 2, 3)]
 KNOWN = KnownFailure(
@@ -61,10 +62,11 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a report, with its digest."""
     path = folder / "report.json"
     report = json.loads(path.read_bytes())
     change(report)
-    path.write_text(json.dumps(report))
+    seal(path, report)
 
 
 def merge(*folders: Path) -> int:
@@ -167,6 +169,15 @@ def test_shards_of_other_machines_and_subjects(parts, refused, change, says):
 def test_a_shard_that_was_edited(parts, refused):
     edit(parts[0], lambda report: report["results"].clear())
     assert refused(*parts).startswith("part1 does not follow from its results: the verdict of the report is")
+
+
+def test_a_shard_whose_digest_is_of_another_report(parts, refused):
+    """The evidence of a case follows from nothing else in the report."""
+    path = parts[1] / "report.json"
+    path.write_text(path.read_text().replace('"bytes_moved": 1', '"bytes_moved": 7'))
+    said = refused(*parts)
+    assert said.startswith("part2: the digest is not ")
+    assert said.endswith(": the report was edited after the run")
 
 
 def test_a_case_that_no_other_shard_was_to_run(parts, refused):

@@ -146,6 +146,18 @@ def closed(d: Reader) -> dict[str, Any]:
     return {"goes on writing": bool((d.memory != OTHER).any())}
 
 
+def notified(d: Reader) -> dict[str, Any]:
+    """Reads from a peer that stands still, in the end after a read that followed a notification."""
+    found = {"at first": d.state(d.begin())}
+    d.peer.go_on()
+    d.transport.notify(d.peer.name, b"x")
+    found["after a notification"] = d.state(handle := d.begin())
+    d.peer.go_on()
+    d.wait(lambda: d.state(handle) != "PROC")
+    return found | {"after a read": d.state(d.begin())}
+
+
+SHARED = (notified,)  # over shared memory, the others over TCP
 SCENARIOS = (released, disconnected, stopped, died, not_begun, closed)
 
 
@@ -189,7 +201,7 @@ def main() -> None:
     """Measure NIXL, each scenario in a process of its own: some end the peer's process."""
     import vllm.distributed.nixl_utils  # noqa: F401  (before the first fork, as this takes seconds)
 
-    for scenario in SCENARIOS:
+    for scenario in SHARED if "sm" in os.environ["UCX_TLS"] else SCENARIOS:
         if not os.fork():
             process = Process()
             agent, memory = _agent()

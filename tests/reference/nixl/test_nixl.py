@@ -14,7 +14,7 @@ import pytest
 
 from reference_connector.transport import Memory
 from tests.reference.doubles import Local, Wire
-from tests.reference.nixl.nixl_behaviour import SCENARIOS, Reader
+from tests.reference.nixl.nixl_behaviour import SCENARIOS, SHARED, Reader
 
 PATIENCE_S = 240
 # The facts on which reads.py stands. A version of NIXL that can cancel a read changes some of them.
@@ -42,6 +42,7 @@ EXPECTED = {
     },
     "not_begun": {"before": "ERR", "release": True},
     "closed": {"goes on writing": False},
+    "notified": {"at first": "DONE", "after a notification": "PROC", "after a read": "DONE"},
 }
 
 
@@ -58,23 +59,26 @@ class InProcess:
 
     def go_on(self) -> None:
         self.wire.stopped.discard("p")
+        self.wire.calls["p"] += 1
 
     def die(self) -> None:
         self.go_on()
         self.peer.close()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS + SHARED, ids=lambda scenario: scenario.__name__)
 def test_the_double_does_what_nixl_does(scenario: Any) -> None:
-    wire, memory = Wire(), np.zeros(64, np.uint8)
+    wire, memory = Wire(shared=scenario in SHARED), np.zeros(64, np.uint8)
     d = Local(wire, "d")
     d.register([Memory(memory.ctypes.data, memory.nbytes)])
     assert scenario(Reader(d, memory, InProcess(wire, d))) == EXPECTED[scenario.__name__]
 
 
-def test_nixl_does_what_the_double_does() -> None:
+@pytest.mark.parametrize(("transports", "scenarios"), [("tcp,self", SCENARIOS), ("tcp,self,sm", SHARED)])
+def test_nixl_does_what_the_double_does(transports: str, scenarios: Any) -> None:
     root = Path(__file__).parents[3]
-    environment = os.environ | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "PYTHONPATH": str(root)}
+    environment = os.environ | {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo", "PYTHONPATH": str(root)}
+    environment["UCX_KEEPALIVE_INTERVAL"] = "inf"  # a message as well, every 20 s
     run = subprocess.run(
         [sys.executable, "-m", "tests.reference.nixl.nixl_behaviour"],
         env=environment,
@@ -87,4 +91,4 @@ def test_nixl_does_what_the_double_does() -> None:
     found: dict[str, Any] = {}
     for line in (line for line in run.stdout.splitlines() if line.startswith("{")):
         found |= json.loads(line)
-    assert found == EXPECTED, run.stderr[-2000:]
+    assert found == {one.__name__: EXPECTED[one.__name__] for one in scenarios}, run.stderr[-2000:]
