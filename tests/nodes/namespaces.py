@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}  # of P's node, or D's; pytest runs in "a"
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}  # pytest runs in "a"; P in either
 PORT = 6399  # in a namespace of its own every port is free
 START_S = 300.0
 RAY = Path(sys.executable).with_name("ray")
@@ -32,10 +33,11 @@ class Namespaces:
         """The command that runs another one in a namespace."""
         return ["ip", "netns", "exec", f"{self.name}{which}", *command]
 
-    def sent(self) -> int:
-        """Bytes that have left namespace "a"."""
-        statistics = ip("-n", f"{self.name}a", "-s", "-o", "link", "show", f"{self.name}a").stdout
-        return int(statistics.partition("TX:")[2].split("\\")[1].split()[0])
+    def crossed(self) -> int:
+        """Bytes that have gone from one namespace to the other, in both directions together."""
+        said = ip("-n", f"{self.name}a", "-s", "-j", "link", "show", f"{self.name}a").stdout
+        counted = json.loads(said)[0]["stats64"]
+        return counted["rx"]["bytes"] + counted["tx"]["bytes"]
 
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -59,13 +59,13 @@ def run(nodes: Namespaces, folder: Path, connector: str, *arguments: str) -> End
 
 
 def test_a_cell_conforms_and_its_bytes_cross_between_two_addresses(nodes: Namespaces, tmp_path: Path) -> None:
-    before = nodes.sent()
+    before = nodes.crossed()
     ended = run(nodes, tmp_path, "reference_connector:ReferenceConnector", CASE)
     assert ended.code == 0, ended.text
     [result] = ended.report["results"]
     moved = result["evidence"]["bytes_moved"]
     assert moved > 1_000_000
-    assert nodes.sent() - before >= moved
+    assert nodes.crossed() - before >= moved
 
 
 def test_a_connector_that_says_loopback_to_its_peer_fails_with_that_sentence(
