@@ -40,16 +40,11 @@ def test_the_layout_with_the_longest_runs(model: Any, layout: str | None) -> Non
 
 def test_no_option_is_required() -> None:
     assert read_options({}) == Options()
-    assert Options().heartbeat == Options().kv_lease_duration / 6
 
 
 def test_given_options_are_used() -> None:
     options = read_options({"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"]})
-    assert (options.kv_lease_duration, options.heartbeat, options.backends) == (
-        6.0,
-        1.0,
-        ("UCX", "LIBFABRIC"),
-    )
+    assert (options.kv_lease_duration, options.backends) == (6.0, ("UCX", "LIBFABRIC"))
 
 
 @pytest.mark.parametrize(

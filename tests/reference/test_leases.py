@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from reference_connector import scheduler as scheduler_module
 from reference_connector import worker as worker_module
 from reference_connector.leases import EARLY, RANDOM_BITS, GivenLeases, entry_of, new_number
 from reference_connector.messages import (
@@ -17,7 +20,7 @@ from reference_connector.messages import (
     encode,
 )
 from reference_connector.peers import State
-from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine
+from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine, request, scheduler
 
 
 def test_p_ends_each_lease_once(make: Callable[..., WorkerEngine]) -> None:
@@ -54,6 +57,20 @@ def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine]) -> None
     while "kept" not in sent and time.monotonic() < deadline:
         sent |= p.worker.results().sent
     assert "kept" in sent
+
+
+def test_d_renews_as_often_as_the_lease_of_p_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a D whose own leases are longer, and whose option asks for less."""
+    now = [1000.0]
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    p, d = scheduler(), scheduler(heartbeat=1000.0)  # P's leases are of 30 s
+    _, params = p.request_finished(request("r-p", 40, {"do_remote_decode": True}), ([1, 2, 3],))
+    d.on_new_request(request("r", 40, params))
+    renewed = []
+    for _ in range(30):
+        renewed += [now[0]] * len(d.take_orders().renewals)
+        now[0] += 1.0
+    assert [b - a for a, b in pairwise(renewed)] == [5.0] * 5, "a sixth of P's lease"
 
 
 def test_notifications_of_other_formats_are_ignored(make: Callable[..., WorkerEngine], wire: Wire) -> None:
