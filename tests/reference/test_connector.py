@@ -77,7 +77,9 @@ def test_a_buffer_on_another_device_is_refused() -> None:
     from reference_connector import ReferenceConnector
 
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cuda")
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=None)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(pipeline_parallel_size=2)
+    )
     with pytest.raises(ValueError, match=r"kv_buffer_device is cuda, and KV is on cpu$"):
         ReferenceConnector(config, KVConnectorRole.WORKER, None)
 

@@ -97,7 +97,7 @@ def test_what_a_client_writes_does_not_keep_p_from_stopping_early() -> None:
     p, params = scheduler(FULL, WINDOW), PREFILL | {SHORTENED: True}
     for name in "ab":
         p.on_new_request(r := request(name, 40, params))
-        assert r.num_prompt_tokens == 39
+        assert r.num_prompt_tokens == 39, "P computes the last token"
     assert params == PREFILL | {SHORTENED: True}
 
 
@@ -154,7 +154,7 @@ def test_two_samples_of_one_prompt_hold_one_lease() -> None:
         d.on_new_request(sample)
         d.update_state_after_alloc(sample, tables("nnn"), 39)
     d.on_loads_finished({"a"})
-    assert not d.take_orders().releases
+    assert not d.take_orders().releases, "the other sample still needs the lease"
     d.on_loads_finished({"b"})
     assert [lease.number >> RANDOM_BITS for lease in d.take_orders().releases] == [1]
 
