@@ -29,7 +29,6 @@ UNDONE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "RemembersEveryPeer": (test_peers, "Peers", {}),
     "AsksTheDead": (doubles, "Scheduler", {}),
     "EndsWithTheFirst": (doubles, "Scheduler", {}),
-    "RenewsAsItsOwnLease": (doubles, "Scheduler", {}),
     "BelievesTheClient": (doubles, "Scheduler", {}),
     "ignore_the_buffer": (reference_connector, "ReferenceConnector", {}),
     "TellsWhoIsThere": (test_handshake, "Listener", {"incarnation": "second life", "engine": "p"}),

@@ -13,7 +13,7 @@ import msgspec
 
 from reference_connector.handshake import Listener
 from reference_connector.leases import RANDOM_BITS, GivenLeases, entry_of
-from reference_connector.messages import Address, Ask, Challenge, Handoff, Lease, Refusal
+from reference_connector.messages import Address, Ask, Challenge, Lease, Refusal
 from reference_connector.peers import Peer, Peers
 from reference_connector.scheduler import SHORTENED, LeaseState, Scheduler
 
@@ -59,13 +59,6 @@ class EndsWithTheFirst(Scheduler):
         if name in self._handoffs and name not in self._loading:
             self._leases[self._handoffs[name].lease].state = LeaseState.UNUSED
         super()._forget(name)
-
-
-class RenewsAsItsOwnLease(Scheduler):
-    """D renews leases as often as its own options ask, whatever P's lease is."""
-
-    def hold(self, name: str, handoff: Handoff) -> None:
-        super().hold(name, msgspec.structs.replace(handoff, remote_lease_duration=86400.0))
 
 
 class BelievesTheClient(Scheduler):
