@@ -135,7 +135,8 @@ def hand_overs(p: Engine, d: Engine, silent_port: int) -> dict[str, tuple[int, i
     again = handed("r")
     if not given(again, mine, "r"):
         raise SystemExit("D loads nothing of what P has signed")
-    tried["loaded before"] = [given(again, mine, "r") for _ in range(4)]
+    # By then another tenant has the blocks, and P steps, without which a read does not end (docs/findings.md).
+    tried["loaded before"] = [given(again, mine, "r") for _ in range(2) if handed("s")]
     old = [handed("i") for _ in range(4)]
     p.call("serve")
     time.sleep(LEASE_S)
