@@ -253,9 +253,11 @@ def _wrong_connectors(folder: Path) -> set[str]:
 
 
 def hazards_table() -> str:
-    """One row for each hazard of tests/reference/hazards.toml."""
+    """One row for each hazard of tests/reference/hazards/hazards.toml."""
     rows = []
-    for one in tomllib.loads((TESTS / "reference" / "hazards.toml").read_text(encoding="utf-8"))["hazard"]:
+    for one in tomllib.loads((TESTS / "reference" / "hazards" / "hazards.toml").read_text(encoding="utf-8"))[
+        "hazard"
+    ]:
         wrong, found = (f"`{one[key].rpartition(':')[2]}`" for key in ("wrong", "found"))
         rows.append((one["what"], one["held"], f"{wrong}: {found}: {one['says'].strip(' ;,')}", one["nixl"]))
     return _table(("hazard", "what holds it", "what finds the mend undone", "NixlConnector"), rows)

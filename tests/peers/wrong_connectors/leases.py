@@ -106,12 +106,12 @@ class SpeaksUntilScheduled(Right):
 
 
 class RenewsTooSlowly(ReferenceConnector):
-    """Renews leases as often as D's own options ask, every 5 s, whatever P's lease is."""
+    """Renews leases once a minute, whatever P's lease is."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         if (half := getattr(self, "_scheduler", None)) is not None:
-            hold = half.hold
+            half._renew_every, hold = 60.0, half.hold
             half.hold = lambda name, handoff: hold(
                 name, msgspec.structs.replace(handoff, remote_lease_duration=86400.0)
             )

@@ -18,10 +18,11 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector import boxes
 from reference_connector import worker as worker_module
 from tests.helpers.fixtures import ROOT
-from tests.reference import doubles, test_leases, undone_mends
+from tests.reference import doubles, test_leases
+from tests.reference.hazards import undone_mends
 from tests.reference.trust import test_handshake, test_peers
 
-HAZARDS = tomllib.loads((ROOT / "tests/reference/hazards.toml").read_text(encoding="utf-8"))["hazard"]
+HAZARDS = tomllib.loads((ROOT / "tests/reference/hazards/hazards.toml").read_text(encoding="utf-8"))["hazard"]
 # A wrong part -> where it takes the place of the right one, and arguments of the test that are no fixtures.
 UNDONE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "LedgerGoesBack": (test_leases, "GivenLeases", {}),
