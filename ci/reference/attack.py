@@ -135,7 +135,7 @@ def hand_overs(p: Engine, d: Engine, silent_port: int) -> dict[str, tuple[int, i
     again = handed("r")
     if not given(again, mine, "r"):
         raise SystemExit("D loads nothing of what P has signed")
-    # By then another tenant has the blocks, and P steps, without which a read does not end (docs/findings.md).
+    # P has the blocks under another lease by then, and steps: without that a read may not end.
     tried["loaded before"] = [given(again, mine, "r") for _ in range(2) if handed("s")]
     old = [handed("i") for _ in range(4)]
     p.call("serve")
@@ -152,15 +152,22 @@ def send(port: int, count: int, seed: int, known: list[bytes], answers: Any) -> 
     silent = [socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(SILENT)]
     seeds = [[os.urandom(size)] for size in FRAMES] + [[b"", message] for message in known]
     malformed, wellformed = malformed_messages(seeds, count, seed), itertools.cycle(known)
-    kinds = Counter[str]()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(f"tcp://127.0.0.1:{port}")
+    kinds, asked = Counter[str](), 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as noise, context.socket(zmq.DEALER) as asking:
+        for dealer in (noise, asking):  # P ends the connection of the first one now and then
+            dealer.setsockopt(zmq.LINGER, 10_000)
+            dealer.setsockopt(zmq.SNDHWM, 0)
+            dealer.setsockopt(zmq.RCVHWM, 0)
+            dealer.connect(f"tcp://127.0.0.1:{port}")
         for number in range(count):
-            dealer.send_multipart([b"", next(wellformed)] if number % 4 == 0 else next(malformed))
-            while dealer.poll(1000 if number == count - 1 else 0):
-                reply = decode(dealer.recv_multipart()[-1], Answer | Sealed | Challenge | Refusal)
-                kinds[type(reply).__name__] += 1
+            if number % 4:
+                noise.send_multipart(next(malformed))
+            else:
+                asking.send_multipart([b"", next(wellformed)])
+                asked += 1
+        while kinds.total() < asked and asking.poll(1000 * PATIENCE_S):
+            reply = decode(asking.recv_multipart()[-1], Answer | Sealed | Challenge | Refusal)
+            kinds[type(reply).__name__] += 1
     for one in silent:
         one.close()
     answers.put(kinds)
