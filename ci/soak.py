@@ -1,7 +1,9 @@
 """Soak: thousands of hand-overs between byte engines over real NIXL and TCP, disturbed as users disturb them.
 
     python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0]
-                      [--lease 2] [--visits 200]
+                      [--lease 2] [--visits 200] [--minutes M]
+
+With --minutes the soak ends at the first rest after so many minutes.
 
 The soak looks for wrong words and for leaks. P computes up to four prompts at a time, some with a common
 beginning, and D takes them. The seed chooses the fate of each prompt (disturbed_prompts.py). P's process is
@@ -68,7 +70,7 @@ class Soak:
         self.random = np.random.default_rng(self.options.seed)
         self.ports = {role: free_port() for role in "PD"}
         self.visitors = {role: [free_port() for _ in range(PORTS)] for role in "PD"}
-        handovers = self.options.handovers
+        handovers, ends = self.options.handovers, time.monotonic() + 60 * self.options.minutes
         try:
             for role in "PD":
                 self._start(role, role, self.ports[role])
@@ -80,7 +82,7 @@ class Soak:
                     if self.counts["visits"] * handovers < self.options.visits * self.counts["right"]:
                         self._visit()
                 self._rest()
-                if self.troubles:
+                if self.troubles or time.monotonic() > ends:
                     break
         except EngineFailed as failed:
             self.troubles.append(failed.sentence)
@@ -268,7 +270,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--connector", default="reference_connector:ReferenceConnector")
     parser.add_argument("--geometry", default="gpt_oss_20b", choices=sorted(load_geometries()))
-    for name, number in (("handovers", 5000), ("seed", 0), ("lease", 2.0), ("visits", 200)):
+    for name, number in (
+        ("handovers", 5000),
+        ("seed", 0),
+        ("lease", 2.0),
+        ("visits", 200),
+        ("minutes", float("inf")),
+    ):
         parser.add_argument(f"--{name}", type=type(number), default=number)
     options, began = parser.parse_args(arguments), time.monotonic()
     # Over shared memory a read ends although P sleeps.

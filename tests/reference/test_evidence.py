@@ -274,6 +274,7 @@ def soak(address: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             seed=1,
             lease=lease,
             visits=visits,
+            minutes=float("inf"),
         )
         monkeypatch.setattr("soak.PORTS", 1)
         found = importlib.import_module("soak").Soak(address, options, rests=3)
