@@ -112,7 +112,7 @@ def hand_overs(p: Engine, d: Engine, silent_port: int) -> dict[str, tuple[int, i
     mine, other = tokens(LENGTH), tokens(LENGTH, seed=1)
     theirs = handed("a")
     place = {key: theirs[key] for key in ("remote_block_ids", "remote_lease", "remote_request_id")}
-    fields = [key for key in handed("b") if key not in {*PREFILL, STATISTICS}]
+    fields = [key for key in handed("b") if key not in ("do_remote_decode", "do_remote_prefill", STATISTICS)]
     tried = {
         "one field changed": [
             given(params | {key: changed(params[key])}, mine, "c")
