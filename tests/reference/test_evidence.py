@@ -315,7 +315,7 @@ def test_a_short_soak_finds(
     soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.setattr("soak.PATIENCE_S", 10.0)
-    troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0, visits=12).troubles
+    troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0, visits=18).troubles
     assert troubles and any(message in trouble for trouble in troubles), troubles
 
 
