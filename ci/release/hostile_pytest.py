@@ -7,8 +7,8 @@ and pytest-xdist. All other packages, such as vLLM, are those of the Python that
 environment has four runs: in an empty folder and in a hostile one, in one process and with two workers. All
 runs have to agree in exit code, ids, outcomes and verdict. Exit 1: one of them differs from the first.
 
-    python ci/release/hostile_pytest.py --kv-connector=NixlConnector --kv-family=gemma3_1b --kv-topology=P1D1 \\
-        --kv-tier=interface,protocol,bytes
+    python ci/release/hostile_pytest.py --kv-connector=NixlConnector --kv-family=gemma3_1b \\
+        --kv-topology=P1D1 --kv-tier=interface,protocol,bytes
 """
 
 from __future__ import annotations
