@@ -9,7 +9,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,12 +120,25 @@ class CountingEngine(ByteEngineHandle):
     """The handle of a CountingProcess."""
 
     target = "counting_engine:serve"
+    wakes = 0.0  # when the process goes on, of the monotonic clock; 0: it is not stopped
 
     def moved(self) -> tuple[int, int]:
         return self.call("moved")
 
     def has(self) -> dict[str, int]:
         return self.call("has")
+
+    def sleep(self, seconds: float) -> None:
+        """Stop the process and all its threads for so long, as a machine that hangs does."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.wakes = time.monotonic() + seconds
+
+    def is_awake(self) -> bool:
+        """Whether the process runs. Lets it go on when its time is over."""
+        if self.wakes and time.monotonic() >= self.wakes:
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.wakes = 0.0
+        return not self.wakes
 
 
 @contextlib.contextmanager

@@ -1,13 +1,20 @@
-"""Soak: thousands of hand-overs between two byte engines over real NIXL, disturbed as users disturb them.
+"""Soak: thousands of hand-overs between byte engines over real NIXL and TCP, disturbed as users disturb them.
 
     python ci/soak.py [--handovers 5000] [--connector NAME|MODULE:CLASS] [--geometry gpt_oss_20b] [--seed 0]
-                      [--lease 2]
+                      [--lease 2] [--visits 200] [--minutes M]
+
+With --minutes the soak ends at the first rest after so many minutes.
 
 The soak looks for wrong words and for leaks. P computes up to four prompts at a time, some with a common
-beginning, and D takes them. The seed chooses the fate of each prompt (`FATES`). After a fifth of the
-hand-overs the soak kills P before D has read P's answers, and starts P again at the same port. P overwrites
-blocks the moment they are free. After each load the whole pool of D is compared byte by byte
-(pytest_kvconform/rigs/bytes/checks.py), and both pools at every rest.
+beginning, and D takes them. The seed chooses the fate of each prompt (disturbed_prompts.py). P's process is
+stopped in some loads, for up to one and a half leases. After a fifth of the hand-overs the soak kills P
+before D has read P's answers, and starts P again at the same port. P overwrites blocks the moment they are
+free. After each load the whole pool of D is compared byte by byte (pytest_kvconform/rigs/bytes/checks.py),
+and both pools at every rest.
+
+Other engines visit, in turn a P from which D loads and a D that loads from P. Each hands one round of prompts
+over. Then it shuts down, or is killed, or is killed while loads are under way. Visitors have PORTS ports in
+turn, as engines have that are started again.
 
 There are 25 rests. At a rest every request has ended and every lease is over: neither engine may hold blocks
 or requests, and neither may have more of NIXL's objects, threads and open files than in the first half of its
@@ -18,60 +25,29 @@ life.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import numpy as np
 from counting_engine import BLOCK, CountingEngine, background, start
+from disturbed_prompts import FATES, LONGEST, UNDISTURBED, Handover, prompts
 from leak_table import NONE, leak_table
 
 from model_matrix import load_geometries
 from pytest_kvconform.kvspace.pools.diagnose import count_pool
-from pytest_kvconform.rigs.bytes.handover import shared_owners
-from pytest_kvconform.rigs.bytes.messages import ByteRequest
 from pytest_kvconform.rigs.bytes.specs import blocks_for
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL, Output
+from pytest_kvconform.rigs.engine.messages import Output
 from pytest_kvconform.rigs.processes.ports import free_port
-from pytest_kvconform.rigs.scenario import VOCABULARY
 
-LONGEST, TOGETHER, RESTS = 200, 4, 25  # tokens; prompts a round
+RESTS, PORTS = 25, 4  # PORTS: of visitors of each role
 PATIENCE_S = 60.0  # for a round, and for a rest besides the lease
 SPARE = {"P": 9, "D": 5}  # prompts of full length that a pool has room for: leases keep blocks on P
-FATES = {
-    "undisturbed": 0.70,
-    "in chunks on P": 0.08,
-    "preempted on P": 0.04,
-    "preempted on D": 0.05,
-    "aborted on P": 0.03,
-    "aborted on D": 0.06,
-    "never fetched": 0.02,
-    "fetched too late": 0.02,
-}
-
-
-@dataclass
-class Handover:
-    """One prompt that is handed over: its fate, and its request on P or on D."""
-
-    fate: str
-    request: ByteRequest  # on P, and from P's answer on: on D
-    excused: bool  # whether D may end it with an error
-    due: float = 0.0  # when D is to fetch it
-
-    def answered(self, params: dict[str, Any] | None) -> None:
-        """Turn the request on P into a request on D, with P's kv_transfer_params."""
-        # A request that is preempted must still be running then.
-        max_tokens = 2 if self.fate == "preempted on D" else 1
-        id = self.request.id.replace(ON_P, ON_D)
-        self.request = msgspec.structs.replace(
-            self.request, id=id, max_tokens=max_tokens, kv_transfer_params=params, watch=True
-        )
+ENDS = ("it shut down", "it was killed", "it was killed while loads were under way")
 
 
 @dataclass
@@ -86,27 +62,27 @@ class Soak:
     # one entry a rest
     series: dict[str, list[dict[str, int]]] = field(default_factory=lambda: {"P": [], "D": []})
     ready: list[Handover] = field(default_factory=list)  # P has answered
-    engines: dict[str, CountingEngine] = field(default_factory=dict)
+    engines: dict[str, CountingEngine] = field(default_factory=dict)  # "P", "D", "visitor"
+    lives: int = 0  # engines that were started
 
     def run(self) -> None:
         """All of it, or until the first trouble."""
-        self.random, self.ports = (
-            np.random.default_rng(self.options.seed),
-            {role: free_port() for role in "PD"},
-        )
+        self.random = np.random.default_rng(self.options.seed)
+        self.ports = {role: free_port() for role in "PD"}
+        self.visitors = {role: [free_port() for _ in range(PORTS)] for role in "PD"}
+        handovers, ends = self.options.handovers, time.monotonic() + 60 * self.options.minutes
         try:
             for role in "PD":
-                self._start(role)
+                self._start(role, role, self.ports[role])
             for rest in range(1, self.rests + 1):
-                while (
-                    self.counts["right"] < self.options.handovers * rest // self.rests and not self.troubles
-                ):
+                while self.counts["right"] < handovers * rest // self.rests and not self.troubles:
                     self._round(
-                        kill=not self.counts["P was killed"]
-                        and self.counts["right"] > self.options.handovers // 5
+                        kill=not self.counts["P was killed"] and self.counts["right"] > handovers // 5
                     )
+                    if self.counts["visits"] * handovers < self.options.visits * self.counts["right"]:
+                        self._visit()
                 self._rest()
-                if self.troubles:
+                if self.troubles or time.monotonic() > ends:
                     break
         except EngineFailed as failed:
             self.troubles.append(failed.sentence)
@@ -114,133 +90,132 @@ class Soak:
             for engine in self.engines.values():
                 engine.end()
 
-    def _start(self, role: str) -> None:
-        model, name = self.options.geometry, f"soak-{role}-{self.ports[role]}-{self.counts['P was killed']}"
-        blocks, extra = (
-            blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role],
-            {"kv_lease_duration": self.options.lease},
-        )
-        where = self.address, name, role, self.options.connector, model
-        self.engines[role] = start(
-            *where, tp=1, blocks=blocks, longest=LONGEST + BLOCK, port=self.ports[role], **extra
-        )
-        self.engines[role].wait_ready()
-        self.engines[role].reuse(role == "P")
+    def _start(self, name: str, role: str, port: int) -> None:
+        """Start an engine, which is `engines[name]` from now on."""
+        model, self.lives = self.options.geometry, self.lives + 1
+        blocks = blocks_for(load_geometries()[model], BLOCK, LONGEST) * SPARE[role]
+        where = self.address, f"soak-{role}-{port}-{self.lives}", role, self.options.connector, model
+        extra = {"kv_lease_duration": self.options.lease}
+        engine = start(*where, tp=1, blocks=blocks, longest=LONGEST + BLOCK, port=port, **extra)
+        self.engines[name] = engine
+        engine.wait_ready()
+        engine.reuse(role == "P")
 
     def _round(self, kill: bool) -> None:
         """Hand some prompts over, from P's prefill to the end on D. `kill`: kill P once it has answered."""
-        self.counts["rounds"] += 1
-        self.engines["D"].call("poison")
-        for one in self._compute(self._prompts(kill)):
+        for one in self._compute(self._prompts(FATES), "P", "D"):
             one.due = time.monotonic() + 2 * self.options.lease * (one.fate == "fetched too late")
             self.ready += [one] * (one.fate != "never fetched")
         now = time.monotonic()
-        fetched, self.ready = (
-            [one for one in self.ready if one.due <= now],
-            [one for one in self.ready if one.due > now],
-        )
-        self._fetch(fetched, kill)
+        fetched = [one for one in self.ready if one.due <= now]
+        self.ready = [one for one in self.ready if one.due > now]
+        self._fetch(fetched, "D", "P" if kill else "")
 
-    def _prompts(self, kill: bool) -> list[Handover]:
-        count, salt = int(self.random.integers(1, TOGETHER + 1)), f"round-{self.counts['rounds']}"
-        ids, same = (
-            self.random.choice(VOCABULARY, size=(count, LONGEST)),
-            self.random.integers(-LONGEST, LONGEST, size=count),
-        )
-        prompts = [
-            (*ids[0, : max(0, same[i])].tolist(), *ids[i].tolist())[: self.random.integers(2, LONGEST)]
-            for i in range(count)
-        ]
-        fates = self.random.choice(list(FATES), size=count, p=list(FATES.values())).tolist()
-        self.counts.update(fates)
-        # numbers are written into the rows: those of the last 64 rounds differ
-        first = self.counts["rounds"] * TOGETHER % 256
-        more: dict[str, Any] = {"max_tokens": 1, "kv_transfer_params": PREFILL, "salt": salt}
-        return [
-            Handover(
-                fates[i],
-                ByteRequest(
-                    id=f"{salt}-{i}-{ON_P}",
-                    tokens=prompts[i],
-                    owners=owners + first,
-                    number=first + i,
-                    **more,
-                ),
-                excused=kill or fates[i] == "fetched too late",
-            )
-            for i, owners in enumerate(shared_owners(prompts))
-        ]
+    def _visit(self) -> None:
+        """Let an engine come, hand one round of prompts over with P or D, and go."""
+        number = self.counts["visits"]
+        role, end = "PD"[number % 2], ENDS[number // 2 % len(ENDS)]
+        self.counts.update({"visits": 1, f"visits of a {role}: {end}": 1})
+        self._start("visitor", role, self.visitors[role][number // 2 % PORTS])
+        p, d = ("visitor", "D") if role == "P" else ("P", "visitor")
+        answered = self._compute(self._prompts(UNDISTURBED), p, d)
+        self._fetch(answered, d, "visitor" if end is ENDS[-1] else "")
+        if (visitor := self.engines.pop("visitor", None)) is not None:
+            if end is ENDS[0] and not self.troubles:
+                visitor.shutdown()
+            visitor.end()
 
-    def _steps(self, role: str, waiting: dict[str, Handover]) -> Iterator[Output | None]:
-        """Step both engines until no request of one engine is waiting.
+    def _prompts(self, fates: dict[str, float]) -> list[Handover]:
+        self.counts["rounds"] += 1
+        made = prompts(self.random, self.counts["rounds"], fates)
+        self.counts.update(one.fate for one in made)
+        return made
+
+    def _steps(self, name: str, waiting: dict[str, Handover]) -> Iterator[Output | None]:
+        """Step all engines that are awake, until no request of this one is waiting.
 
         Yields the outputs of these requests, and None after each step.
         """
-        engine, over = self.engines[role], time.monotonic() + PATIENCE_S
+        engine, over = self.engines[name], time.monotonic() + PATIENCE_S
         while waiting:
             yield from [output for output in engine.step().outputs if output.id in waiting]
             yield None
-            self.engines["P" if role == "D" else "D"].step()
+            for other in self.engines.values():
+                if other is not engine and other.is_awake():
+                    other.step()
             if time.monotonic() > over:
-                states = [
-                    f"{name} ({one.fate}) is {engine.trace(name).status}" for name, one in waiting.items()
-                ]
-                self.troubles.append(f"not over after {PATIENCE_S:.0f} s on {role}: {', '.join(states)}")
+                states = [f"{one} ({waiting[one].fate}) is {engine.trace(one).status}" for one in waiting]
+                self.troubles.append(f"not over after {PATIENCE_S:.0f} s on {name}: {', '.join(states)}")
                 return
 
-    def _compute(self, some: list[Handover]) -> list[Handover]:
-        """Let P compute them. Returns those that were not aborted."""
-        p, ready, waiting = self.engines["P"], [], {one.request.id: one for one in some}
+    def _compute(self, some: list[Handover], name: str, d: str) -> list[Handover]:
+        """Let a P compute them, for this D. Returns those that were not aborted."""
+        self.engines[d].call("poison")
+        p, ready, waiting = self.engines[name], [], {one.request.id: one for one in some}
         p.budget(3 * BLOCK if any(one.fate.endswith("on P") for one in some) else 0)
         for one in some:
             p.add(one.request)
-        for output in self._steps("P", waiting):
+        for output in self._steps(name, waiting):
             if output is not None and output.finish:
                 ready.append(waiting.pop(output.id))
                 ready[-1].answered(output.kv_transfer_params)
-            for name in [name for name in waiting if output is None and self.random.random() < 0.5]:
-                if waiting[name].fate == "preempted on P":
-                    p.preempt(name)
-                elif waiting[name].fate == "aborted on P":
-                    p.abort(name)
-                    del waiting[name]
+            for request in [one for one in waiting if output is None and self.random.random() < 0.5]:
+                if waiting[request].fate == "preempted on P":
+                    p.preempt(request)
+                elif waiting[request].fate == "aborted on P":
+                    p.abort(request)
+                    del waiting[request]
         return ready
 
-    def _fetch(self, some: list[Handover], kill: bool) -> None:
-        """Give them to D, one now and then, and see how they end."""
-        d, waiting = self.engines["D"], dict[str, Handover]()
+    def _fetch(self, some: list[Handover], name: str, kill: str = "") -> None:
+        """Give them to a D, one now and then, and see how they end. `kill`: an engine to be killed then."""
+        d, waiting, p = self.engines[name], dict[str, Handover](), self.engines["P"]
         while some and not self.troubles:
             now = len(some) if kill else int(self.random.integers(1, len(some) + 1))
             for one in some[:now]:
                 d.add(one.request)
                 waiting[one.request.id] = one
+            sleeps = not kill and any(one.fate == "loaded while P sleeps" for one in some[:now])
+            if sleeps and p.is_awake():
+                p.sleep(self.random.uniform(0.2, 1.5) * self.options.lease)
+            for one in (*waiting.values(), *some):
+                one.excused |= bool(kill) or not p.is_awake()
             del some[:now]
-            if kill:
-                self.engines["P"].end()
-                self.counts["P was killed"] += 1
-                self.series["P"].clear()
-                self._start("P")
-            for output in self._steps("D", waiting):
+            for output in self._steps(name, waiting):
                 if output is not None and output.finish:
-                    self._ended(waiting.pop(output.id), output.finish)
+                    self._ended(waiting.pop(output.id), output.finish, d)
                 elif output is not None:
                     d.preempt(output.id)
                 if output is not None:
                     continue
-                for name in [
-                    name
-                    for name, one in waiting.items()
-                    if one.fate == "aborted on D" and self.random.random() < 0.5
-                ]:
-                    d.abort(name)
-                    d.pop_checks(name)
-                    del waiting[name]
+                if kill and self.random.random() < 0.5:
+                    self._kill(kill)
+                    if kill == name:
+                        return
+                    kill = ""
+                for request in [one for one in waiting if waiting[one].fate == "aborted on D"]:
+                    if self.random.random() < 0.5:
+                        d.abort(request)
+                        d.pop_checks(request)
+                        del waiting[request]
                 if some and self.random.random() < 0.2:
                     break  # to add more while these are under way
+        while not p.is_awake():
+            time.sleep(0.01)
+        if kill:  # every load had ended before
+            self._kill(kill)
 
-    def _ended(self, one: Handover, finish: str) -> None:
+    def _kill(self, name: str) -> None:
+        """Kill an engine. P is started again at the same port."""
+        self.engines.pop(name).end()
+        if name == "P":
+            self.counts["P was killed"] += 1
+            self.series["P"].clear()
+            self._start("P", "P", self.ports["P"])
+
+    def _ended(self, one: Handover, finish: str, d: CountingEngine) -> None:
         """Look at what D found in its pool before its first forward."""
-        d, name = self.engines["D"], one.request.id
+        name = one.request.id
         checks, given = d.pop_checks(name), d.trace(name).external_tokens
         which = f"{name} ({one.fate}, {len(one.request.tokens)} tokens)"
         if finish == "error":
@@ -295,9 +270,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--connector", default="reference_connector:ReferenceConnector")
     parser.add_argument("--geometry", default="gpt_oss_20b", choices=sorted(load_geometries()))
-    for name, kind, number in (("handovers", int, 5000), ("seed", int, 0), ("lease", float, 2.0)):
-        parser.add_argument(f"--{name}", type=kind, default=number)
+    for name, number in (
+        ("handovers", 5000),
+        ("seed", 0),
+        ("lease", 2.0),
+        ("visits", 200),
+        ("minutes", float("inf")),
+    ):
+        parser.add_argument(f"--{name}", type=type(number), default=number)
     options, began = parser.parse_args(arguments), time.monotonic()
+    # Over shared memory a read ends although P sleeps.
+    os.environ.setdefault("UCX_TLS", "tcp,self")
     with background(load_geometries()[options.geometry]) as address:
         soak = Soak(address, options)
         soak.run()

@@ -39,6 +39,7 @@ PAGES = {
     "minors": "rules.md",
     "clauses": "clauses.md",
     "designs": "design.md",
+    "hazards": "evidence.md",
     "settings": "authors.md",
     "features": "authors.md",
     "nightly": "operators.md",
@@ -171,18 +172,8 @@ def rules_table() -> str:
         )
         for rule in rules.load().values()
     ]
-    head = (
-        "id",
-        "strength",
-        "level",
-        "since vLLM",
-        "sentence",
-        "caller in vLLM",
-        "if broken, vLLM",
-        "source",
-        "cases",
-    )
-    return _table(head, rows)
+    head = "id|strength|level|since vLLM|sentence|caller in vLLM|if broken, vLLM|source|cases".split("|")
+    return _table(tuple(head), rows)
 
 
 def minors_table() -> str:
@@ -263,6 +254,17 @@ def _wrong_connectors(folder: Path) -> set[str]:
     return found
 
 
+def hazards_table() -> str:
+    """One row for each hazard of tests/reference/hazards/hazards.toml."""
+    rows = []
+    for one in tomllib.loads((TESTS / "reference" / "hazards" / "hazards.toml").read_text(encoding="utf-8"))[
+        "hazard"
+    ]:
+        wrong, found = (f"`{one[key].rpartition(':')[2]}`" for key in ("wrong", "found"))
+        rows.append((one["what"], one["held"], f"{wrong}: {found}: {one['says'].strip(' ;,')}", one["nixl"]))
+    return _table(("hazard", "what holds it", "what finds the mend undone", "NixlConnector"), rows)
+
+
 def settings_table() -> str:
     """One row for each setting, as `kvconform list settings` prints them."""
     rows = []
@@ -309,6 +311,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "minors": minors_table,
     "clauses": clauses_tables,
     "designs": designs_table,
+    "hazards": hazards_table,
     "settings": settings_table,
     "features": features_table,
     "nightly": nightly_table,

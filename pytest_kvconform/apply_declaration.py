@@ -31,6 +31,7 @@ REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
 WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
 UNEQUAL_SIZES = "tp-heterogeneous"
+AND_THE_CASE = ", and the case "  # after it: why the case was BLOCKED, before the declaration was applied
 # Reasons of a case that was BLOCKED because another case of its cell failed.
 _DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
 _DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
@@ -99,6 +100,7 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     if not lacking:
         return result
     declared = f"{lacking[0]} is declared unsupported ({criteria.features[lacking[0]]})"
+    own_reason = result.reason.removeprefix(f"{declared}{AND_THE_CASE}")
     outcome, rule, observed = Outcome.NOT_APPLICABLE, "", ""
     judged = result.outcome in (Outcome.PASS, Outcome.FAIL)
     if judged and not all(features.load()[name].refusable for name in lacking):
@@ -119,8 +121,8 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     elif result.outcome is Outcome.FAIL or (result.outcome is Outcome.BLOCKED and result.refused):
         refusal = (result.finding.diagnosis or result.finding.happened) if result.finding else ""
         observed = f", and the connector refused it{f': {refusal}' if refusal else ''}"
-    elif result.outcome is Outcome.BLOCKED and _blocked_by(result, lacking):
-        observed = f", and the case {result.reason}"
+    elif result.outcome is Outcome.BLOCKED and _blocked_by(own_reason, lacking):
+        observed = f"{AND_THE_CASE}{own_reason}"
     else:
         # a case that was blocked or not applicable for another reason shows nothing about the declaration
         return result
@@ -133,14 +135,14 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     )
 
 
-def _blocked_by(result: CaseResult, names: Sequence[str]) -> bool:
-    """Whether a case is BLOCKED because another case failed that needs one of these features, too.
+def _blocked_by(reason: str, names: Sequence[str]) -> bool:
+    """Whether a case is BLOCKED, for a reason, as another case failed that needs one of these features, too.
 
     All cases of a cell need the features of the cell. Cases of one variant need the same features.
     """
-    if _DEPENDS_ON_CELL.match(result.reason):
+    if _DEPENDS_ON_CELL.match(reason):
         return any(features.load()[name].of_cell_alone for name in names)
-    return _DEPENDS_ON.match(result.reason) is not None
+    return _DEPENDS_ON.match(reason) is not None
 
 
 def _needs_no_split(name: str, result: CaseResult) -> bool:

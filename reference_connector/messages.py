@@ -18,9 +18,10 @@ from typing import Annotated, Any
 import msgspec
 
 from reference_connector.boxes import Box
+from reference_connector.options import Seconds
 from reference_connector.plan import Table
 
-VERSION = 3  # of all messages between engines
+VERSION = 4  # of all messages between engines
 LONGEST = 1 << 20  # bytes of a message, unless a receiver allows more; longer ones are not decoded
 LEDGER = 1 << 16  # entries. Two leases that share an entry can at worst make each other's loads fail
 encode = msgspec.msgpack.encode
@@ -71,6 +72,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: Name
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_lease: Count
+    remote_lease_duration: Seconds  # P's kv_lease_duration
     remote_num_tokens: Count  # tokens that P has computed: of a state, those that went into it
     # Of each group of P the block ids, and the token at which they begin.
     remote_block_ids: Annotated[list[Blocks], msgspec.Meta(min_length=1, max_length=256)]

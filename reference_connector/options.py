@@ -27,8 +27,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options and their defaults. Times are in seconds."""
 
     kv_lease_duration: Seconds = 30.0  # P keeps KV that no peer reads for this time
-    # D renews the leases of waiting requests at this interval. None: a sixth of its own kv_lease_duration.
-    heartbeat_interval: Seconds | None = None
+    heartbeat_interval: Seconds = 5.0  # at which D renews leases, at least six times in P's kv_lease_duration
     handshake_timeout: Seconds = 5.0  # for one answer of a peer's side channel
     transfer_timeout: Seconds = 120.0  # from the beginning of a load to its end; longer ones fail
     side_channel_host: str = ""  # where P listens and D asks; "": VLLM_NIXL_SIDE_CHANNEL_HOST
@@ -42,10 +41,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
     peers: tuple[str, ...] = ()  # to which D connects: names, addresses, networks like "10.0.0.0/8". (): all
     allow_different: tuple[Fact, ...] = ()  # of P and D, see trust/identity.py
-
-    @property
-    def heartbeat(self) -> float:
-        return self.heartbeat_interval or self.kv_lease_duration / 6
 
 
 def read_options(extra: dict[str, Any]) -> Options:

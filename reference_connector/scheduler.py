@@ -31,7 +31,7 @@ from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.scheduler")
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # RequestStatus of a prompt that was computed
-SHORTENED = "_reference_connector_shortened"  # key of a request's own parameters
+SHORTENED = "_reference_connector_shortened"  # attribute of a request: clients write its parameters
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,14 @@ class Scheduler:
         self._loading: set[str] = set()  # those whose load is in progress
         self._leases: dict[Lease, HeldLease] = {}
         self._missed: dict[Address, float] = {}  # peers that do not answer -> until when D asks them nothing
-        self._renewed = 0.0
+        self._renewed, self._renew_every = 0.0, options.heartbeat_interval
         self._orders = Orders()
 
     # ---- P
 
     def _shorten(self, request: Any) -> None:
         """Let P stop before the last tokens, which D computes. A request is shortened only once."""
-        params = request.kv_transfer_params
-        done = not self._short or params.get(SHORTENED) or request.num_prompt_tokens <= self._short
+        done = not self._short or hasattr(request, SHORTENED) or request.num_prompt_tokens <= self._short
         if done or request.get_skip_reading_prefix_cache():  # prompt logprobs: D computes the whole prompt
             return
         if request.prompt_token_ids is not None:
@@ -100,7 +99,7 @@ class Scheduler:
         del request._all_token_ids[-self._short :]
         request.num_prompt_tokens -= self._short
         request.max_tokens = 1
-        params[SHORTENED] = True
+        setattr(request, SHORTENED, True)
 
     def request_finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
         """Whether P keeps the blocks of a request that has ended, and the parameters for D.
@@ -126,6 +125,7 @@ class Scheduler:
             **self._address,
             remote_request_id=name,
             remote_lease=new_number(self._given),
+            remote_lease_duration=self._options.kv_lease_duration,
             remote_num_tokens=request.num_computed_tokens,
             remote_block_ids=tables,
             remote_first_tokens=firsts,
@@ -151,6 +151,7 @@ class Scheduler:
     def hold(self, name: str, handoff: Handoff) -> None:
         """From now on P has KV for this request, and keeps it."""
         self._handoffs[name] = handoff
+        self._renew_every = min(self._renew_every, handoff.remote_lease_duration / 6)
         lease = self._leases.setdefault(handoff.lease, HeldLease())
         lease.state = LeaseState.HELD
         lease.requests.add(name)
@@ -213,7 +214,7 @@ class Scheduler:
         for lease in orders.releases:
             self._leases[lease].state = LeaseState.RELEASING
         now, held = time.monotonic(), self._in_state(LeaseState.HELD)
-        if held and now - self._renewed >= self._options.heartbeat:
+        if held and now - self._renewed >= self._renew_every:
             self._renewed, orders.renewals = now, held
         return orders
 

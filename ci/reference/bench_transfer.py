@@ -217,9 +217,14 @@ def compare(address: str, case: tuple[str, str, int], device: str, rounds: int) 
 
 
 def engines(
-    address: str, connector: str, case: tuple[str, str, int], device: str, kind: type[EngineT]
+    address: str,
+    connector: str,
+    case: tuple[str, str, int],
+    device: str,
+    kind: type[EngineT],
+    config: str = "",
 ) -> list[EngineT]:
-    """P and D, started."""
+    """P and D, started. `config`: further fields of KVTransferConfig, as JSON."""
     model, topology, longest, made = *case[:2], case[2] + BLOCK, list[EngineT]()
     common = {
         "geometry": model,
@@ -229,7 +234,8 @@ def engines(
         "content": PACKED,
     }
     for role, size, more in zip("PD", parse_topology(topology), (4, 9), strict=True):
-        common["kv_transfer_config"] = transfer_config(resolve(Settings(connector=connector)), role, device)
+        subject = resolve(Settings(connector=connector, config=config))
+        common["kv_transfer_config"] = transfer_config(subject, role, device)
         common["environment"] = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         room = blocks_for(load_geometries()[model], BLOCK, longest) + more
         spec = ByteEngineSpec(role=role, tensor_parallel=size, num_blocks=room, device=device, **common)

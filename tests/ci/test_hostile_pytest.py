@@ -1,4 +1,4 @@
-"""ci/hostile_pytest.py, on the small suite: the built wheel, in an empty folder and in a hostile project."""
+"""ci/release/hostile_pytest.py on the small suite: the wheel, in an empty folder and in a hostile project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, with an environment of the pytest that is installed here: others would need a network."""
-    spec = importlib.util.spec_from_file_location("hostile_pytest", ROOT / "ci" / "hostile_pytest.py")
+    script = ROOT / "ci" / "release" / "hostile_pytest.py"
+    spec = importlib.util.spec_from_file_location("hostile_pytest", script)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -166,7 +166,12 @@ def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
 def test_what_an_unsupported_feature_blocks_is_not_applicable(reason, needs, outcome):
     one = CaseResult(id="kv::a/b::c", rule="KV-A-001", outcome=BLOCKED, features=(needs,), reason=reason)
     for why, expected in (("why", outcome), ("", "BLOCKED")):
-        assert apply_declaration(one, Criteria(features=ALL | {needs: why})).outcome == expected
+        criteria = Criteria(features=ALL | {needs: why})
+        once = apply_declaration(one, criteria)
+        assert once.outcome == expected
+        assert once.reason.endswith(reason)
+        assert apply_declaration(once, criteria) == once
+        assert decide_verdict([once], [once.id], (), criteria).counts == {expected: 1}
 
 
 @pytest.mark.parametrize(

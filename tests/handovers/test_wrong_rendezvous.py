@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
+from tests.helpers.wrong import Wrong, on
 
 PARAMS = "protocol/kv_transfer_params"
 CASES = {
@@ -43,27 +44,34 @@ def test_a_right_one_passes(run_case: Callable[..., CellRun], case: str) -> None
     assert run_case("Right", case).outcomes == {case: "PASS"}
 
 
-@pytest.mark.parametrize(
-    ("connector", "case", "says"),
-    [
-        (
-            "MeetsTheNewest",
+WRONG = [
+    Wrong(
+        "MeetsTheNewest",
+        on(
             "attention_kv_arrives[two_at_once]",
             r"KV-BYTES-001 .*\| rows of another request \(owner 1\) in all \d+ words",
         ),
-        (
-            "NeedsTheId",
+    ),
+    Wrong(
+        "NeedsTheId",
+        on(
             "p_survives_corrupted_params[missing]",
-            r"KV-PARAMS-005 with transfer_id missing: request_finished_all_groups raised KeyError",
+            "KV-PARAMS-005 with transfer_id missing: request_finished_all_groups raised KeyError",
         ),
-        (
-            "TrustsTheProxy",
+    ),
+    Wrong(
+        "TrustsTheProxy",
+        on(
             "corrupted_params_fail_only_their_request[missing]",
             "KV-PARAMS-002 with transfer_id missing: the request waits for ever: its load was announced, and",
         ),
-    ],
-)
-def test_a_wrong_one_is_found(run_case: Callable[..., CellRun], connector: str, case: str, says: str) -> None:
-    finding = run_case(connector, case).findings[case]
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_one_is_found(run_case: Callable[..., CellRun], wrong: Wrong) -> None:
+    [(case, says)] = wrong.fails.items()
+    finding = run_case(wrong.connector, case).findings[case]
     found = f"{finding.rule} {finding.happened} | {finding.diagnosis}"
     assert re.match(says, found), found

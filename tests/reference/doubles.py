@@ -31,7 +31,7 @@ ADDRESS = {
 FULL, WINDOW, STATE = Group(16), Group(16, window=32), Group(64, state=True, scratch=1)
 
 
-def scheduler(*groups: Group, heartbeat: float | None = 1000.0, caching: bool = True) -> Scheduler:
+def scheduler(*groups: Group, heartbeat: float = 1000.0, caching: bool = True) -> Scheduler:
     options = Options(heartbeat_interval=heartbeat)
     return Scheduler(groups or (FULL,), dict(ADDRESS), lookahead=0, caching=caching, options=options)
 
@@ -273,6 +273,7 @@ class WorkerEngine:
             remote_host="127.0.0.1",
             remote_port=self.listener.port,
             remote_lease=lease,
+            remote_lease_duration=30.0,
             remote_num_tokens=tokens,
             remote_block_ids=[remote],
             remote_first_tokens=[0],

@@ -24,6 +24,14 @@ class LeaksHandles(ReferenceConnector):
         self._worker._transport.release = lambda handle: not kept.append(handle)
 
 
+class KeepsPeers(ReferenceConnector):
+    """Disconnects from no peer that is gone."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._worker._peers._disconnect = lambda peer: None
+
+
 class KeepsBlocks(ReferenceConnector):
     """P never reports that D has read a request."""
 

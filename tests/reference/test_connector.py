@@ -40,16 +40,11 @@ def test_the_layout_with_the_longest_runs(model: Any, layout: str | None) -> Non
 
 def test_no_option_is_required() -> None:
     assert read_options({}) == Options()
-    assert Options().heartbeat == Options().kv_lease_duration / 6
 
 
 def test_given_options_are_used() -> None:
     options = read_options({"kv_lease_duration": 6, "side_channel_port": 0, "backends": ["UCX", "LIBFABRIC"]})
-    assert (options.kv_lease_duration, options.heartbeat, options.backends) == (
-        6.0,
-        1.0,
-        ("UCX", "LIBFABRIC"),
-    )
+    assert (options.kv_lease_duration, options.backends) == (6.0, ("UCX", "LIBFABRIC"))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +77,9 @@ def test_a_buffer_on_another_device_is_refused() -> None:
     from reference_connector import ReferenceConnector
 
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cuda")
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=None)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(pipeline_parallel_size=2)
+    )
     with pytest.raises(ValueError, match=r"kv_buffer_device is cuda, and KV is on cpu$"):
         ReferenceConnector(config, KVConnectorRole.WORKER, None)
 

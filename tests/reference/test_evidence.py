@@ -263,13 +263,20 @@ def test_second_turn(
 
 
 @pytest.fixture
-def soak(address: str) -> Callable[..., Any]:
+def soak(address: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """soak(connector, hand-overs) -> the Soak, after its run."""
 
-    def run(connector: str, handovers: int, lease: float = 2.0) -> Any:
+    def run(connector: str, handovers: int, lease: float = 2.0, visits: int = 0) -> Any:
         options = argparse.Namespace(
-            handovers=handovers, connector=connector, geometry=GEOMETRIES[0], seed=1, lease=lease
+            handovers=handovers,
+            connector=connector,
+            geometry=GEOMETRIES[0],
+            seed=1,
+            lease=lease,
+            visits=visits,
+            minutes=float("inf"),
         )
+        monkeypatch.setattr("soak.PORTS", 1)
         found = importlib.import_module("soak").Soak(address, options, rests=3)
         found.run()
         found.table()
@@ -278,15 +285,20 @@ def soak(address: str) -> Callable[..., Any]:
     return run
 
 
-def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
-    found = soak("reference_connector:ReferenceConnector", 60)
+SOME_FATES = ("in chunks on P", "preempted on D", "loaded while P sleeps")
+
+
+def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soak.FATES", {"undisturbed": 0.7} | dict.fromkeys(SOME_FATES, 0.1))
+    found = soak("reference_connector:ReferenceConnector", 60, visits=18)
     assert found.troubles == []
     assert (
         found.counts["right"] >= 60
         and found.counts["P was killed"] == 1
         and found.counts["bytes compared"] > 50_000_000
     )
-    assert min(found.counts[fate] for fate in ("in chunks on P", "preempted on D", "aborted on D")) > 0
+    assert min(found.counts[fate] for fate in SOME_FATES) > 0
+    assert sum(what.startswith("visits of a ") for what in found.counts) == 6, found.counts
     assert len(found.series["P"]) > 0 and len(found.series["D"]) == 3
 
 
@@ -296,13 +308,14 @@ def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any]) -> None:
         ("LeaksHandles", "D leaks NIXL handles: "),
         ("KeepsBlocks", "P at rest still has "),
         ("OneWrongByte", "1 word"),
+        ("KeepsPeers", "D leaks NIXL peers: "),
     ],
 )
 def test_a_short_soak_finds(
     soak: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.setattr("soak.PATIENCE_S", 10.0)
-    troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0).troubles
+    troubles = soak(f"tests.reference.leaky_connectors:{name}", 30, lease=1.0, visits=18).troubles
     assert troubles and any(message in trouble for trouble in troubles), troubles
 
 

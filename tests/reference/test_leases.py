@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from reference_connector import scheduler as scheduler_module
 from reference_connector import worker as worker_module
 from reference_connector.leases import EARLY, RANDOM_BITS, GivenLeases, entry_of, new_number
 from reference_connector.messages import (
@@ -17,7 +20,7 @@ from reference_connector.messages import (
     encode,
 )
 from reference_connector.peers import State
-from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine
+from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine, request, scheduler
 
 
 def test_p_ends_each_lease_once(make: Callable[..., WorkerEngine]) -> None:
@@ -54,6 +57,20 @@ def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine]) -> None
     while "kept" not in sent and time.monotonic() < deadline:
         sent |= p.worker.results().sent
     assert "kept" in sent
+
+
+def test_d_renews_as_often_as_the_lease_of_p_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a D whose own leases are longer, and whose option asks for less."""
+    now = [1000.0]
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    p, d = scheduler(), scheduler(heartbeat=1000.0)  # P's leases are of 30 s
+    _, params = p.request_finished(request("r-p", 40, {"do_remote_decode": True}), ([1, 2, 3],))
+    d.on_new_request(request("r", 40, params))
+    renewed = []
+    for _ in range(30):
+        renewed += [now[0]] * len(d.take_orders().renewals)
+        now[0] += 1.0
+    assert [b - a for a, b in pairwise(renewed)] == [5.0] * 5, "a sixth of P's lease"
 
 
 def test_notifications_of_other_formats_are_ignored(make: Callable[..., WorkerEngine], wire: Wire) -> None:
@@ -150,16 +167,18 @@ def test_the_ledger_never_goes_back() -> None:
     given.give({early: "early", late: "late"})
     assert given.on_notice(Leases(released=[late])) == {"late"}
     assert given.on_notice(Leases(released=[early])) == {"early"}
-    assert given.ledger[entry_of(late)] == late
+    assert given.ledger[entry_of(late)] == late, "D would take the later lease for a valid one"
 
 
 def test_a_peer_cannot_end_leases_that_it_was_not_handed() -> None:
     given = GivenLeases(30.0)
     first = 7 << RANDOM_BITS
     given.on_notice(Leases(released=list(range(first, first + EARLY))))
+    assert given.give({first + EARLY + 1: "one"}) == set()
+    given = GivenLeases(30.0)
     given.on_notice(Leases(released=[place << RANDOM_BITS for place in range(8, 2000)]))
-    leases = {first + EARLY + 1: "one"} | {(place << RANDOM_BITS) + 1: "another" for place in range(8, 2000)}
-    assert given.give(leases) == set()
+    leases = {new_number(place): "another" for place in range(8, 2000)}
+    assert given.give(leases) == set(), "leases ended that no peer was handed"
 
 
 def test_releases_before_the_order_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +192,10 @@ def test_releases_before_the_order_are_forgotten_in_time(monkeypatch: pytest.Mon
 
 def test_no_notification_holds_a_step_of_p(make: Callable[..., WorkerEngine], wire: Wire) -> None:
     p = make("p", 7)
-    for many in (400_000, 65_000):  # the first one is too long to be read
-        wire.inboxes["p"].append(encode(Leases(released=list(range(1, many)))))
+    for first, last in ((1, 400_000), (1_000_000, 1_065_000)):  # the first one is too long to be read
+        wire.inboxes["p"].append(encode(Leases(released=list(range(first, last)))))
     began = time.thread_time()
     p.worker.start(Orders())
-    assert time.thread_time() - began < 0.1 and not wire.inboxes["p"]
-    assert len(p.worker._leases._early) == EARLY
+    took, early = time.thread_time() - began, p.worker._leases._early
+    assert min(early) == 1_000_000, "a message that is too long was decoded"
+    assert len(early) == EARLY and took < 0.1 and not wire.inboxes["p"]

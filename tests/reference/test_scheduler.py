@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reference_connector.leases import RANDOM_BITS
 from reference_connector.messages import BadParams, GroupLoad, Handoff, Lease
-from reference_connector.scheduler import Group, Scheduler
+from reference_connector.scheduler import SHORTENED, Group, Scheduler
 from tests.reference.doubles import FULL, STATE, WINDOW, request, scheduler, tables
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -92,6 +92,15 @@ def test_p_stops_before_the_last_token_where_it_has_to(groups: tuple[Any, ...], 
     assert single.num_prompt_tokens == 1
 
 
+def test_what_a_client_writes_does_not_keep_p_from_stopping_early() -> None:
+    """Nor does another request with the same dict, as samples of one prompt have within one process."""
+    p, params = scheduler(FULL, WINDOW), PREFILL | {SHORTENED: True}
+    for name in "ab":
+        p.on_new_request(r := request(name, 40, params))
+        assert r.num_prompt_tokens == 39, "P computes the last token"
+    assert params == PREFILL | {SHORTENED: True}
+
+
 # ---- D
 
 
@@ -145,7 +154,7 @@ def test_two_samples_of_one_prompt_hold_one_lease() -> None:
         d.on_new_request(sample)
         d.update_state_after_alloc(sample, tables("nnn"), 39)
     d.on_loads_finished({"a"})
-    assert not d.take_orders().releases
+    assert not d.take_orders().releases, "the other sample still needs the lease"
     d.on_loads_finished({"b"})
     assert [lease.number >> RANDOM_BITS for lease in d.take_orders().releases] == [1]
 
@@ -305,6 +314,8 @@ def test_corrupted_parameters_are_used_only_if_they_are_complete(params: dict[An
         {"remote_num_tokens": N},  # a state that includes the last token is of no use
         {"remote_engine_id": None},
         {"remote_lease": True},
+        {"remote_lease_duration": 0},
+        {"remote_lease_duration": float("nan")},
         {"do_remote_decode": True},
     ],
     ids=str,

@@ -181,7 +181,7 @@ def test_a_service_that_dies_in_the_middle(run, workers):
 
 
 @pytest.mark.parametrize("workers", [[], ["-n2"]])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_end_of_pytest_ends_the_service(pytester, monkeypatch, workers, number):
     declared = pytester.path / "with_service.toml"
     name = f"kvconform-test-{os.getpid()}"

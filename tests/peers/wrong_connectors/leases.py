@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from reference_connector import ReferenceConnector
+
 from .right import Right, TrustsLeases
 
 
@@ -99,3 +103,15 @@ class SpeaksUntilScheduled(Right):
             allocated(request, *args)
 
         scheduler.update_state_after_alloc = update_state_after_alloc
+
+
+class RenewsTooSlowly(ReferenceConnector):
+    """Renews leases once a minute, whatever P's lease is."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if (half := getattr(self, "_scheduler", None)) is not None:
+            half._renew_every, hold = 60.0, half.hold
+            half.hold = lambda name, handoff: hold(
+                name, msgspec.structs.replace(handoff, remote_lease_duration=86400.0)
+            )

@@ -109,7 +109,7 @@ def test_a_worker_remembers_so_many_peers(
     read_from.reads = 1
     for number in range(2, 40):
         meet(known, address(number))
-    assert len(known._peers) <= 8
+    assert len(known._peers) <= 8, "D remembers every peer"
     assert known._peers[address(1)] is read_from, "it is read from"
 
 
@@ -120,7 +120,7 @@ def test_d_s_scheduler_asks_a_peer_nothing_that_does_not_answer() -> None:
     r, again = request("r", 40, params), request("again", 40, params)
     d.on_new_request(r)
     d.on_worker_report(set(), {lease.peer: 1000.0})
-    assert d.get_num_new_matched_tokens(r, 0) == (0, False)
+    assert d.get_num_new_matched_tokens(r, 0) == (0, False), "D asks a peer that does not answer"
     d.update_state_after_alloc(r, tables("nnn"), 0)
     assert d.take_orders().releases == [lease], "P keeps nothing for it"
     d.on_new_request(again)

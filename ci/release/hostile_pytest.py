@@ -1,14 +1,14 @@
 """Run the built wheel in an empty folder and in a hostile project, with each of some versions of pytest.
 
-    python ci/hostile_pytest.py [--pytest 8.4 ...] [--keep DIR] [ARGUMENTS OF PYTEST...]
+    python ci/release/hostile_pytest.py [--pytest 8.4 ...] [--keep DIR] [ARGUMENTS OF PYTEST...]
 
 The wheel is built from this checkout. Each version of pytest gets an environment of its own, with the wheel
 and pytest-xdist. All other packages, such as vLLM, are those of the Python that runs this script. Each
 environment has four runs: in an empty folder and in a hostile one, in one process and with two workers. All
 runs have to agree in exit code, ids, outcomes and verdict. Exit 1: one of them differs from the first.
 
-    python ci/hostile_pytest.py --kv-connector=NixlConnector --kv-family=gemma3_1b --kv-topology=P1D1 \\
-        --kv-tier=interface,protocol,bytes
+    python ci/release/hostile_pytest.py --kv-connector=NixlConnector --kv-family=gemma3_1b \\
+        --kv-topology=P1D1 --kv-tier=interface,protocol,bytes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VERSIONS = ("8.4", "9.0", "9.2")
 RUN_S, BUILD_S = 1800, 600
 HOSTILE = {
