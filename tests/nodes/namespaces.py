@@ -63,7 +63,7 @@ def two_nodes() -> Iterator[Namespaces]:
     made = Namespaces(f"kv{os.getpid()}")
     names = {which: f"{made.name}{which}" for which in ADDRESSES}
     folders = {which: tempfile.mkdtemp(prefix="kvr") for which in ADDRESSES}
-    started: list[subprocess.Popen[str]] = []
+    started: list[tuple[subprocess.Popen[str], Path]] = []
     try:
         for name in names.values():
             ip("netns", "add", name)
@@ -83,13 +83,13 @@ def two_nodes() -> Iterator[Namespaces]:
                 with contextlib.suppress(OSError):  # it has ended
                     os.kill(int(pid), signal.SIGKILL)
             ip("netns", "del", name, check=False)
-        for process in started:
+        for process, _ in started:
             process.wait(20)
         for folder in folders.values():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(made: Namespaces, which: str, folder: str) -> subprocess.Popen[str]:
+def _start(made: Namespaces, which: str, folder: str) -> tuple[subprocess.Popen[str], Path]:
     where = ("--head", f"--port={PORT}", "--include-dashboard=false")
     if which != "a":
         where = (f"--address={ADDRESSES['a']}:{PORT}",)
@@ -98,23 +98,25 @@ def _start(made: Namespaces, which: str, folder: str) -> subprocess.Popen[str]:
     command = made.inside(which, str(RAY), "start", *where, f"--node-ip-address={ADDRESSES[which]}")
     options = ("--num-cpus=2", "--num-gpus=0", "--disable-usage-stats", "--block")
     memory = ("--object-store-memory=100000000", f"--temp-dir={folder}")
-    log = (Path(folder) / "start.log").open("w")
-    return subprocess.Popen(
-        [*command, *options, *memory],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        text=True,
-    )
+    with (Path(folder) / "start.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, *options, *memory],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+    return process, Path(log.name)
 
 
-def _wait(made: Namespaces, started: list[subprocess.Popen[str]], count: int) -> None:
+def _wait(made: Namespaces, started: list[tuple[subprocess.Popen[str], Path]], count: int) -> None:
     """Wait until the cluster has so many nodes."""
     address = f"{ADDRESSES['a']}:{PORT}"
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        assert all(process.poll() is None for process in started), "a node of the cluster has ended"
+        for process, log in started:
+            assert process.poll() is None, f"a node of the cluster has ended:\n{log.read_text()}"
         done = subprocess.run(
             made.inside("a", str(RAY), "status", f"--address={address}"),
             capture_output=True,
