@@ -225,11 +225,10 @@ def designs_table() -> str:
         folder.name: len(_wrong_connectors(folder)) for folder in sorted(TESTS.iterdir()) if folder.is_dir()
     }
     counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
-    return (
-        _table(("right connector", "what is unusual about it", "as in"), rows)
-        + "\n\n"
-        + textwrap.fill(f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}.", 108)
+    wrong_ones = textwrap.fill(
+        f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}.", 108
     )
+    return f"{_table(('right connector', 'what is unusual about it', 'as in'), rows)}\n\n{wrong_ones}"
 
 
 def _wrong_connectors(folder: Path) -> set[str]:
@@ -257,9 +256,8 @@ def _wrong_connectors(folder: Path) -> set[str]:
 def hazards_table() -> str:
     """One row for each hazard of tests/reference/hazards/hazards.toml."""
     rows = []
-    for one in tomllib.loads((TESTS / "reference" / "hazards" / "hazards.toml").read_text(encoding="utf-8"))[
-        "hazard"
-    ]:
+    listed = tomllib.loads((TESTS / "reference" / "hazards" / "hazards.toml").read_text(encoding="utf-8"))
+    for one in listed["hazard"]:
         wrong, found = (f"`{one[key].rpartition(':')[2]}`" for key in ("wrong", "found"))
         rows.append((one["what"], one["held"], f"{wrong}: {found}: {one['says'].strip(' ;,')}", one["nixl"]))
     return _table(("hazard", "what holds it", "what finds the mend undone", "NixlConnector"), rows)

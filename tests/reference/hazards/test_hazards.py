@@ -15,8 +15,7 @@ import pytest
 import reference_connector
 from pytest_kvconform import rules
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
-from reference_connector import boxes
-from reference_connector import worker as worker_module
+from reference_connector import boxes, messages
 from tests.helpers.fixtures import ROOT
 from tests.reference import doubles, test_leases
 from tests.reference.hazards import undone_mends
@@ -33,7 +32,7 @@ UNDONE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "BelievesTheClient": (doubles, "Scheduler", {}),
     "ignore_the_buffer": (reference_connector, "ReferenceConnector", {}),
     "TellsWhoIsThere": (test_handshake, "Listener", {"incarnation": "second life", "engine": "p"}),
-    "decode_all": (worker_module, "decode", {}),
+    "decode_all": (messages, "decode", {}),
     "is_no_page": (
         boxes,
         "_is_page",
