@@ -225,10 +225,9 @@ def designs_table() -> str:
         folder.name: len(_wrong_connectors(folder)) for folder in sorted(TESTS.iterdir()) if folder.is_dir()
     }
     counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
-    wrong_ones = textwrap.fill(
-        f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}.", 108
-    )
-    return f"{_table(('right connector', 'what is unusual about it', 'as in'), rows)}\n\n{wrong_ones}"
+    sentence = f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}."
+    table = _table(("right connector", "what is unusual about it", "as in"), rows)
+    return f"{table}\n\n{textwrap.fill(sentence, 108)}"
 
 
 def _wrong_connectors(folder: Path) -> set[str]:

@@ -94,7 +94,7 @@ def _start(made: Namespaces, which: str, folder: str) -> tuple[subprocess.Popen[
     if which != "a":
         where = (f"--address={ADDRESSES['a']}:{PORT}",)
     # UCX finds no shared memory between the namespaces, although they are on one machine
-    environment = os.environ | {"UCX_TLS": "tcp,self"}
+    environment = os.environ | {"UCX_TLS": "tcp,self", "RAY_raylet_start_wait_time_s": "300"}
     command = made.inside(which, str(RAY), "start", *where, f"--node-ip-address={ADDRESSES[which]}")
     options = ("--num-cpus=2", "--num-gpus=0", "--disable-usage-stats", "--block")
     memory = ("--object-store-memory=100000000", f"--temp-dir={folder}")

@@ -1,4 +1,4 @@
-"""`huge_pages.collapse` keeps the content of memory, and does no harm where the kernel cannot do it."""
+"""`collapse_into_huge_pages` keeps the content of memory, and does no harm where the kernel cannot do it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes import linux
 
 
 def in_huge_pages() -> int:
@@ -22,11 +22,11 @@ def test_collapsed_memory_keeps_its_content() -> None:
         memory.write(bytes(range(256)) * (24 << 12))
         memory.madvise(mmap.MADV_HUGEPAGE)
         before = in_huge_pages()
-        assert huge_pages.collapse() >= 11
+        assert linux.collapse_into_huge_pages() >= 11
         assert in_huge_pages() - before >= 22 << 10
         assert memory[:] == bytes(range(256)) * (24 << 12)
 
 
 def test_a_kernel_without_collapse_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_COLLAPSE", 12345)
-    assert huge_pages.collapse() == 0
+    monkeypatch.setattr(linux, "_COLLAPSE", 12345)
+    assert linux.collapse_into_huge_pages() == 0

@@ -35,7 +35,7 @@ from pytest_kvconform.result import (
     Violation,
 )
 from pytest_kvconform.rigs.missing import waits_for_server
-from pytest_kvconform.rigs.processes import huge_pages
+from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import BUSY, QUIET, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines
@@ -83,7 +83,7 @@ def serve(connection: Connection, spec: HostSpec) -> None:
         return
     gc.freeze()
     # What this process wrote to is in small pages again: 0.4 s, and half of what a fork takes.
-    huge_pages.collapse()
+    linux.collapse_into_huge_pages()
     connection.send(("ready", None))
     while True:
         try:
