@@ -19,7 +19,7 @@ import pytest
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}  # pytest runs in "a"; P in either
 PORT = 6399  # in a namespace of its own every port is free
-START_S = 300.0
+START_S, ATTEMPTS = 180.0, 3  # for a node to be up
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -63,7 +63,6 @@ def two_nodes() -> Iterator[Namespaces]:
     made = Namespaces(f"kv{os.getpid()}")
     names = {which: f"{made.name}{which}" for which in ADDRESSES}
     folders = {which: tempfile.mkdtemp(prefix="kvr") for which in ADDRESSES}
-    started: list[tuple[subprocess.Popen[str], Path]] = []
     try:
         for name in names.values():
             ip("netns", "add", name)
@@ -74,56 +73,61 @@ def two_nodes() -> Iterator[Namespaces]:
             ip("-n", name, "address", "add", f"{ADDRESSES[which]}/24", "dev", name)
             ip("-n", name, "link", "set", name, "up")
         for number, which in enumerate(ADDRESSES, 1):  # the second one gives up if there is no first
-            started.append(_start(made, which, folders[which]))
-            _wait(made, started, number)
+            _bring_up(made, which, folders[which], number)
         yield made
     finally:
         for name in names.values():
-            for pid in ip("netns", "pids", name, check=False).stdout.split():
-                with contextlib.suppress(OSError):  # it has ended
-                    os.kill(int(pid), signal.SIGKILL)
+            _kill_all(name)
             ip("netns", "del", name, check=False)
-        for process, _ in started:
-            process.wait(20)
         for folder in folders.values():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(made: Namespaces, which: str, folder: str) -> tuple[subprocess.Popen[str], Path]:
-    where = ("--head", f"--port={PORT}", "--include-dashboard=false")
-    if which != "a":
-        where = (f"--address={ADDRESSES['a']}:{PORT}",)
-    # UCX finds no shared memory between the namespaces, although they are on one machine
-    environment = os.environ | {"UCX_TLS": "tcp,self", "RAY_raylet_start_wait_time_s": "300"}
-    command = made.inside(which, str(RAY), "start", *where, f"--node-ip-address={ADDRESSES[which]}")
+def _kill_all(name: str) -> None:
+    """Kill every process of a namespace."""
+    for pid in ip("netns", "pids", name, check=False).stdout.split():
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _bring_up(made: Namespaces, which: str, folder: str, count: int) -> None:
+    """Start a node, and wait until the cluster has so many.
+
+    Ray gives the processes of a node 30 s (ray/_private/node.py). On a busy machine that may be too little,
+    so a node that has ended is started again.
+    """
+    log = Path(folder) / "start.log"
+    for _ in range(ATTEMPTS):
+        process = _start(made, which, folder, log)
+        deadline = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < deadline:
+            if _count_nodes(made) == count:
+                return
+            time.sleep(1)
+        _kill_all(f"{made.name}{which}")
+        process.wait(20)
+    pytest.fail(f"a node of the cluster did not start:\n{log.read_text()}")
+
+
+def _start(made: Namespaces, which: str, folder: str, log: Path) -> subprocess.Popen[str]:
+    head = ("--head", f"--port={PORT}", "--include-dashboard=false")
+    where = head if which == "a" else (f"--address={ADDRESSES['a']}:{PORT}",)
     options = ("--num-cpus=2", "--num-gpus=0", "--disable-usage-stats", "--block")
     memory = ("--object-store-memory=100000000", f"--temp-dir={folder}")
-    with (Path(folder) / "start.log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, *options, *memory],
-            env=environment,
+    command = (str(RAY), "start", *where, f"--node-ip-address={ADDRESSES[which]}", *options, *memory)
+    with log.open("w") as output:
+        return subprocess.Popen(
+            made.inside(which, *command),
+            # both namespaces are of one machine, and UCX would move bytes by shared memory
+            env=os.environ | {"UCX_TLS": "tcp,self"},
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             text=True,
         )
-    return process, Path(log.name)
 
 
-def _wait(made: Namespaces, started: list[tuple[subprocess.Popen[str], Path]], count: int) -> None:
-    """Wait until the cluster has so many nodes."""
-    address = f"{ADDRESSES['a']}:{PORT}"
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        for process, log in started:
-            assert process.poll() is None, f"a node of the cluster has ended:\n{log.read_text()}"
-        done = subprocess.run(
-            made.inside("a", str(RAY), "status", f"--address={address}"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if done.stdout.count(" 1 node_") == count:
-            return
-        time.sleep(1)
-    pytest.fail(f"the cluster was not up within {START_S:.0f} s")
+def _count_nodes(made: Namespaces) -> int:
+    """How many nodes the cluster has."""
+    command = made.inside("a", str(RAY), "status", f"--address={ADDRESSES['a']}:{PORT}")
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.count(" 1 node_")
