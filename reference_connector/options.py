@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Fact = Literal["model", "revision", "dtype", "quantization", "rope", "window", "cache_dtype", "draft", "vllm"]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.01, le=86400)]
 # Options of NixlConnector that are not here, and why. docs/reference.md has a table of all of them.
 OF_NIXL_CONNECTOR = {
     "bidirectional_kv_xfer": "KV goes from P to D only, and P computes or caches what a next turn needs",

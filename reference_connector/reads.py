@@ -21,7 +21,7 @@ from reference_connector.transport import HOST, Memory, Place, Transport, Transp
 
 logger = logging.getLogger("vllm.reference_connector.reads")
 Task = Generator[None, None, Any]
-LANDING = 1 << 14  # entries of ledgers that can be read at once: a load reads one of each rank
+LANDING = 1 << 17  # entries of ledgers that can be read at once: MOST_READS of 16 ranks of 1,024 peers
 
 
 class Reads:
@@ -33,7 +33,7 @@ class Reads:
         self._landing = np.zeros(LANDING, dtype=np.int64)
         self._free = deque(range(LANDING))  # entries of `_landing` into which no read may write
         self.memory = Memory(self._landing.ctypes.data, self._landing.nbytes)
-        self.in_progress = 0
+        self.in_progress = 0  # those with a deadline: a worker that is being closed waits for them
 
     def read(self, peer: Peer, plans: dict[int, Runs], deadline: float, kv_at: Place | None = None) -> Task:
         """Read from several ranks at once: KV into memory at `kv_at`, or (None) entries of ledgers.
@@ -48,7 +48,7 @@ class Reads:
             for rank, plan in plans.items():
                 here, there = (kv_at, peer.ranks[rank].place) if kv_at else (HOST, HOST)
                 handles.append(self._transport.prepare(self._connect(peer, rank), plan, here, there))
-                self.in_progress += bool(kv_at)
+                self.in_progress += deadline < float("inf")
                 self._transport.begin(handles[-1])
         except Exception as error:  # the reads that have begun go on
             why = error
@@ -61,7 +61,7 @@ class Reads:
                     why = why or error
                 if self._transport.release(handle):
                     handles.remove(handle)
-                    self.in_progress -= bool(kv_at)
+                    self.in_progress -= deadline < float("inf")
             if handles and why is None and time.monotonic() > deadline:
                 why = TransportError("the transfer took too long")
                 logger.warning("%d reads take too long. Their blocks are kept until they end", len(handles))

@@ -58,6 +58,7 @@ class HeldLease:
 
     state: LeaseState = LeaseState.HELD
     requests: set[str] = field(default_factory=set)  # several, if the router gave them the same parameters
+    renew_every: float = 0.0  # seconds
 
 
 class Scheduler:
@@ -82,7 +83,7 @@ class Scheduler:
         self._loading: set[str] = set()  # those whose load is in progress
         self._leases: dict[Lease, HeldLease] = {}
         self._missed: dict[Address, float] = {}  # peers that do not answer -> until when D asks them nothing
-        self._renewed, self._renew_every = 0.0, options.heartbeat_interval
+        self._renewed = 0.0
         self._orders = Orders()
 
     # ---- P
@@ -92,8 +93,8 @@ class Scheduler:
         done = not self._short or hasattr(request, SHORTENED) or request.num_prompt_tokens <= self._short
         if done or request.get_skip_reading_prefix_cache():  # prompt logprobs: D computes the whole prompt
             return
-        if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-self._short :]
+        if request.prompt_token_ids is not None:  # samples within one process share this list
+            request.prompt_token_ids = request.prompt_token_ids[: -self._short]
         else:
             request.prompt_embeds = request.prompt_embeds[: -self._short]
         del request._all_token_ids[-self._short :]
@@ -151,8 +152,8 @@ class Scheduler:
     def hold(self, name: str, handoff: Handoff) -> None:
         """From now on P has KV for this request, and keeps it."""
         self._handoffs[name] = handoff
-        self._renew_every = min(self._renew_every, handoff.remote_lease_duration / 6)
         lease = self._leases.setdefault(handoff.lease, HeldLease())
+        lease.renew_every = min(self._options.heartbeat_interval, handoff.remote_lease_duration / 6)
         lease.state = LeaseState.HELD
         lease.requests.add(name)
 
@@ -214,7 +215,7 @@ class Scheduler:
         for lease in orders.releases:
             self._leases[lease].state = LeaseState.RELEASING
         now, held = time.monotonic(), self._in_state(LeaseState.HELD)
-        if held and now - self._renewed >= self._renew_every:
+        if held and now - self._renewed >= min(self._leases[lease].renew_every for lease in held):
             self._renewed, orders.renewals = now, held
         return orders
 

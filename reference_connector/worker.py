@@ -31,8 +31,8 @@ from reference_connector.trust.authentication import ANYBODY, Trust
 
 logger = logging.getLogger("vllm.reference_connector.worker")
 CLOSING_S = 2.0  # for so long a worker that is being closed waits for reads that are in progress
-# Over TCP, UCX ends the read after a notification only when the peer has taken it (docs/findings.md). So a
-# read of no use follows each one, unless so many are in progress: then the peer may stand still.
+# After a notification over TCP, a read over shared memory waits for a call of the peer (docs/findings.md). So
+# a read of no use follows each one, unless so many reads from it are in progress: it may stand still then.
 MOST_READS = 8
 
 
@@ -226,10 +226,11 @@ class Worker:
                 yield
             for rank in ranks:
                 self._transport.notify(self._peers.name(peer, rank), messages.encode(leases))
-            if peer.reads < MOST_READS:
-                self._notifications.append(self._reads.read_ledgers(peer, ranks, 0, float("inf")))
         except (HandshakeError, TransportError) as error:
             self._stats["failed_notifications"] += 1
             logger.warning("%s was not notified of %s: %s", address, leases, error)
+            return
         finally:  # after any error the engine may stop stepping
             self._results.notified |= {Lease(address, number) for number in leases.released}
+        if peer.reads < MOST_READS:
+            yield from self._reads.read_ledgers(peer, ranks, 0, float("inf"))

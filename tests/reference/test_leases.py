@@ -71,6 +71,14 @@ def test_d_renews_as_often_as_the_lease_of_p_demands(monkeypatch: pytest.MonkeyP
         renewed += [now[0]] * len(d.take_orders().renewals)
         now[0] += 1.0
     assert [b - a for a, b in pairwise(renewed)] == [5.0] * 5, "a sixth of P's lease"
+    _, longer = p.request_finished(request("s-p", 40, {"do_remote_decode": True}), ([1, 2, 3],))
+    d.on_new_request(request("s", 40, longer | {"remote_lease_duration": 600.0}))
+    d.request_finished(request("r", 40, params), ([1, 2, 3],))
+    renewed = []
+    for _ in range(310):
+        renewed += [now[0]] * len(d.take_orders().renewals)
+        now[0] += 1.0
+    assert [b - a for a, b in pairwise(renewed)] == [100.0] * 2, "nobody needs the shorter lease any more"
 
 
 def test_notifications_of_other_formats_are_ignored(make: Callable[..., WorkerEngine], wire: Wire) -> None:

@@ -93,12 +93,14 @@ def test_p_stops_before_the_last_token_where_it_has_to(groups: tuple[Any, ...], 
 
 
 def test_what_a_client_writes_does_not_keep_p_from_stopping_early() -> None:
-    """Nor does another request with the same dict, as samples of one prompt have within one process."""
-    p, params = scheduler(FULL, WINDOW), PREFILL | {SHORTENED: True}
+    """Nor does another request with the same dict and list: samples of one prompt within one process."""
+    p, params, prompt = scheduler(FULL, WINDOW), PREFILL | {SHORTENED: True}, list(range(40))
     for name in "ab":
-        p.on_new_request(r := request(name, 40, params))
-        assert r.num_prompt_tokens == 39, "P computes the last token"
-    assert params == PREFILL | {SHORTENED: True}
+        r = request(name, 40, params)
+        r.prompt_token_ids = prompt
+        p.on_new_request(r)
+        assert (r.num_prompt_tokens, len(r.prompt_token_ids)) == (39, 39), "P computes the last token"
+    assert params == PREFILL | {SHORTENED: True} and len(prompt) == 40
 
 
 # ---- D

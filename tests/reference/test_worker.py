@@ -128,6 +128,24 @@ def test_a_peer_that_stands_still_is_not_read_without_end(
     d.worker.close()
 
 
+def test_notifications_that_waited_for_a_peer_begin_no_more_reads_than_others(
+    make: Callable[..., WorkerEngine], wire: Wire
+) -> None:
+    p, d = make("p", 7), make("d", 0)
+    wire.stopped.add("p")
+    for _ in range(3 * worker_module.MOST_READS):  # each waits until D has met P
+        d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
+    deadline = time.monotonic() + PATIENCE_S
+    while len(wire.reads) < 3 * worker_module.MOST_READS and time.monotonic() < deadline:
+        d.worker.results()  # each reads once before it notifies P
+    wire.stopped.clear()
+    wire.reads.clear()
+    wire.late = 50
+    for _ in range(10):
+        d.worker.results()
+    assert len(wire.reads) == worker_module.MOST_READS
+
+
 def test_a_failed_read_is_reported_when_it_cannot_write_any_more(
     make: Callable[..., WorkerEngine], wire: Wire
 ) -> None:

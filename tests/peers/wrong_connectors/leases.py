@@ -111,7 +111,7 @@ class RenewsTooSlowly(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         if (half := getattr(self, "_scheduler", None)) is not None:
-            half._renew_every, hold = 60.0, half.hold
+            half._options, hold = msgspec.structs.replace(half._options, heartbeat_interval=60.0), half.hold
             half.hold = lambda name, handoff: hold(
                 name, msgspec.structs.replace(handoff, remote_lease_duration=86400.0)
             )
