@@ -92,7 +92,12 @@ case_runner, run_cases = fixtures(
 
 
 def _run(
-    case_runner: CaseRunner, tier: str, connector: str, geometry: str, cases: tuple[str, ...]
+    case_runner: CaseRunner,
+    tier: str,
+    connector: str,
+    geometry: str,
+    cases: tuple[str, ...],
+    matrix: str = "full",
 ) -> CellRun:
     """Run these cases of a tier. Where many requests have to end, of few variants."""
     runner = copy.copy(case_runner)
@@ -103,7 +108,7 @@ def _run(
         geometry,
         variants=variants,
         setup="b16",
-        matrix="full",
+        matrix=matrix,
         only=lambda planned: planned.case.name in cases,
     )
 
@@ -124,6 +129,13 @@ def test_a_right_start_with_several_groups_conforms(
     run_cases: Callable[..., CellRun], connector: str
 ) -> None:
     _all_pass(run_cases("interface", connector, "gemma3_1b", INTERFACE[connector]), GROUPS)
+
+
+def test_a_load_without_a_fixed_number_of_transfers_conforms_in_a_quick_run(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    cases = ("load_ends_with_its_last_transfer",)
+    _all_pass(run_cases("bytes", "ReadsNowAndThen", "llama3_1_8b", cases, "quick"), cases)
 
 
 def _all_pass(run: CellRun, cases: tuple[str, ...]) -> None:
