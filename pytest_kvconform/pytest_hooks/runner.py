@@ -213,11 +213,11 @@ class CaseRunner:
 
         What a conftest file or another plugin leaves out, or marks, was meant to be a test of the user.
         """
-        every = [item for item in items if isinstance(item, CaseItem)]
+        before = list(items)
         result = yield
-        left = [item for item in items if isinstance(item, CaseItem)]
-        if len(left) < len(every) and (plugins := self._other_plugins_that_select()):
-            left = self._selected_by_pytest(session, every, plugins, len(left))
+        left = list({item.planned.id: item for item in _cases(items)}.values())
+        if len(left) < len(_cases(before)) and (plugins := self._other_plugins_that_select()):
+            left = self._selected_by_pytest(session, before, plugins, len(left))
         for item in left:
             item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
         cases = {item.planned.id: item for item in left}
@@ -233,16 +233,24 @@ class CaseRunner:
         return [plugin for plugin in plugins if plugin is not self and not _is_of_pytest(plugin)]
 
     def _selected_by_pytest(
-        self, session: pytest.Session, every: list[CaseItem], others: list[object], count: int
+        self, session: pytest.Session, before: list[pytest.Item], others: list[object], count: int
     ) -> list[CaseItem]:
-        """Return the cases that pytest's own plugins select. `count`: how many the others left."""
-        manager, left = self.config.pluginmanager, list(every)
+        """Return the cases that pytest's own plugins select. `count`: how many the others left.
+
+        These plugins see the user's tests, too: --lf and --sw look for the tests that failed among all.
+        """
+        manager, again = self.config.pluginmanager, list(before)
+        reporter = manager.getplugin("terminalreporter")  # it was told what was left out
+        told = list(reporter.stats.get("deselected", [])) if reporter is not None else []
         hook = manager.subset_hook_caller("pytest_collection_modifyitems", [self, *others])
-        hook(session=session, config=self.config, items=left)
-        if (reporter := manager.getplugin("terminalreporter")) is not None:  # it was told what was left out
-            counted, selected = reporter.stats.get("deselected", []), {item.nodeid for item in left}
-            counted[:] = [item for item in counted if not isinstance(item, CaseItem)]
-            counted += [item for item in every if item.nodeid not in selected]
+        hook(session=session, config=self.config, items=again)
+        left = _cases(again)
+        if reporter is not None:
+            selected = {item.nodeid for item in left}
+            reporter.stats["deselected"] = [
+                *(item for item in told if not isinstance(item, CaseItem)),
+                *(item for item in _cases(before) if item.nodeid not in selected),
+            ]
         if len(left) > count:
             write_line(
                 self.config,
@@ -283,6 +291,10 @@ def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
         else:
             reporter.write_line(text)
         reporter.flush()
+
+
+def _cases(items: list[pytest.Item]) -> list[CaseItem]:
+    return [item for item in items if isinstance(item, CaseItem)]
 
 
 def _is_of_pytest(plugin: object) -> bool:
