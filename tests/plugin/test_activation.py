@@ -166,7 +166,9 @@ def test_workers_of_xdist_ignore_the_project_too(kv, pytester):
     plain = kv(deeds=DEEDS)
     pytester.makepyprojecttoml(SETTINGS["strict"])
     pytester.makeconftest(DROPS["all but one, and tells"])
-    assert judged(kv("-n2", deeds=DEEDS)) == judged(plain)
+    hostile = kv("-n2", deeds=DEEDS)
+    assert judged(hostile) == judged(plain)
+    assert sum("left 12 cases out, which run nevertheless" in line for line in hostile.lines) == 1
 
 
 def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
@@ -176,18 +178,49 @@ def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
     assert "3 passed, 10 deselected" in run.lines[-1]
 
 
-@pytest.mark.parametrize(
-    "conftest",
-    [
-        "def pytest_runtest_protocol(item, nextitem): return True",
-        "def pytest_collection_finish(session): session.items.clear()",
-    ],
-    ids=["runs nothing", "forgets"],
-)
-def test_a_conftest_that_runs_no_case_leaves_the_run_incomplete(kv, pytester, conftest):
+CUTS = {
+    "runs nothing": "def pytest_runtest_protocol(item, nextitem): return True",
+    "forgets": "import pytest\n@pytest.hookimpl(tryfirst=True)\n"
+    "def pytest_collection_finish(session): session.items.clear()",
+    "finishes first": "import pytest\n@pytest.hookimpl(tryfirst=True)\n"
+    "def pytest_collection_finish(session): del session.items[1:]",
+    "around everything": """
+        import pytest
+        class Late:
+            @pytest.hookimpl(wrapper=True, tryfirst=True)
+            def pytest_collection_modifyitems(self, items):
+                yield
+                del items[1:]
+        def pytest_sessionstart(session): session.config.pluginmanager.register(Late())
+        """,
+    "before everything": """
+        import pytest
+        class Late:
+            @pytest.hookimpl(wrapper=True, tryfirst=True)
+            def pytest_collection_modifyitems(self, items):
+                del items[1:]
+                yield
+        def pytest_sessionstart(session): session.config.pluginmanager.register(Late())
+        """,
+    "whole tiers": """
+        import pytest
+        @pytest.hookimpl(wrapper=True)
+        def pytest_make_collect_report(collector):
+            report = yield
+            if collector.nodeid == "kv":
+                report.result = report.result[:1]
+            return report
+        """,
+}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["one", "n2"])
+@pytest.mark.parametrize("conftest", CUTS.values(), ids=CUTS)
+def test_a_conftest_that_cuts_what_is_to_run_leaves_the_run_incomplete(kv, pytester, conftest, workers):
     pytester.makeconftest(conftest)
-    run = kv()
+    run = kv("-k", "hello or arrive", *workers)
     assert (run.code, run.word) == (10, "INCOMPLETE")
+    assert len(run.report["selection"]["selected"]) >= 11 > len(run.outcomes)
 
 
 def test_cells_are_regrouped_after_a_shuffling_plugin(kv, pytester):
