@@ -28,7 +28,6 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import MOVING_TIERS
 
 WORKER_KEY = "kvconform"  # key of xdist's workerinput and workeroutput
-_WAYS_OUT = ("skip", "skipif", "xfail")  # marks with which a case would not run
 
 
 class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,8 +237,6 @@ class CaseRunner:
         if len(left) < len(_cases(before)) and (plugins := self._other_plugins_that_select()):
             left = self._selected_by_pytest(session, before, plugins, len(left))
         self._deselected = {item.nodeid for item in _cases(before)} - {item.nodeid for item in left}
-        for item in left:
-            item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
         cases = {item.planned.id: item for item in left}
         others = [item for item in items if not isinstance(item, CaseItem)]
         order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)

@@ -108,6 +108,8 @@ DROPS = {
     "by copies": f"{COLLECTED}items[:] = [items[0]] * len(items)",
     "by a copy": f"{COLLECTED}items[1] = items[0]",
     "by skips": f"import pytest\n{COLLECTED}for i in items: i.add_marker(pytest.mark.skip)",
+    "by a mark of the session": "import pytest\ndef pytest_sessionstart(session):\n  "
+    "session.add_marker(pytest.mark.skip(reason='mine'))",
     "by conditions": "import pytest\ndef pytest_itemcollected(item):\n  "
     "item.add_marker(pytest.mark.skipif(True, reason='mine'))",
     "by expected failures": f"import pytest\n{COLLECTED}"
