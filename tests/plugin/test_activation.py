@@ -110,11 +110,16 @@ DROPS = {
     "by skips": f"import pytest\n{COLLECTED}for i in items: i.add_marker(pytest.mark.skip)",
     "by a mark of the session": "import pytest\ndef pytest_sessionstart(session):\n  "
     "session.add_marker(pytest.mark.skip(reason='mine'))",
-    "by conditions": "import pytest\ndef pytest_itemcollected(item):\n  "
-    "item.add_marker(pytest.mark.skipif(True, reason='mine'))",
+    # pytest calls hooks of a plugin for each case, and those of a conftest not: no case lies in its folder
+    "by conditions": """
+        import pytest
+        class Theirs:
+            def pytest_itemcollected(self, item):
+                item.add_marker(pytest.mark.skipif(True, reason="mine"))
+        def pytest_configure(config): config.pluginmanager.register(Theirs())
+        """,
     "by expected failures": f"import pytest\n{COLLECTED}"
     "for i in items: i.add_marker(pytest.mark.xfail(run=False))",
-    "before each": "import pytest\ndef pytest_runtest_setup(item): pytest.skip('not today')",
     "order": f"{COLLECTED}items.reverse()",
 }
 SETTINGS = {
