@@ -24,8 +24,6 @@ from pytest_kvconform.report.failure import failure_line, failure_text
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 
 if TYPE_CHECKING:
-    from _pytest.nodes import Node
-
     from pytest_kvconform.pytest_hooks.runner import CaseRunner
 
 # neither passed nor failed: pytest calls such a test skipped
@@ -96,7 +94,7 @@ class CaseItem(pytest.Item):
     planned: PlannedCase
     result: CaseResult | None = None
 
-    def iter_markers_with_node(self, name: str | None = None) -> Iterator[tuple[Node, pytest.Mark]]:
+    def iter_markers_with_node(self, name: str | None = None) -> Iterator[tuple[Any, pytest.Mark]]:
         """Yield the marks of the case and its parents, but for those with which it would not run.
 
         Such a mark was meant for a test of the user.
