@@ -7,7 +7,6 @@ question. `merge` ends as the run would: 0, 1, 10 or 11; 2 if the reports are no
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from pytest_kvconform.claims.commands import (
     run_claim,
 )
 from pytest_kvconform.report import check, document, page
-from pytest_kvconform.report.answer import escaped, print_lines
+from pytest_kvconform.report.answer import escaped, print_lines, write_no_more
 from pytest_kvconform.report.merge import BadShards
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
@@ -45,20 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvconform: {escaped(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `kvconform list cases | head`
-        _write_no_more()
+        write_no_more()
         return 0
     except OSError as error:  # `kvconform list cases > /dev/full`
-        _write_no_more()
+        write_no_more()
         print(f"kvconform: the output cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvconform: interrupted", file=sys.stderr)
         return 130
-
-
-def _write_no_more() -> None:
-    """Let nothing fail that Python still writes to stdout when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -79,7 +79,7 @@ def register(options: argparse.Namespace) -> int:
     found = reports.read(options.claim)
     if sentence := next(_doubts(options.claim, found), ""):
         raise BadReport(sentence)
-    name, content = registry.make(found, options.project, options.commit, options.reproduce)
+    name, content = registry.make(found, options.project, options.commit, options.reproduce, options.output)
     print(_write(options.output / name, content))
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pytest_kvconform import declaration
 from pytest_kvconform.claims import DAYS, SEEDS, badge
 from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.rules.levels import LEVELS
@@ -80,11 +81,22 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{claim.connector.replace(':', '-')}-vllm-{minor}-{claim.device}.json"
 
 
-def make(reports: Mapping[int, Report], project: str, commit: str, reproduce: str) -> tuple[str, bytes]:
-    """Return name and content of the entry of a claim that was verified. Raises BadReport."""
+def make(
+    reports: Mapping[int, Report], project: str, commit: str, reproduce: str, folder: Path
+) -> tuple[str, bytes]:
+    """Return name and content of the entry of a claim that was verified, for a folder.
+
+    Raises BadReport, also for an entry that would take the place of one of another project or of a newer one.
+    """
     predicate = msgspec.json.decode(badge.files(reports)[badge.PREDICATE])
     raw = {"project": project, "commit": commit, "reproduce": reproduce, "claim": predicate}
     entry = _convert(msgspec.json.encode(raw), "the entry")
+    if (path := folder / entry.file).exists():
+        earlier = _convert(path.read_bytes(), str(path))
+        if earlier.project != entry.project:
+            raise BadReport(f"{path} is a result of {earlier.project}, which {entry.project} cannot replace")
+        if earlier.claim.expires > entry.claim.expires:
+            raise BadReport(f"{path} is newer: it holds until {earlier.claim.expires}")
     return entry.file, badge.as_json(raw)
 
 
@@ -104,6 +116,8 @@ def _convert(content: bytes, name: str) -> Entry:
         entry = msgspec.json.decode(content, type=Entry)
     except msgspec.MsgspecError as error:
         raise BadReport(f"{name}: {error}") from None
+    except RecursionError:
+        raise BadReport(f"{name} is nested too deeply") from None
     if sentence := next(_problems(entry), ""):
         raise BadReport(f"{name}: {sentence}")
     return entry
@@ -114,8 +128,10 @@ def _problems(entry: Entry) -> Iterator[str]:
     for place, pattern in _PATTERNS.items():
         *outer, key = place.split(".")
         value = getattr(claim if outer else entry, key)
-        if not re.fullmatch(pattern, value):
+        if not re.fullmatch(pattern, value, re.ASCII):
             yield f"{place} is {value!r}, which does not fit {pattern}"
+        if not value.isprintable():  # a browser would obey or hide such a character
+            yield f"{place} is {value!a}, which has a character that is not printable"
     if unknown := sorted({*claim.levels} - {*LEVELS}):
         yield f"claim.levels: there is no level {unknown[0]!r}"
     if not claim.levels:
@@ -124,6 +140,8 @@ def _problems(entry: Entry) -> Iterator[str]:
         yield f"claim.reports: a claim has the seeds {', '.join(map(str, SEEDS))}"
     elif claim.expires != min(run.day for run in claim.reports) + datetime.timedelta(days=DAYS):
         yield f"claim.expires is not {DAYS} days after the first report"
+    if any(run.day > declaration.today() for run in claim.reports):
+        yield "claim.reports: a day is in the future"
     if ("VIOLATES" in claim.levels.values()) != any(run.verdict == "VIOLATES" for run in claim.reports):
         yield "claim.levels do not fit the verdicts of claim.reports"
     if not all(re.fullmatch(r"[0-9a-f]{64}", run.report.sha256) for run in claim.reports):

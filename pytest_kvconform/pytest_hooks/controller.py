@@ -18,9 +18,15 @@ import pytest
 from pytest_kvconform import loading
 from pytest_kvconform.declaration import block_to_paste
 from pytest_kvconform.plan import cell_of_id
-from pytest_kvconform.pytest_hooks.items import CaseItem
 from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
-from pytest_kvconform.pytest_hooks.runner import WORKER_KEY, CaseRunner, WorkerInput, ZygoteLink, write_line
+from pytest_kvconform.pytest_hooks.runner import (
+    WORKER_KEY,
+    CaseRunner,
+    WorkerInput,
+    WorkerOutput,
+    ZygoteLink,
+    write_line,
+)
 from pytest_kvconform.report import document, failure, terminal
 from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
@@ -49,7 +55,7 @@ class Controller:
         self._services: RunningServices | None = None
         self._zygote: Any = None
         self._results: list[CaseResult] = []
-        self._selected: list[str] = []  # ids that are to run
+        self._of_workers: set[str] | None = None  # ids that workers of xdist are to run
         self._troubles: list[str] = []
         self._report: document.Report | None = None
         # for each category of pytest's terminal: the list that pytest shows, and a copy of all its reports
@@ -95,14 +101,10 @@ class Controller:
                 reason="the zygote (the process that engines are forked from) did not start: "
                 f"{type(error).__name__}: {error}",
             )
-        if self._distributed():
-            self._selected = [planned.id for planned in self.runner.plan().selected]
+        if self.config.pluginmanager.has_plugin("dsession"):
+            self.runner.plan()  # a usage error comes before the workers
             if self._zygote is not None:  # workers start while vLLM is being loaded
                 self.runner.link = ZygoteLink(later_in=str(Path(self._zygote.address).with_name("link.json")))
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if not self._distributed():
-            self._selected = [item.nodeid for item in session.items if isinstance(item, CaseItem)]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:
@@ -114,8 +116,10 @@ class Controller:
             Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended has removed its folder
             Path(later).write_bytes(msgspec.json.encode(self.runner.link))
 
-    def _distributed(self) -> bool:
-        return self.config.pluginmanager.has_plugin("dsession")
+    @property
+    def _selected(self) -> list[str]:
+        """Ids that are to run; as long as no worker of xdist has collected, those of the plan."""
+        return self.runner.selected if self._of_workers is None else sorted(self._of_workers)
 
     def _probe(self) -> None:
         """Probe the connector once, if a case is selected. Raises UsageError if it does not exist."""
@@ -159,7 +163,8 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._selected = [name for name in ids if cell_of_id(name)]
+        # A run that ends early, as with -x, does not wait for what a worker sends at its end.
+        self._of_workers = {*(self._of_workers or ()), *filter(cell_of_id, ids)}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -172,7 +177,11 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._troubles += getattr(node, "workeroutput", {}).get(WORKER_KEY, [])
+        if sent := getattr(node, "workeroutput", {}).get(WORKER_KEY):
+            output = msgspec.json.decode(sent, type=WorkerOutput)
+            self._troubles += output.troubles
+            self._of_workers = {*(self._of_workers or ()), *output.selected}
+            self.runner.tell_left_out(output.left_out)
 
     # ---- results ------------------------------------------------------------------------------------------
 
@@ -278,7 +287,7 @@ class Controller:
             reports[:] = every_report
         if self._report is None:
             return
-        unicode = _can_show(sys.__stdout__, "✓✗·×")
+        unicode = terminal.can_show(sys.__stdout__, "✓✗·×")
         self._write_warnings(terminalreporter)
         if self._results and (block := block_to_paste(self.runner.subject.features)):
             terminalreporter.write_sep("=", "to declare in pyproject.toml")
@@ -305,7 +314,7 @@ class Controller:
             text = failure.failure_text(first, self.runner.rules, self.settings)
             terminalreporter.write_sep("_", f"{first.id}{more}")
             terminalreporter.write_line(
-                text if _can_show(sys.__stdout__, text) else text.encode("ascii", "replace").decode()
+                text if terminal.can_show(sys.__stdout__, text) else text.encode("ascii", "replace").decode()
             )
 
 
@@ -333,14 +342,6 @@ def _one_per_cause(reports: list[Any]) -> list[Any]:
                 f"the same cause in {len(others)} more", "\n".join([*lines[:_MOST_LINES], *more]), "-"
             )
     return [group[0] for group in groups.values()]
-
-
-def _can_show(stream: Any, text: str) -> bool:
-    try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _text(value: object) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # neither passed nor failed: pytest calls such a test skipped
 _NEITHER = (Outcome.WARNING, Outcome.BLOCKED, Outcome.NOT_APPLICABLE, Outcome.KNOWN)
+_WAYS_OUT = ("skip", "skipif", "xfail")  # marks with which a case would not run
 
 
 class Suite(pytest.Collector):
@@ -92,6 +93,14 @@ class CaseItem(pytest.Item):
     runner: CaseRunner
     planned: PlannedCase
     result: CaseResult | None = None
+
+    def iter_markers_with_node(self, name: str | None = None) -> Iterator[tuple[Any, pytest.Mark]]:
+        """Yield the marks of the case and its parents, but for those with which it would not run.
+
+        Such a mark was meant for a test of the user.
+        """
+        marks = super().iter_markers_with_node(name)
+        return ((node, mark) for node, mark in marks if mark.name not in _WAYS_OUT)
 
     def setup(self) -> None:
         """Run the case and keep its result.

@@ -28,7 +28,6 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import MOVING_TIERS
 
 WORKER_KEY = "kvconform"  # key of xdist's workerinput and workeroutput
-_WAYS_OUT = ("skip", "skipif", "xfail")  # marks with which a case would not run
 
 
 class ZygoteLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +52,14 @@ class WorkerInput(msgspec.Struct, frozen=True, kw_only=True):
     services: str  # folder of the services, "": none is declared
 
 
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker of xdist sends to the controller when it ends."""
+
+    troubles: list[str]  # sentences about processes that did not end
+    selected: list[str]  # `CaseRunner.selected`
+    left_out: int  # `CaseRunner.left_out`
+
+
 class CaseRunner:
     """Hooks of every process of an active run."""
 
@@ -72,6 +79,8 @@ class CaseRunner:
         self._item: pytest.Item | None = None
         self._bench: Any = None
         self._plan: Plan | None = None
+        self.left_out = 0  # cases that a conftest file or plugin left out, and that run nevertheless
+        self._deselected: set[str] = set()  # ids that options of pytest left out
 
     @property
     def rules(self) -> dict[str, rules.Rule]:
@@ -98,6 +107,15 @@ class CaseRunner:
                 pytest.exit(f"harness: {error}", returncode=11)
             self._plan = plan if self._arguments is not None else replace(plan, selected=(), elsewhere=())
         return self._plan
+
+    @property
+    def selected(self) -> list[str]:
+        """Return the ids of the cases that are to run: those of the plan that no option of pytest left out.
+
+        A case that is cut from pytest's items otherwise stays among them, has no result, and makes the run
+        INCOMPLETE.
+        """
+        return [planned.id for planned in self.plan().selected if planned.id not in self._deselected]
 
     def apply_declaration(self, planned: PlannedCase, result: CaseResult) -> CaseResult:
         """Return the result of a case with its features and level, after the declaration is applied."""
@@ -213,13 +231,12 @@ class CaseRunner:
 
         What a conftest file or another plugin leaves out, or marks, was meant to be a test of the user.
         """
-        every = [item for item in items if isinstance(item, CaseItem)]
+        before = list(items)
         result = yield
-        left = [item for item in items if isinstance(item, CaseItem)]
-        if len(left) < len(every) and (plugins := self._other_plugins_that_select()):
-            left = self._selected_by_pytest(session, every, plugins, len(left))
-        for item in left:
-            item.own_markers = [mark for mark in item.own_markers if mark.name not in _WAYS_OUT]
+        left = list({item.planned.id: item for item in _cases(items)}.values())
+        if len(left) < len(_cases(before)) and (plugins := self._other_plugins_that_select()):
+            left = self._selected_by_pytest(session, before, plugins, len(left))
+        self._deselected = {item.nodeid for item in _cases(before)} - {item.nodeid for item in left}
         cases = {item.planned.id: item for item in left}
         others = [item for item in items if not isinstance(item, CaseItem)]
         order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)
@@ -233,23 +250,39 @@ class CaseRunner:
         return [plugin for plugin in plugins if plugin is not self and not _is_of_pytest(plugin)]
 
     def _selected_by_pytest(
-        self, session: pytest.Session, every: list[CaseItem], others: list[object], count: int
+        self, session: pytest.Session, before: list[pytest.Item], others: list[object], count: int
     ) -> list[CaseItem]:
-        """Return the cases that pytest's own plugins select. `count`: how many the others left."""
-        manager, left = self.config.pluginmanager, list(every)
+        """Return the cases that pytest's own plugins select. `count`: how many the others left.
+
+        These plugins see the user's tests, too: --lf and --sw look for the tests that failed among all.
+        """
+        manager, again = self.config.pluginmanager, list(before)
+        reporter = manager.getplugin("terminalreporter")  # it was told what was left out
+        told = list(reporter.stats.get("deselected", [])) if reporter is not None else []
         hook = manager.subset_hook_caller("pytest_collection_modifyitems", [self, *others])
-        hook(session=session, config=self.config, items=left)
-        if (reporter := manager.getplugin("terminalreporter")) is not None:  # it was told what was left out
-            counted, selected = reporter.stats.get("deselected", []), {item.nodeid for item in left}
-            counted[:] = [item for item in counted if not isinstance(item, CaseItem)]
-            counted += [item for item in every if item.nodeid not in selected]
-        if len(left) > count:
+        hook(session=session, config=self.config, items=again)
+        left = _cases(again)
+        if reporter is not None:
+            selected = {item.nodeid for item in left}
+            reporter.stats["deselected"] = [
+                *(item for item in told if not isinstance(item, CaseItem)),
+                *(item for item in _cases(before) if item.nodeid not in selected),
+            ]
+        self.tell_left_out(len(left) - count)
+        return left
+
+    def tell_left_out(self, count: int) -> None:
+        """Say once how many cases a conftest file or plugin left out.
+
+        A worker of xdist has no terminal: it sends the number to the controller.
+        """
+        if count > 0 and not self.left_out:
+            self.left_out = count
             write_line(
                 self.config,
-                f"kv: a conftest file or plugin left {len(left) - count} cases out, which run nevertheless; "
-                "options select cases, such as -k",
+                f"kv: a conftest file or plugin left {count} cases out, which run nevertheless: "
+                "-k, -m, --deselect and --kv-... select cases, and --kv-shard divides them",
             )
-        return left
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -261,7 +294,8 @@ class CaseRunner:
     def pytest_sessionfinish(self) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:  # a worker of xdist; otherwise the controller closes the runner
-            output[WORKER_KEY] = self.close()
+            sent = WorkerOutput(troubles=self.close(), selected=self.selected, left_out=self.left_out)
+            output[WORKER_KEY] = msgspec.json.encode(sent).decode()
 
 
 def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
@@ -283,6 +317,10 @@ def write_line(config: pytest.Config, text: str, nodeid: str = "") -> None:
         else:
             reporter.write_line(text)
         reporter.flush()
+
+
+def _cases(items: list[pytest.Item]) -> list[CaseItem]:
+    return [item for item in items if isinstance(item, CaseItem)]
 
 
 def _is_of_pytest(plugin: object) -> bool:

@@ -23,4 +23,9 @@ def print_lines(lines: Iterable[str]) -> None:
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write_no_more()
+
+
+def write_no_more() -> None:
+    """Let nothing fail that Python still writes to stdout when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pytest_kvconform.apply_declaration import FeatureResult
 from pytest_kvconform.extras import EXTRA
@@ -93,6 +94,15 @@ def left_out_here(report: Report) -> list[str]:
         tier = cases[0].removeprefix("kv::").partition("/")[0]
         lines.append(f"{tier}: left out, install {EXTRA} ({_count(len(cases), 'case')})")
     return lines
+
+
+def can_show(stream: Any, text: str) -> bool:
+    """Return whether the encoding of a stream has every character of a text."""
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def to_ascii(text: str) -> str:

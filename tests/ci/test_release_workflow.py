@@ -21,13 +21,15 @@ from tests.helpers.fixtures import ROOT
 from tests.house.checkout import tracked_files
 
 JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
-AGREE, INSTALL, BUILD, CHECK, LIST = (step["run"] for step in JOBS["build"]["steps"] if "run" in step)
+COMMANDS = ON_MAIN, AGREE, INSTALL, BUILD, CHECK, LIST = [
+    step["run"] for step in JOBS["build"]["steps"] if "run" in step
+]
 VERSION = "2031.2.3"
 
 
 @pytest.fixture
 def bash(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """bash(command, tag): run a step in the checkout of that version."""
+    """bash(command, tag, commit): run a step in the checkout of that version."""
     for file in tracked_files():
         copy = tmp_path / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -44,17 +46,31 @@ def bash(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         "PIP_NO_DEPS": "1",
     }
 
-    def run(command: str, tag: str = "") -> subprocess.CompletedProcess[str]:
+    def run(command: str, tag: str = "", commit: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-e", "-c", command],
             cwd=tmp_path,
-            env=environment | {"GITHUB_REF_NAME": tag},
+            env=environment | {"GITHUB_REF_NAME": tag, "GITHUB_SHA": commit},
             capture_output=True,
             text=True,
             timeout=300,
         )
 
     return run
+
+
+def test_a_tag_beside_main_is_not_released(bash, tmp_path: Path) -> None:
+    commit = "git -c user.name=kv -c user.email=kv@example.org commit --quiet --allow-empty --message"
+    done = bash(f"""
+        git init --quiet && {commit} first && git rev-parse HEAD
+        {commit} second && git update-ref refs/remotes/origin/main HEAD
+        {commit} third && git rev-parse HEAD""")
+    on_main, beside = done.stdout.split()
+    assert bash(ON_MAIN, commit=on_main).returncode == 0
+    done = bash(ON_MAIN, commit=beside)
+    assert (done.returncode, done.stdout) == (1, f"commit {beside} does not lie on main\n")
+    [checkout] = [step for step in JOBS["build"]["steps"] if "checkout" in step.get("uses", "")]
+    assert checkout["with"] == {"fetch-depth": 0}  # all of main's history
 
 
 def test_tag_version_and_changelog_have_to_agree(bash, tmp_path: Path) -> None:
@@ -74,6 +90,7 @@ def test_what_is_built_is_checked_and_listed(bash, tmp_path: Path) -> None:
     assert names == [f"pytest_kvconform-{VERSION}{end}" for end in ("-py3-none-any.whl", ".tar.gz")]
     listed = json.loads((tmp_path / "sbom.cdx.json").read_text())
     assert listed["bomFormat"] == "CycloneDX"
+    assert listed["serialNumber"] and listed["specVersion"]  # actions/attest-sbom refuses a list without
     [ours] = listed["components"]
     assert (ours["name"], ours["version"]) == ("pytest-kvconform", VERSION)
     [source] = ours["externalReferences"]
@@ -107,7 +124,7 @@ def test_only_the_job_that_publishes_may_ask_for_the_right_to_it() -> None:
     )
     fetched, published = (step["uses"].partition("@")[0] for step in publish["steps"])
     assert (fetched, published) == ("actions/download-artifact", "pypa/gh-action-pypi-publish")
-    assert not any("${{" in command for command in (AGREE, INSTALL, BUILD, CHECK, LIST))
+    assert not any("${{" in command for command in COMMANDS)
     signed = {
         step["uses"].partition("@")[0]: step["with"]
         for step in JOBS["build"]["steps"]

@@ -79,6 +79,31 @@ def test_a_later_claim_takes_the_place_of_an_earlier_one(claimed) -> None:
     assert entry.commit == "f" * 40
 
 
+def test_neither_another_project_nor_an_older_claim_takes_its_place(claimed, capsys) -> None:
+    claim = claimed()
+    assert register(claim) == 0
+    file = Path("registry", FILE)
+    assert register(claim, project=f"{URL}-2") == 2
+    assert f"{file} is a result of {URL}, which {URL}-2 cannot replace" in capsys.readouterr().err
+    raw = json.loads(file.read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(declaration, "today", lambda: TODAY + datetime.timedelta(days=1))
+        for run in raw["claim"]["reports"]:
+            run["day"] = str(TODAY + datetime.timedelta(days=1))
+        raw["claim"]["expires"] = str(UNTIL + datetime.timedelta(days=1))
+        file.write_text(json.dumps(raw))
+        assert register(claim) == 2
+    assert f"{file} is newer: it holds until {raw['claim']['expires']}" in capsys.readouterr().err
+    with pytest.raises(BadReport, match="a day is in the future"):
+        registry.read(Path("registry"))
+
+
+def test_an_entry_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"claim": {"config": ' + '{"a":' * 100_000 + "0" + "}" * 100_002)
+    with pytest.raises(BadReport, match="nested too deeply"):
+        registry.read(tmp_path)
+
+
 def test_a_claim_that_does_not_verify_has_no_entry(claimed, capsys) -> None:
     claim = claimed()
     assert cli.main(["badge", str(claim)]) == 0
@@ -101,11 +126,15 @@ def test_what_the_page_could_not_show_is_refused(claimed, capsys) -> None:
         ("reproduce", "make\nclaim"),
         ("reproduce", "`make claim`"),
         ("reproduce", ""),
+        ("project", "https://github.com/\u043ewner/name"),  # a Cyrillic letter that looks like an o
     ):
         capsys.readouterr()
         assert register(claim, **{name: value}) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"kvconform: the entry: {name} is {value!r}, which does not fit ")
+    for invisible in "\u202e\u2066\u2028":
+        assert register(claim, reproduce=f"make {invisible}claim") == 2
+        assert "has a character that is not printable" in capsys.readouterr().err
     assert not Path("registry").exists()
 
 

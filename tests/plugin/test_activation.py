@@ -105,12 +105,21 @@ DROPS = {
     "the last thing": f"import pytest\n@pytest.hookimpl(trylast=True)\n{COLLECTED}del items[3:]",
     "around": "import pytest\n@pytest.hookimpl(wrapper=True, tryfirst=True)\n"
     "def pytest_collection_modifyitems(items):\n  yield\n  del items[:4]",
+    "by copies": f"{COLLECTED}items[:] = [items[0]] * len(items)",
+    "by a copy": f"{COLLECTED}items[1] = items[0]",
     "by skips": f"import pytest\n{COLLECTED}for i in items: i.add_marker(pytest.mark.skip)",
-    "by conditions": "import pytest\ndef pytest_itemcollected(item):\n  "
-    "item.add_marker(pytest.mark.skipif(True, reason='mine'))",
+    "by a mark of the session": "import pytest\ndef pytest_sessionstart(session):\n  "
+    "session.add_marker(pytest.mark.skip(reason='mine'))",
+    # pytest calls hooks of a plugin for each case, and those of a conftest not: no case lies in its folder
+    "by conditions": """
+        import pytest
+        class Theirs:
+            def pytest_itemcollected(self, item):
+                item.add_marker(pytest.mark.skipif(True, reason="mine"))
+        def pytest_configure(config): config.pluginmanager.register(Theirs())
+        """,
     "by expected failures": f"import pytest\n{COLLECTED}"
     "for i in items: i.add_marker(pytest.mark.xfail(run=False))",
-    "before each": "import pytest\ndef pytest_runtest_setup(item): pytest.skip('not today')",
     "order": f"{COLLECTED}items.reverse()",
 }
 SETTINGS = {
@@ -150,7 +159,7 @@ def test_a_conftest_that_drops_marks_or_moves_cases_has_no_say(kv, pytester, con
     assert judged(hostile) == judged(plain)
     assert "deselected" not in hostile.text
     told = any(re.search(r"left \d+ cases out, which run nevertheless", line) for line in hostile.lines)
-    assert told == ("del " in conftest or "clear" in conftest)
+    assert told == any(word in conftest for word in ("del ", "clear", "items[0]"))
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -164,7 +173,9 @@ def test_workers_of_xdist_ignore_the_project_too(kv, pytester):
     plain = kv(deeds=DEEDS)
     pytester.makepyprojecttoml(SETTINGS["strict"])
     pytester.makeconftest(DROPS["all but one, and tells"])
-    assert judged(kv("-n2", deeds=DEEDS)) == judged(plain)
+    hostile = kv("-n2", deeds=DEEDS)
+    assert judged(hostile) == judged(plain)
+    assert sum("left 12 cases out, which run nevertheless" in line for line in hostile.lines) == 1
 
 
 def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
@@ -174,18 +185,49 @@ def test_options_select_cases_in_spite_of_a_conftest(kv, pytester):
     assert "3 passed, 10 deselected" in run.lines[-1]
 
 
-@pytest.mark.parametrize(
-    "conftest",
-    [
-        "def pytest_runtest_protocol(item, nextitem): return True",
-        "def pytest_collection_finish(session): session.items.clear()",
-    ],
-    ids=["runs nothing", "forgets"],
-)
-def test_a_conftest_that_runs_no_case_leaves_the_run_incomplete(kv, pytester, conftest):
+CUTS = {
+    "runs nothing": "def pytest_runtest_protocol(item, nextitem): return True",
+    "forgets": "import pytest\n@pytest.hookimpl(tryfirst=True)\n"
+    "def pytest_collection_finish(session): session.items.clear()",
+    "finishes first": "import pytest\n@pytest.hookimpl(tryfirst=True)\n"
+    "def pytest_collection_finish(session): del session.items[1:]",
+    "around everything": """
+        import pytest
+        class Late:
+            @pytest.hookimpl(wrapper=True, tryfirst=True)
+            def pytest_collection_modifyitems(self, items):
+                yield
+                del items[1:]
+        def pytest_sessionstart(session): session.config.pluginmanager.register(Late())
+        """,
+    "before everything": """
+        import pytest
+        class Late:
+            @pytest.hookimpl(wrapper=True, tryfirst=True)
+            def pytest_collection_modifyitems(self, items):
+                del items[1:]
+                yield
+        def pytest_sessionstart(session): session.config.pluginmanager.register(Late())
+        """,
+    "whole tiers": """
+        import pytest
+        @pytest.hookimpl(wrapper=True)
+        def pytest_make_collect_report(collector):
+            report = yield
+            if collector.nodeid == "kv":
+                report.result = report.result[:1]
+            return report
+        """,
+}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["one", "n2"])
+@pytest.mark.parametrize("conftest", CUTS.values(), ids=CUTS)
+def test_a_conftest_that_cuts_what_is_to_run_leaves_the_run_incomplete(kv, pytester, conftest, workers):
     pytester.makeconftest(conftest)
-    run = kv()
+    run = kv("-k", "hello or arrive", *workers)
     assert (run.code, run.word) == (10, "INCOMPLETE")
+    assert len(run.report["selection"]["selected"]) >= 11 > len(run.outcomes)
 
 
 def test_cells_are_regrouped_after_a_shuffling_plugin(kv, pytester):

@@ -114,6 +114,17 @@ def test_last_failed(kv):
     assert collect(kv, "--lf") == ["kv::engine/bytes::arrive[gemma3-P1D2-n63]"]
 
 
+@pytest.mark.parametrize(("option", "mine"), [("--lf", False), ("--lf", True), ("--sw", False)])
+def test_what_failed_is_selected_beside_tests_and_a_plugin_of_the_user(kv, pytester, option, mine):
+    """pytest's own plugins get all tests, also where they are asked again because of another plugin."""
+    pytester.makeconftest("def pytest_collection_modifyitems(items): pass")
+    pytester.makepyfile(f"def test_other(): pass\ndef test_mine(): assert {not mine}")
+    kv(option, ".", "kv::", deeds={} if mine else {"window(gemma3-P1D2*": "violate"})
+    again = kv(option, ".", "kv::", "--collect-only", "-q")
+    assert ids(again) == ([] if mine else ["kv::engine/bytes::window[gemma3-P1D2]"])
+    assert sum("::test_" in line for line in again.lines) == mine
+
+
 def test_a_folder_of_a_tier_is_an_argument():
     """`kv::protocol/peers` selects the cases of all files of the folder."""
     plan = make_plan(Settings(), ["kv::protocol/peers"])
