@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 ROLES = "PD"
 RESERVE_S = 60.0  # for two nodes to be free
+WORDS = 300  # characters that a sentence repeats of an error of Ray
 
 
 class Cluster:
@@ -96,11 +99,15 @@ def _connect(address: str) -> None:
     """Make this process a driver of the cluster, once. Raises Blocked if it cannot be reached."""
     if ray.is_initialized():
         return
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, configure_logging=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
+    except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())[:WORDS]
         raise Blocked(f"--kv-ray: no Ray cluster was reached at {address!r}: {why}") from None
+    finally:  # Ray's own handler would raise SystemExit within a case, and pytest would go on
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _largest_side(settings: Settings) -> int:
