@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.nodes import cluster
+from pytest_kvconform.rigs.nodes import cluster, place
 
 REACHED = "--kv-ray: no Ray cluster was reached at '10.0.0.7:6379': "
 
@@ -31,3 +31,47 @@ def test_ray_leaves_the_handler_of_sigterm_as_it_was(
     after = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
     assert after is before
+
+
+class SilentActor:
+    """An actor whose node is gone: no call is answered."""
+
+    def __getattr__(self, name: str) -> SilentActor:
+        return self
+
+    def remote(self, *_: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ray wait in vain for every answer."""
+
+    def get(_: Any, timeout: float | None = None) -> None:
+        assert timeout, "it would wait for ever"
+        raise ray.exceptions.GetTimeoutError("Get timed out")
+
+    monkeypatch.setattr(ray, "get", get)
+
+
+@pytest.mark.usefixtures("silence")
+def test_an_actor_that_does_not_answer_is_like_one_that_is_gone() -> None:
+    assert place.ask(SilentActor().length, "p") is None
+    with pytest.raises(OSError, match="Get timed out"):
+        place.NodeConnection(SilentActor())
+
+
+@pytest.mark.usefixtures("silence")
+def test_the_end_names_each_actor_that_did_not_answer_and_nodes_that_were_not_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def remove(_: Any) -> None:
+        raise ray.exceptions.RaySystemError("no answer")
+
+    monkeypatch.setattr(cluster, "remove_placement_group", remove)
+    left = object.__new__(cluster.Cluster)
+    left._actors, left._group = {role: SilentActor() for role in "PD"}, None
+    of_p, of_d, of_group = left.close()
+    assert of_p == "the actor on the node of P did not answer at the end"
+    assert of_d == of_p.replace("P", "D")
+    assert of_group.startswith("--kv-ray: the two nodes were not given back: ")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ROLES = "PD"
 RESERVE_S = 60.0  # for two nodes to be free
 WORDS = 300  # characters that a sentence repeats of an error of Ray
+ERRORS = (ray.exceptions.RayError, OSError, RuntimeError, ValueError)  # of Ray's functions
 
 
 class Cluster:
@@ -70,10 +71,11 @@ class Cluster:
         hosts: dict[str, str] = {}
         for role, actor in self._actors.items():
             try:
-                hosts[role], outcome, said = ray.get(actor.ready.remote(start_s))
+                hosts[role], outcome, said = ray.get(actor.ready.remote(start_s), timeout=RESERVE_S + start_s)
             except ray.exceptions.RayError as error:
-                why = str(error).strip().splitlines()[-1]
-                raise HarnessError(f"--kv-ray: the actor on the node of {role} failed: {why}") from None
+                raise HarnessError(
+                    f"--kv-ray: the actor on the node of {role} failed: {_words(error)}"
+                ) from None
             if outcome:
                 raise (Blocked if outcome == "BLOCKED" else HarnessError)(
                     f"on the node of {role}, {hosts[role]}: {said}"
@@ -90,8 +92,16 @@ class Cluster:
 
     def close(self) -> list[str]:
         """End both zygotes, and give the nodes back. Returns sentences about what did not end."""
-        troubles = [sentence for actor in self._actors.values() for sentence in ask(actor.end) or []]
-        remove_placement_group(self._group)
+        troubles: list[str] = []
+        for role, actor in self._actors.items():
+            said = ask(actor.end)
+            troubles += (
+                [f"the actor on the node of {role} did not answer at the end"] if said is None else said
+            )
+        try:
+            remove_placement_group(self._group)
+        except ERRORS as error:
+            troubles.append(f"--kv-ray: the two nodes were not given back: {_words(error)}")
         return troubles
 
 
@@ -102,12 +112,16 @@ def _connect(address: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, configure_logging=False, logging_level="error")
-    except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
-        why = " ".join(str(error).split())[:WORDS]
-        raise Blocked(f"--kv-ray: no Ray cluster was reached at {address!r}: {why}") from None
+    except ERRORS as error:
+        raise Blocked(f"--kv-ray: no Ray cluster was reached at {address!r}: {_words(error)}") from None
     finally:  # Ray's own handler would raise SystemExit within a case, and pytest would go on
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+def _words(error: Exception) -> str:
+    """An error of Ray in one line: its text may have a stack of the other process."""
+    return " ".join(str(error).split())[-WORDS:]
 
 
 def _largest_side(settings: Settings) -> int:
