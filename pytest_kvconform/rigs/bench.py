@@ -72,7 +72,7 @@ class Bench:
                 hanging=Marks(shared / "hanging"),
                 keeping=Marks(shared / "keeping"),
             )
-        self._nodes = Nodes(subject, settings, address, facts.vllm, self.context.deadlines.start)
+        self._nodes = Nodes(subject, settings, address, facts, self.context.deadlines.start)
         placed = replace(self.context, places=self._nodes.places) if settings.ray else self.context
         self.engine = EngineBench(placed)
         self.bytes = ByteBench(placed)

@@ -10,8 +10,12 @@ import pytest
 import ray
 
 from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.nodes import cluster, place
 
+HERE = SubjectFacts(
+    name="C", module="m", file="m.py", supports_hma=True, vllm="0.32.0", device="cpu", kernels="_C"
+)
 REACHED = "--kv-ray: no Ray cluster was reached at '10.0.0.7:6379': "
 
 
@@ -75,3 +79,16 @@ def test_the_end_names_each_actor_that_did_not_answer_and_nodes_that_were_not_gi
     assert of_p == "the actor on the node of P did not answer at the end"
     assert of_d == of_p.replace("P", "D")
     assert of_group.startswith("--kv-ray: the two nodes were not given back: ")
+
+
+@pytest.mark.parametrize(
+    ("fact", "found", "here"),
+    [("vllm", "0.33.0", "0.32.0"), ("device", "cuda", "cpu"), ("kernels", "_C_AVX2", "_C")],
+)
+def test_a_node_that_differs_from_where_pytest_runs_is_named_with_the_difference(
+    fact: str, found: str, here: str
+) -> None:
+    same = {"vllm": "0.32.0", "device": "cpu", "kernels": "_C", "mended": ""}
+    assert cluster._difference(same, HERE) == ""
+    said = cluster._difference(same | {fact: found}, HERE)
+    assert said == f"has {fact} {found!r}, and where pytest runs it is {here!r}"

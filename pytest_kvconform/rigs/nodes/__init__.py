@@ -13,6 +13,7 @@ from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.place import Place
 
 if TYPE_CHECKING:
+    from pytest_kvconform.rigs.context import SubjectFacts
     from pytest_kvconform.rigs.nodes.cluster import Cluster
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 class Nodes:
     """The nodes of one pytest process, which are reserved when the first engine starts."""
 
-    def __init__(self, subject: Subject, settings: Settings, address: str, vllm: str, start_s: float):
-        """See `Cluster`."""
-        self._subject, self._arguments = subject, (settings, address, vllm, start_s)
+    def __init__(
+        self, subject: Subject, settings: Settings, address: str, facts: SubjectFacts, start_s: float
+    ):
+        """`address`: of the zygote where pytest runs. `facts`: what the probe found out there. `start_s`: for
+        a zygote to import vLLM.
+        """
+        self._subject, self._arguments = subject, (settings, address, facts, start_s)
         self._cluster: Cluster | Blocked | HarnessError | None = None
 
     def places(self) -> Mapping[str, Place]:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,36 +20,38 @@ from pytest_kvconform.rigs.nodes.host import THREADS, NodeHost
 from pytest_kvconform.rigs.nodes.place import NodePlace, ask
 
 if TYPE_CHECKING:
+    from pytest_kvconform.rigs.context import SubjectFacts
     from pytest_kvconform.settings import Settings
 
 ROLES = "PD"
+COMPARED = ("vllm", "device", "kernels")  # facts that must be those of where pytest runs
 RESERVE_S = 60.0  # for two nodes to be free
 WORDS = 300  # characters that a sentence repeats of an error of Ray
 ERRORS = (ray.exceptions.RayError, OSError, RuntimeError, ValueError)  # of Ray's functions
 
 
 class Cluster:
-    """P's node and D's: `places`, by role. Raises Blocked where the cluster cannot give two, and HarnessError
-    where vLLM cannot be imported on one.
+    """P's node and D's: `places`, by role. Raises Blocked where the cluster cannot give two, or one differs
+    from where pytest runs, and HarnessError where vLLM cannot be imported on one.
     """
 
-    def __init__(self, settings: Settings, address: str, vllm: str, start_s: float):
-        """`address`: of the zygote where pytest runs. `vllm`: its version. `start_s`: for a zygote to import
-        vLLM.
+    def __init__(self, settings: Settings, address: str, facts: SubjectFacts, start_s: float):
+        """`address`: of the zygote where pytest runs. `facts`: what was found out there. `start_s`: for a
+        zygote to import vLLM.
         """
         _connect(settings.ray)
-        gpus = _largest_side(settings) if ray.cluster_resources().get("GPU") else 0
+        gpus = _largest_side(settings) if facts.device == "cuda" else 0
         bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
         self._group = placement_group([bundle] * len(ROLES), strategy="STRICT_SPREAD")
         self._actors: dict[str, Any] = {}
         try:
-            self.places = self._places(settings, address, vllm, start_s, gpus)
+            self.places = self._places(settings, address, facts, start_s, gpus)
         except BaseException:
             self.close()
             raise
 
     def _places(
-        self, settings: Settings, address: str, vllm: str, start_s: float, gpus: int
+        self, settings: Settings, address: str, facts: SubjectFacts, start_s: float, gpus: int
     ) -> dict[str, NodePlace]:
         if not self._group.wait(RESERVE_S):
             needs = f"one CPU{f' and {gpus} GPUs' if gpus else ''} each"
@@ -71,7 +74,9 @@ class Cluster:
         hosts: dict[str, str] = {}
         for role, actor in self._actors.items():
             try:
-                hosts[role], outcome, said = ray.get(actor.ready.remote(start_s), timeout=RESERVE_S + start_s)
+                hosts[role], outcome, said, found = ray.get(
+                    actor.ready.remote(start_s), timeout=RESERVE_S + start_s
+                )
             except ray.exceptions.RayError as error:
                 raise HarnessError(
                     f"--kv-ray: the actor on the node of {role} failed: {_words(error)}"
@@ -80,8 +85,8 @@ class Cluster:
                 raise (Blocked if outcome == "BLOCKED" else HarnessError)(
                     f"on the node of {role}, {hosts[role]}: {said}"
                 )
-            if said != vllm:
-                raise Blocked(f"the node of {role}, {hosts[role]}, has vLLM {said}, and here is {vllm}")
+            if differs := _difference(found, facts):
+                raise Blocked(f"the node of {role}, {hosts[role]}, {differs}")
         peers = dict(zip(ROLES, reversed(ROLES), strict=True))
         return {
             role: NodePlace(
@@ -124,7 +129,15 @@ def _words(error: Exception) -> str:
     return " ".join(str(error).split())[-WORDS:]
 
 
+def _difference(found: Mapping[str, str], facts: SubjectFacts) -> str:
+    """How a node with these facts of its zygote differs from where pytest runs; "": it does not."""
+    for name in COMPARED:
+        if found[name] != (here := getattr(facts, name)):
+            return f"has {name} {found[name]!r}, and where pytest runs it is {here!r}"
+    return ""
+
+
 def _largest_side(settings: Settings) -> int:
     """The largest tensor parallel size of the cells that the settings select."""
     cells = expand(settings.matrix, settings.family, settings.topology)
-    return max(max(parse_topology(cell.topology)) for cell in cells)
+    return max((max(parse_topology(cell.topology)) for cell in cells), default=1)

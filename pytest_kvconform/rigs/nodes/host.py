@@ -43,16 +43,17 @@ class NodeHost:
         self._lines: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
-    def ready(self, deadline_s: float) -> tuple[str, str, str]:
+    def ready(self, deadline_s: float) -> tuple[str, str, str, dict[str, str]]:
         """Wait until the zygote has imported vLLM.
 
-        Returns the address of the node, "" and vLLM's version; or the outcome of every case, and why.
+        Returns the address of the node; the outcome of every case and why, or "" twice; the zygote's facts
+        about vLLM.
         """
         host = ray.util.get_node_ip_address()
         try:
-            return host, "", wait_for_zygote(self._zygote.address, deadline_s)["vllm"]
+            return host, "", "", wait_for_zygote(self._zygote.address, deadline_s)
         except (Blocked, HarnessError) as error:
-            return host, "BLOCKED" if isinstance(error, Blocked) else "HARNESS", str(error)
+            return host, "BLOCKED" if isinstance(error, Blocked) else "HARNESS", str(error), {}
 
     def open(self) -> int:
         """Open a connection to the zygote. Returns its number. Raises OSError if the zygote is gone."""
