@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import ray
 
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.context import SubjectFacts
-from pytest_kvconform.rigs.nodes import cluster, place
+from pytest_kvconform.rigs.nodes import Nodes, cluster, place
 
 HERE = SubjectFacts(
     name="C", module="m", file="m.py", supports_hma=True, vllm="0.32.0", device="cpu", kernels="_C"
@@ -92,3 +93,14 @@ def test_a_node_that_differs_from_where_pytest_runs_is_named_with_the_difference
     assert cluster._difference(same, HERE) == ""
     said = cluster._difference(same | {fact: found}, HERE)
     assert said == f"has {fact} {found!r}, and where pytest runs it is {here!r}"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_store_has_no_nodes_also_inside_another_connector(inside: bool) -> None:
+    store: Any = SimpleNamespace(is_store=True, children=(), services=())
+    multi: Any = SimpleNamespace(is_store=False, children=(store,), services=())
+    settings: Any = SimpleNamespace(ray="10.0.0.7:6379")
+    nodes = Nodes(multi if inside else store, settings, "zygote", HERE, 1.0)
+    for _ in range(2):
+        with pytest.raises(Blocked, match="a store's folder is where pytest runs"):
+            nodes.places()

@@ -40,7 +40,7 @@ class Nodes:
         return self._cluster.places
 
     def _reserve(self) -> Cluster | Blocked | HarnessError:
-        if self._subject.is_store:
+        if self._subject.is_store or any(child.is_store for child in self._subject.children):
             return Blocked("--kv-ray: a store's folder is where pytest runs, and P and D run elsewhere")
         if self._subject.services:
             return Blocked("--kv-ray: services listen on 127.0.0.1 where pytest runs; P and D run elsewhere")
