@@ -12,7 +12,10 @@ import ray
 
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.context import SubjectFacts
+from pytest_kvconform.rigs.engine.handle import EngineHandle, logged
 from pytest_kvconform.rigs.nodes import Nodes, cluster, place
+from pytest_kvconform.rigs.nodes.place import NodePlace
+from pytest_kvconform.suite._outcomes import last_logged_exception
 
 HERE = SubjectFacts(
     name="C", module="m", file="m.py", supports_hma=True, vllm="0.32.0", device="cpu", kernels="_C"
@@ -104,3 +107,27 @@ def test_a_store_has_no_nodes_also_inside_another_connector(inside: bool) -> Non
     for _ in range(2):
         with pytest.raises(Blocked, match="a store's folder is where pytest runs"):
             nodes.places()
+
+
+def test_an_address_that_is_no_peer_is_what_a_failure_shows_until_the_next_transfer() -> None:
+    d: Any = object.__new__(EngineHandle)
+    d.role, d.call = "D", lambda *_: None
+    d.process = SimpleNamespace(
+        place=NodePlace("zygote", "10.0.0.8", role="D", peer="10.0.0.7", actor=None),
+        exceptions=lambda since: ("RuntimeError: no peer",),
+        position=lambda: 7,
+        last_lines=lambda: ("the last line",),
+    )
+    assert d.begin_log() == 7
+    for params in ({"remote_host": "127.0.0.1"}, None):  # a request without params does not take it back
+        d.add(SimpleNamespace(kv_transfer_params=params))
+    said = (
+        "kv_transfer_params name '127.0.0.1' (remote_host): on the node of D, 10.0.0.8, that is D itself; "
+        "its peer is on 10.0.0.7"
+    )
+    found: Any = SimpleNamespace(logged=logged([(d, 7)]))
+    assert found.logged == ("D: RuntimeError: no peer", f"the suite: {said}")
+    assert last_logged_exception(found) == said
+    assert d._last_lines() == ("the last line", f"the suite: {said}")
+    d.begin_log()
+    assert logged([(d, 7)]) == ("D: RuntimeError: no peer",)

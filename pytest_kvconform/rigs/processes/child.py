@@ -35,7 +35,6 @@ class ChildProcess:
     def __init__(self, place: str | Place, name: str, target: str, argument: Any, deadline_s: float):
         self.place, self.name = Place(place) if isinstance(place, str) else place, name
         self.asked_at = 0  # length of the log at the last call: stacks before it say nothing about that call
-        self.note = ""  # what the suite has to add to the exceptions of the log
         try:
             self.connection = self.place.connect()  # the zygote is known to be up
             self.connection.send(("fork", name, target, argument))
@@ -101,8 +100,8 @@ class ChildProcess:
         self.place.write_stacks(self.pid)
 
     def exceptions(self, since: int) -> tuple[str, ...]:
-        """Exceptions that the process logged after a position, see `logs.exceptions_in`, after `note`."""
-        return (*filter(None, [self.note]), *exceptions_in(self._text(since, 200_000)))
+        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
+        return exceptions_in(self._text(since, 200_000))
 
     def reason_of_start(self) -> str:
         """The exception for which a vLLM server did not start, see `logs.reason_of_start`."""
