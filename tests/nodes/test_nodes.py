@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from pytest_kvconform.result import Blocked
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineHandle, logged
 from pytest_kvconform.rigs.nodes import Nodes, cluster, place
 from pytest_kvconform.rigs.nodes.place import NodePlace
+from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.suite._outcomes import last_logged_exception
 
 HERE = SubjectFacts(
@@ -131,3 +135,20 @@ def test_an_address_that_is_no_peer_is_what_a_failure_shows_until_the_next_trans
     assert d._last_lines() == ("the last line", f"the suite: {said}")
     d.begin_log()
     assert logged([(d, 7)]) == ("D: RuntimeError: no peer",)
+
+
+@pytest.mark.parametrize(("answers", "raised"), [(True, ForkRefused), (False, HarnessError)])
+def test_a_connection_on_which_nothing_was_forked_is_closed(
+    tmp_path: Path, answers: bool, raised: type[Exception]
+) -> None:
+    here, there = Pipe()
+
+    class Somewhere(Place):
+        def connect(self) -> Any:
+            return here
+
+    if answers:
+        there.send(("refused", "no more processes"))
+    with pytest.raises(raised):
+        ChildProcess(Somewhere(str(tmp_path / "zygote")), "p", "module:function", None, 0.1)
+    assert here.closed

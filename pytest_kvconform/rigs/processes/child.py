@@ -37,11 +37,16 @@ class ChildProcess:
         self.asked_at = 0  # length of the log at the last call: stacks before it say nothing about that call
         try:
             self.connection = self.place.connect()  # the zygote is known to be up
+        except OSError:
+            raise HarnessError(GONE) from None
+        try:
             self.connection.send(("fork", name, target, argument))
             answer = self.receive(deadline_s)
         except (OSError, EOFError):
+            self.connection.close()
             raise HarnessError(GONE) from None
         if answer[0] != "pid":
+            self.connection.close()
             raise ForkRefused(answer[-1])
         self.pid: int = answer[1]
 
