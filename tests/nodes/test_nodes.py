@@ -108,9 +108,12 @@ def test_a_store_has_no_nodes_also_inside_another_connector(inside: bool) -> Non
     multi: Any = SimpleNamespace(is_store=False, children=(store,), services=())
     settings: Any = SimpleNamespace(ray="10.0.0.7:6379")
     nodes = Nodes(multi if inside else store, settings, "zygote", HERE, 1.0)
-    for _ in range(2):
-        with pytest.raises(Blocked, match="a store's folder is where pytest runs"):
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(Blocked, match="a store's folder is where pytest runs") as raised:
             nodes.places()
+        lengths.append(len(raised.traceback))
+    assert len(set(lengths)) == 1, "each case adds its frames to the exception that is kept"
 
 
 def test_an_address_that_is_no_peer_is_what_a_failure_shows_until_the_next_transfer() -> None:

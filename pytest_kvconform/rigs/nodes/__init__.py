@@ -36,7 +36,7 @@ class Nodes:
         if self._cluster is None:
             self._cluster = self._reserve()
         if isinstance(self._cluster, Exception):
-            raise self._cluster
+            raise self._cluster.with_traceback(None)  # which would grow with each case
         return self._cluster.places
 
     def _reserve(self) -> Cluster | Blocked | HarnessError:
