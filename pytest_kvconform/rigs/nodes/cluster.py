@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from model_matrix import expand, parse_topology
 from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.launch import short_temporary_folder
 from pytest_kvconform.rigs.nodes.host import THREADS, NodeHost
 from pytest_kvconform.rigs.nodes.place import NodePlace, ask
 
@@ -58,6 +59,7 @@ class Cluster:
             raise Blocked(
                 f"--kv-ray: the cluster had no two nodes with {needs} free within {RESERVE_S:.0f} s"
             )
+        models = Path(short_temporary_folder()) / f"{Path(address).parent.name}-models"
         for index, role in enumerate(ROLES):
             options = {
                 "num_cpus": 1,
@@ -67,9 +69,7 @@ class Cluster:
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
             }
             self._actors[role] = (
-                ray.remote(NodeHost)
-                .options(**options)
-                .remote(settings, os.getcwd(), Path(address).parent.name)
+                ray.remote(NodeHost).options(**options).remote(settings, os.getcwd(), str(models))
             )
         hosts: dict[str, str] = {}
         for role, actor in self._actors.items():

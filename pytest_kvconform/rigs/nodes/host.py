@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from pytest_kvconform.result import Blocked, HarnessError
-from pytest_kvconform.rigs.launch import short_temporary_folder, start_zygote, wait_for_zygote
+from pytest_kvconform.rigs.launch import start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.processes import place
 from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
 
@@ -30,13 +30,15 @@ class NodeHost:
     Messages are bytes, as `multiprocessing` pickles them: the actor does not look at them.
     """
 
-    def __init__(self, settings: Settings, folder: str, name: str):
-        """`folder`: the working folder of pytest. `name`: of the run."""
+    def __init__(self, settings: Settings, folder: str, models: str):
+        """`folder`: the working folder of pytest. `models`: the folder of the models, one path on both nodes,
+        whatever their TMPDIR is.
+        """
         with contextlib.suppress(OSError):  # the node need not have it
             os.chdir(folder)
         os.environ.setdefault("UCX_NET_DEVICES", "all")  # loopback reaches no other node
-        self._models = Path(short_temporary_folder()) / f"{name}-models"  # of one name on both nodes
-        self._models.mkdir(exist_ok=True)
+        self._models = Path(models)
+        self._models.mkdir(parents=True, exist_ok=True)
         (self._models / "pid").write_text(str(os.getpid()))  # a later run removes it if nobody else does
         os.environ[FOLDER_OF_NODES] = str(self._models)
         self._zygote = start_zygote(settings)
