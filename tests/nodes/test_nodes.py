@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import ray
 
-from pytest_kvconform.result import Blocked, HarnessError
-from pytest_kvconform.rigs.context import SubjectFacts
-from pytest_kvconform.rigs.engine.handle import EngineHandle, logged
-from pytest_kvconform.rigs.nodes import Nodes, cluster, place
+from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.rigs.context import RunContext, SubjectFacts
+from pytest_kvconform.rigs.engine import bench
+from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, logged
+from pytest_kvconform.rigs.engine.pairs import EnginePairs
+from pytest_kvconform.rigs.nodes import Nodes, cluster, host, place
 from pytest_kvconform.rigs.nodes.place import NodePlace
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.place import Place
@@ -155,3 +157,76 @@ def test_a_connection_on_which_nothing_was_forked_is_closed(
     with pytest.raises(raised):
         ChildProcess(Somewhere(str(tmp_path / "zygote")), "p", "module:function", None, 0.1)
     assert here.closed
+
+
+@pytest.mark.parametrize(
+    ("connector", "said"),
+    [
+        ("kv_of_nobody.module:Connector", ("BLOCKED", "there is no module 'kv_of_nobody'", {})),
+        ("reference_connector:ReferenceConnector", ("", "", {"vllm": "0.32.0"})),
+        ("NixlConnector", ("", "", {"vllm": "0.32.0"})),
+    ],
+)
+def test_a_node_without_the_connectors_module_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, said: tuple[Any, ...]
+) -> None:
+    zygote: Any = SimpleNamespace(address="zygote")
+    monkeypatch.setattr(host, "start_zygote", lambda settings: zygote)
+    monkeypatch.setattr(host, "wait_for_zygote", lambda address, deadline_s: {"vllm": "0.32.0"})
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.8")
+    for name in ("UCX_NET_DEVICES", host.FOLDER_OF_NODES):  # the actor sets them for its zygote
+        monkeypatch.setenv(name, "")
+    settings: Any = SimpleNamespace(connector=connector)
+    node = host.NodeHost(settings, str(Path.cwd()), str(tmp_path / "far" / "models"))
+    assert node.ready(1.0) == ("10.0.0.8", *said)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_checkpoint_that_a_node_does_not_see_is_named_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    if seen:
+        checkpoint.mkdir()
+    monkeypatch.setattr(bench, "ensure_checkpoint", lambda family: checkpoint)
+    monkeypatch.setattr(place, "ask", lambda method, *arguments: method(*arguments))
+    of_d = NodePlace("zygote", "10.0.0.8", role="D", peer="10.0.0.7", actor=object.__new__(host.NodeHost))
+    subject: Any = SimpleNamespace(way="handoff")
+    context: Any = SimpleNamespace(
+        place=lambda role: of_d,
+        subject=subject,
+        require_kernels=lambda: None,
+        transfer_config=lambda role, **_: {},
+        engine_environment=lambda role: {},
+    )
+    engines: Any = object.__new__(bench.EngineBench)
+    engines.context = context
+    if seen:
+        assert engines._spec(Cell("llama", "P1D1"), "D", 1, 0).checkpoint == str(checkpoint)
+    else:
+        with pytest.raises(Blocked, match=f"the node of D, 10.0.0.8, has no {checkpoint}: let KVCONFORM"):
+            engines._spec(Cell("llama", "P1D1"), "D", 1, 0)
+
+
+@pytest.mark.parametrize("on_nodes", [True, False])
+def test_a_port_that_is_taken_on_a_node_is_no_failure_of_the_connector(on_nodes: bool) -> None:
+    taken = EngineFailed("D", "refused", "D did not start: ZMQError: Address already in use (addr='tcp://')")
+
+    class NeverStarts:
+        def __init__(self, *_: Any) -> None: ...
+
+        def wait_ready(self) -> None:
+            raise taken
+
+        def end(self) -> None: ...
+
+    subject: Any = SimpleNamespace(module="m", connector="C", packages={})
+    settings: Any = SimpleNamespace(timeout_scale=1.0)
+    places = {role: Place("zygote") for role in "PD"}
+    context = RunContext(
+        "zygote", subject, settings, HERE, lambda _: None, places=(lambda: places) if on_nodes else None
+    )
+    handle: Any = NeverStarts
+    pairs = EnginePairs(context, handle)
+    with pytest.raises(Blocked if on_nodes else EngineFailed, match="Address already in use"):
+        pairs.pair(Cell("llama", "P1D1"), lambda role, tp, folder: None)

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +43,7 @@ class NodeHost:
         self._models.mkdir(parents=True, exist_ok=True)
         (self._models / "pid").write_text(str(os.getpid()))  # a later run removes it if nobody else does
         os.environ[FOLDER_OF_NODES] = str(self._models)
+        self._module = settings.connector.partition(":")[0] if ":" in settings.connector else ""
         self._zygote = start_zygote(settings)
         self._lines: dict[int, Connection] = {}
         self._numbers = itertools.count()
@@ -52,6 +55,9 @@ class NodeHost:
         about vLLM.
         """
         host = ray.util.get_node_ip_address()
+        top = self._module.partition(".")[0]
+        if top and PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
+            return host, "BLOCKED", f"there is no module {top!r}", {}
         try:
             return host, "", "", wait_for_zygote(self._zygote.address, deadline_s)
         except (Blocked, HarnessError) as error:
@@ -80,6 +86,10 @@ class NodeHost:
         """Close a connection."""
         if line := self._lines.pop(number, None):
             line.close()
+
+    def has(self, path: str) -> bool:
+        """See `Place.has`."""
+        return Path(path).exists()
 
     def length(self, name: str) -> int:
         """See `Place.length`."""

@@ -28,6 +28,9 @@ class NodePlace(Place):
     def connect(self) -> Any:
         return NodeConnection(self.actor)
 
+    def has(self, path: str) -> bool:
+        return ask(self.actor.has, path) is not False
+
     def length(self, name: str) -> int:
         return ask(self.actor.length, name) or 0
 

@@ -33,6 +33,10 @@ class Place:
         """A connection to the zygote. Raises OSError if it is gone."""
         return connect(self.address, 0.0)
 
+    def has(self, path: str) -> bool:
+        """Whether engines of this place can read a file or folder of where pytest runs."""
+        return True
+
     def length(self, name: str) -> int:
         """Length of the log of a child, in bytes; 0: it has not written a word."""
         return length(self.address, name)
