@@ -16,8 +16,7 @@ import ray
 
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.launch import start_zygote, wait_for_zygote
-from pytest_kvconform.rigs.processes import place
-from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
+from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES, Place
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -45,6 +44,7 @@ class NodeHost:
         os.environ[FOLDER_OF_NODES] = str(self._models)
         self._module = settings.connector.partition(":")[0] if ":" in settings.connector else ""
         self._zygote = start_zygote(settings)
+        self._place = Place(self._zygote.address)
         self._lines: dict[int, Connection] = {}
         self._numbers = itertools.count()
 
@@ -66,7 +66,7 @@ class NodeHost:
     def open(self) -> int:
         """Open a connection to the zygote. Returns its number. Raises OSError if the zygote is gone."""
         number = next(self._numbers)
-        self._lines[number] = place.connect(self._zygote.address, 0.0)
+        self._lines[number] = self._place.connect()
         return number
 
     def send(self, number: int, message: bytes) -> None:
@@ -93,15 +93,15 @@ class NodeHost:
 
     def length(self, name: str) -> int:
         """See `Place.length`."""
-        return place.length(self._zygote.address, name)
+        return self._place.length(name)
 
     def text(self, name: str, since: int, longest: int) -> bytes:
         """See `Place.text`."""
-        return place.text(self._zygote.address, name, since, longest)
+        return self._place.text(name, since, longest)
 
     def write_stacks(self, pid: int) -> None:
         """See `Place.write_stacks`."""
-        place.write_stacks(pid)
+        self._place.write_stacks(pid)
 
     def end(self) -> list[str]:
         """End the zygote and all that it forked. Returns sentences about what did not end."""

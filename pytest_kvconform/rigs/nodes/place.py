@@ -41,7 +41,7 @@ class NodePlace(Place):
         ask(self.actor.write_stacks, pid)
 
     def watched(self, pid: int) -> int:
-        return os.getpid()  # which waits for the answer; the process itself is on another machine
+        return os.getpid()  # the child is on another machine, and this process waits for its answer
 
     def unreachable(self, params: Mapping[str, Any] | None) -> str:
         """Why an engine here cannot reach its peer by these params: they name a loopback address."""

@@ -52,12 +52,12 @@ class ChildProcess:
 
     @property
     def address(self) -> str:
-        """Of the zygote of the run, on this machine."""
+        """The address of the zygote where pytest runs, also for an engine on another node."""
         return self.place.address
 
     @property
     def watched(self) -> int:
-        """The process of this machine whose waits for a core a deadline does not count."""
+        """The process of this machine that a deadline for the child looks at, see `Place.watched`."""
         return self.place.watched(getattr(self, "pid", os.getpid()))
 
     def receive(self, deadline: float | Deadline) -> Any:
