@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROLES = "PD"
 COMPARED = ("vllm", "device", "kernels")  # facts that must be those of where pytest runs
+BUSY = 3  # times as long as on an idle node an import may last: the actor leaves out waits for a core
 RESERVE_S = 60.0  # for two nodes to be free
 WORDS = 300  # characters that a sentence repeats of an error of Ray
 ERRORS = (ray.exceptions.RayError, OSError, RuntimeError, ValueError)  # of Ray's functions
@@ -75,7 +76,7 @@ class Cluster:
         for role, actor in self._actors.items():
             try:
                 hosts[role], outcome, said, found = ray.get(
-                    actor.ready.remote(start_s), timeout=RESERVE_S + start_s
+                    actor.ready.remote(start_s), timeout=RESERVE_S + BUSY * start_s
                 )
             except ray.exceptions.RayError as error:
                 raise HarnessError(
