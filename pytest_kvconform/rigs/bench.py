@@ -72,8 +72,11 @@ class Bench:
                 hanging=Marks(shared / "hanging"),
                 keeping=Marks(shared / "keeping"),
             )
-        self._nodes = Nodes(subject, settings, address, facts.vllm, self.context.deadlines.start)
-        placed = replace(self.context, places=self._nodes.places) if settings.ray else self.context
+        placed = self.context
+        self._nodes: Nodes | None = None
+        if settings.ray:
+            self._nodes = Nodes(subject, settings, address, facts, self.context.deadlines.start)
+            placed = replace(self.context, places=self._nodes.places)
         self.engine = EngineBench(placed)
         self.bytes = ByteBench(placed)
         self.faults = FaultBench(placed)
@@ -90,4 +93,4 @@ class Bench:
         self.context.running.end_all()
         author_hook.end(self.context.address)
         self.scheduler.drop()
-        return self._nodes.close()
+        return self._nodes.close() if self._nodes else []

@@ -160,7 +160,8 @@ class Settings:
         "",
         parse_text,
         "ADDRESS",
-        "Ray cluster, or auto: P and D run on two nodes of it in the tiers bytes and engine",
+        "address of a Ray cluster, HOST:PORT or auto: P and D of the tiers bytes and engine run on two of "
+        "its nodes",
     )
     timeout_scale: float = row(
         1.0, parse_factor, "X", "factor for every deadline; more than 1 for a slow machine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pytest_kvconform.result import Blocked, Finding, Violation
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import SUITE, EngineFailed
 
 
 class Ended(Protocol):
@@ -58,9 +58,11 @@ def check_all_ended(observed: Ended) -> None:
 
 
 def last_logged_exception(observed: Ended) -> str:
-    """Return the last exception that an engine logged but did not raise here.
+    """Return the last exception that an engine logged but did not raise here, or what the suite knows of it.
 
     The last one is nearest to the end of the request.
     """
     role, _, reported = (observed.logged or ("",))[-1].partition(": ")
+    if role == SUITE:
+        return reported
     return f"{role} logged {reported}" if reported else ""

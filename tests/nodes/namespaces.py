@@ -118,8 +118,9 @@ def _start(made: Namespaces, which: str, folder: str, log: Path) -> subprocess.P
     with log.open("w") as output:
         return subprocess.Popen(
             made.inside(which, *command),
-            # both namespaces are of one machine, and UCX would move bytes by shared memory
-            env=os.environ | {"UCX_TLS": "tcp,self"},
+            # Both namespaces are of one machine, and UCX would move bytes by shared memory. By default Ray
+            # gives its workers the niceness 15, and on a busy machine they get no core for minutes.
+            env=os.environ | {"UCX_TLS": "tcp,self", "RAY_worker_niceness": "0"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -14,7 +14,7 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed, logged
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
 from pytest_kvconform.rigs.engine.release import Release, until_released
 from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
@@ -98,7 +98,7 @@ def observe_transfer(
     """
     transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
     started = time.monotonic()
-    logs = [(engine, engine.process.position()) for engine in (p, d)]
+    logs = [(engine, engine.begin_log()) for engine in (p, d)]
     observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
         observed = _run(observed, p, d, limits, ids(), store)
@@ -106,10 +106,7 @@ def observe_transfer(
             observed = replace(observed, copies_left=p.copies_left())
     except EngineFailed as failed:
         observed = replace(observed, failed=failed)
-    logged = tuple(
-        f"{engine.role}: {line}" for engine, since in logs for line in engine.process.exceptions(since)
-    )
-    return replace(observed, logged=logged, seconds=time.monotonic() - started)
+    return replace(observed, logged=logged(logs), seconds=time.monotonic() - started)
 
 
 def _run(

@@ -244,6 +244,11 @@ class EngineBench:
             draft = speculative_config(family, checkpoint)
         except CheckpointError as error:
             raise HarnessError(str(error)) from None
+        if not self.context.place(role).has(str(checkpoint)):
+            raise Blocked(
+                f"the node of {role}, {self.context.place(role).host}, has no {checkpoint}: let "
+                "KVCONFORM_CACHE_DIR be a folder that every node sees"
+            )
         return EngineSpec(
             role=role,
             checkpoint=str(checkpoint),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 LEAVE_S = 10.0  # for engines to shut down
+SUITE = "the suite"  # who says what no engine has logged
 KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
 # `step_beside`: how long a step lasts before the peer steps, too; the pause after the peer's first step,
 # which doubles with each step; the longest pause
@@ -106,6 +107,7 @@ class EngineHandle:
         self.start_s = start_s
         self.keeps = False  # of P: earlier engines of the cell have kept something, see release.py
         self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
+        self.note = ""  # why the engine cannot reach a peer by the params of its requests, since `begin_log`
         self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:
@@ -132,7 +134,7 @@ class EngineHandle:
         return self.answer(name)
 
     def add(self, request: Request) -> None:
-        self.process.note = self.process.place.unreachable(request.kv_transfer_params)
+        self.note = self.note or self.process.place.unreachable(request.kv_transfer_params)
         self.call("add", request)
 
     def step(self, seconds: float = 0.0) -> Step:
@@ -195,6 +197,15 @@ class EngineHandle:
         self.dead = True
         self.process.end()
 
+    def begin_log(self) -> int:
+        """Forget the note of the hand-over before. Returns the length of the log now, for `logged`."""
+        self.note = ""
+        return self.process.position()
+
+    def _last_lines(self) -> tuple[str, ...]:
+        """The last lines of the log, and the note."""
+        return (*self.process.last_lines(), *_notes([self]))
+
     def call_deadline(self, seconds: float, pids: Sequence[int] = ()) -> Deadline:
         """The deadline of a call that begins now. `pids`: other processes that have to make progress."""
         return CallDeadline(seconds, self.process, IN_STACKS, self.hung_in, pids)
@@ -221,7 +232,7 @@ class EngineHandle:
             self.role,
             how,
             f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}",
-            self.process.last_lines(),
+            self._last_lines(),
             _lines(stack),
             frames,
         )
@@ -241,7 +252,7 @@ class EngineHandle:
             raise ProcessKilled(f"the engine {self.process.name}", self.process.pid)
         stack = self.process.stack(IN_STACKS)
         sentence = f"{self.role} {how}{_where(stack) or f' in {name}'}"
-        lines, frames = self.process.last_lines(), self.process.last_stacks()
+        lines, frames = self._last_lines(), self.process.last_stacks()
         raise EngineFailed(self.role, "died", sentence, lines, _lines(stack), frames)
 
     def _hung(self, name: str, deadline: Deadline) -> None:
@@ -255,10 +266,23 @@ class EngineHandle:
             self.role,
             "hung",
             f"{self.role} did not answer within {seconds:.0f} s{_where(stack) or f' in {name}'}{again}",
-            self.process.last_lines(),
+            self._last_lines(),
             _lines(stack),
             self.process.last_stacks(),
         )
+
+
+def logged(logs: Sequence[tuple[EngineHandle, int]]) -> tuple[str, ...]:
+    """What engines have logged since their `begin_log`: "P: " or "D: ", and an exception.
+
+    Last, since the last one explains a failure: "the suite: ", and why an engine cannot reach its peer.
+    """
+    said = [f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since)]
+    return (*said, *_notes(engine for engine, _ in logs))
+
+
+def _notes(engines: Iterable[EngineHandle]) -> tuple[str, ...]:
+    return tuple(f"{SUITE}: {engine.note}" for engine in engines if engine.note)
 
 
 def leave_all(engines: Sequence[EngineHandle], folder: str = "") -> None:

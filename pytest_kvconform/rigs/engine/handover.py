@@ -16,7 +16,7 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
+from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle, logged
 from pytest_kvconform.rigs.engine.messages import (
     ON_D,
     Output,
@@ -84,10 +84,9 @@ def _observe(
     ids: Callable[[], str],
 ) -> Observation:
     scenario, started = base.scenario, time.monotonic()
-    logs = [(engine, engine.process.position()) for engine in pair]
+    logs = [(engine, engine.begin_log()) for engine in pair]
     subject = _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=without is not None))
-    logged = tuple(f"{e.role}: {line}" for e, since in logs for line in e.process.exceptions(since))
-    base = replace(base, logged=logged)
+    base = replace(base, logged=logged(logs))
     if subject.stuck:
         return replace(base, stuck=tuple(subject.stuck))
     released = until_released(*pair, deadlines.release)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from model_matrix import parse_topology
-from pytest_kvconform.result import Cell
+from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
 
 Handle = TypeVar("Handle", bound=EngineHandle)
+TAKEN = "Address already in use"  # of the system, for EADDRINUSE
 Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
 
 
@@ -47,7 +48,8 @@ class EnginePairs(Generic[Handle]):
 
     def pair(self, cell: Cell, spec: Callable[[str, int, str], Any], word: str = "") -> tuple[Handle, Handle]:
         """P and D of a cell, running. Raises EngineFailed if one does not start, or did not start before, and
-        Blocked at once if engines have shown that this environment lacks something.
+        Blocked at once if engines have shown that this environment lacks something, or if a port is taken on
+        a node.
 
         `spec`: role, tensor parallel size and folder of a store -> specification of one engine.
         """
@@ -75,6 +77,8 @@ class EnginePairs(Generic[Handle]):
         except EngineFailed as failed:
             for engine in pair:
                 engine.end()
+            if self.context.places and any(TAKEN in text for text in (failed.sentence, *failed.log)):
+                raise Blocked(f"a port that was free where pytest runs is not on a node: {failed}") from None
             self.context.note("start", failed.how == "hung")
             self._started[key] = failed
             self.note_what_is_missing(failed)

@@ -13,6 +13,7 @@ from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.place import Place
 
 if TYPE_CHECKING:
+    from pytest_kvconform.rigs.context import SubjectFacts
     from pytest_kvconform.rigs.nodes.cluster import Cluster
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 class Nodes:
     """The nodes of one pytest process, which are reserved when the first engine starts."""
 
-    def __init__(self, subject: Subject, settings: Settings, address: str, vllm: str, start_s: float):
-        """See `Cluster`."""
-        self._subject, self._arguments = subject, (settings, address, vllm, start_s)
+    def __init__(
+        self, subject: Subject, settings: Settings, address: str, facts: SubjectFacts, start_s: float
+    ):
+        """`address`: of the zygote where pytest runs. `facts`: what the probe found out there. `start_s`: for
+        a zygote to import vLLM.
+        """
+        self._subject, self._arguments = subject, (settings, address, facts, start_s)
         self._cluster: Cluster | Blocked | HarnessError | None = None
 
     def places(self) -> Mapping[str, Place]:
@@ -31,11 +36,11 @@ class Nodes:
         if self._cluster is None:
             self._cluster = self._reserve()
         if isinstance(self._cluster, Exception):
-            raise self._cluster
+            raise self._cluster.with_traceback(None)  # which would grow with each case
         return self._cluster.places
 
     def _reserve(self) -> Cluster | Blocked | HarnessError:
-        if self._subject.is_store:
+        if self._subject.is_store or any(child.is_store for child in self._subject.children):
             return Blocked("--kv-ray: a store's folder is where pytest runs, and P and D run elsewhere")
         if self._subject.services:
             return Blocked("--kv-ray: services listen on 127.0.0.1 where pytest runs; P and D run elsewhere")

@@ -14,6 +14,8 @@ import ray
 
 from pytest_kvconform.rigs.processes.place import Place
 
+ANSWER_S = 60.0  # for an actor to answer: a node may be gone, and Ray would wait for it
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace(Place):
@@ -26,6 +28,9 @@ class NodePlace(Place):
     def connect(self) -> Any:
         return NodeConnection(self.actor)
 
+    def has(self, path: str) -> bool:
+        return ask(self.actor.has, path) is not False
+
     def length(self, name: str) -> int:
         return ask(self.actor.length, name) or 0
 
@@ -36,7 +41,7 @@ class NodePlace(Place):
         ask(self.actor.write_stacks, pid)
 
     def watched(self, pid: int) -> int:
-        return os.getpid()  # which waits for the answer; the process itself is on another machine
+        return os.getpid()  # the child is on another machine, and this process waits for its answer
 
     def unreachable(self, params: Mapping[str, Any] | None) -> str:
         """Why an engine here cannot reach its peer by these params: they name a loopback address."""
@@ -71,7 +76,7 @@ class NodeConnection:
         self.poll(None)
         pending, self._pending = self._pending, None
         try:
-            message = ray.get(pending)
+            message = ray.get(pending, timeout=ANSWER_S)
         except ray.exceptions.RayError:
             message = None
         if message is None:
@@ -89,17 +94,17 @@ class NodeConnection:
 
 
 def ask(method: Any, *arguments: Any) -> Any:
-    """Call a method of an actor. Returns None if the actor, or its node, is gone."""
+    """Call a method of an actor. Returns None if it fails, or the actor does not answer."""
     try:
-        return ray.get(method.remote(*arguments))
+        return ray.get(method.remote(*arguments), timeout=ANSWER_S)
     except ray.exceptions.RayError:
         return None
 
 
 def _must(method: Any, *arguments: Any) -> Any:
-    """Call a method of an actor. Raises OSError if it, or the actor, fails."""
+    """Call a method of an actor. Raises OSError if it fails, or the actor does not answer."""
     try:
-        return ray.get(method.remote(*arguments))
+        return ray.get(method.remote(*arguments), timeout=ANSWER_S)
     except ray.exceptions.RayError as error:
         raise OSError(str(error)) from None
 

@@ -35,25 +35,29 @@ class ChildProcess:
     def __init__(self, place: str | Place, name: str, target: str, argument: Any, deadline_s: float):
         self.place, self.name = Place(place) if isinstance(place, str) else place, name
         self.asked_at = 0  # length of the log at the last call: stacks before it say nothing about that call
-        self.note = ""  # what the suite has to add to the exceptions of the log
         try:
             self.connection = self.place.connect()  # the zygote is known to be up
+        except OSError:
+            raise HarnessError(GONE) from None
+        try:
             self.connection.send(("fork", name, target, argument))
             answer = self.receive(deadline_s)
         except (OSError, EOFError):
+            self.connection.close()
             raise HarnessError(GONE) from None
         if answer[0] != "pid":
+            self.connection.close()
             raise ForkRefused(answer[-1])
         self.pid: int = answer[1]
 
     @property
     def address(self) -> str:
-        """Of the zygote of the run, on this machine."""
+        """The address of the zygote where pytest runs, also for an engine on another node."""
         return self.place.address
 
     @property
     def watched(self) -> int:
-        """The process of this machine whose waits for a core a deadline does not count."""
+        """The process of this machine that a deadline for the child looks at, see `Place.watched`."""
         return self.place.watched(getattr(self, "pid", os.getpid()))
 
     def receive(self, deadline: float | Deadline) -> Any:
@@ -101,8 +105,8 @@ class ChildProcess:
         self.place.write_stacks(self.pid)
 
     def exceptions(self, since: int) -> tuple[str, ...]:
-        """Exceptions that the process logged after a position, see `logs.exceptions_in`, after `note`."""
-        return (*filter(None, [self.note]), *exceptions_in(self._text(since, 200_000)))
+        """Exceptions that the process logged after a position, see `logs.exceptions_in`."""
+        return exceptions_in(self._text(since, 200_000))
 
     def reason_of_start(self) -> str:
         """The exception for which a vLLM server did not start, see `logs.reason_of_start`."""

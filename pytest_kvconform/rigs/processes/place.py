@@ -17,7 +17,7 @@ from typing import Any
 from pytest_kvconform.rigs.processes.linux import descendants_of
 
 LOOPBACK = "127.0.0.1"
-# variable of engines on two nodes: the folder in which both have their models, since names are compared
+# environment variable of engines on nodes: the folder of their models' config.json, of one name on both
 FOLDER_OF_NODES = "KVCONFORM_FOLDER_OF_NODES"
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
@@ -33,25 +33,45 @@ class Place:
         """A connection to the zygote. Raises OSError if it is gone."""
         return connect(self.address, 0.0)
 
+    def has(self, path: str) -> bool:
+        """Whether engines of this place can read a file or folder of where pytest runs."""
+        return True
+
     def length(self, name: str) -> int:
         """Length of the log of a child, in bytes; 0: it has not written a word."""
-        return length(self.address, name)
+        try:
+            return self._log_of(name).stat().st_size
+        except OSError:
+            return 0
 
     def text(self, name: str, since: int, longest: int) -> bytes:
         """The log of a child from a position on, at most the last `longest` bytes."""
-        return text(self.address, name, since, longest)
+        try:
+            return self._log_of(name).read_bytes()[since:][-longest:]
+        except OSError:
+            return b""
 
     def write_stacks(self, pid: int) -> None:
-        """See `write_stacks`."""
-        write_stacks(pid)
+        """Let a process, and each that it has started, write its stacks to its log."""
+        for one in (pid, *descendants_of(pid)):
+            if _writes_stacks(one):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.kill(one, signal.SIGUSR1)
+                time.sleep(WRITE_S)
 
     def watched(self, pid: int) -> int:
-        """The process whose waits for a core a deadline does not count, for the child `pid`."""
+        """The process of this machine that a deadline for the child `pid` looks at: time in which it waits
+        for a core does not count.
+        """
         return pid
 
     def unreachable(self, params: Mapping[str, Any] | None) -> str:
         """Why an engine here cannot reach a peer by these kv_transfer_params; "": nothing is known."""
         return ""
+
+    def _log_of(self, name: str) -> Path:
+        """The file with the log of a child."""
+        return Path(self.address).parent / f"{name}.log"
 
 
 def connect(address: str, deadline_s: float) -> Connection:
@@ -67,36 +87,6 @@ def connect(address: str, deadline_s: float) -> Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-
-
-def log_of(address: str, name: str) -> Path:
-    """The file with the log of a child of the zygote at this address."""
-    return Path(address).parent / f"{name}.log"
-
-
-def length(address: str, name: str) -> int:
-    """Length of the log of a child, in bytes."""
-    try:
-        return log_of(address, name).stat().st_size
-    except OSError:
-        return 0
-
-
-def text(address: str, name: str, since: int, longest: int) -> bytes:
-    """The log of a child from a position on, at most the last `longest` bytes."""
-    try:
-        return log_of(address, name).read_bytes()[since:][-longest:]
-    except OSError:
-        return b""
-
-
-def write_stacks(pid: int) -> None:
-    """Let a process, and each that it has started, write its stacks to its log."""
-    for one in (pid, *descendants_of(pid)):
-        if _writes_stacks(one):
-            with contextlib.suppress(OSError):  # it has ended
-                os.kill(one, signal.SIGUSR1)
-            time.sleep(WRITE_S)
 
 
 def _writes_stacks(pid: int) -> bool:
