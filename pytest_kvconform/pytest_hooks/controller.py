@@ -212,11 +212,8 @@ class Controller:
             return
         self._troubles += self.lost.sentences + self.runner.close() + self._close()
         verdict = self._decide_and_write().verdict
-        if (
-            exitstatus in (0, 5)
-            or (exitstatus == 1 and verdict.exit_code)
-            or (exitstatus == 2 and (self._hit_limit or self.lost.sentences))
-        ):
+        stopped = exitstatus == 2 and (self._hit_limit or self.lost.sentences)
+        if exitstatus in (0, 5) or (verdict.exit_code and (exitstatus == 1 or stopped)):
             # Otherwise a test of the user failed, or a person pressed Ctrl-C.
             session.exitstatus = verdict.exit_code
 

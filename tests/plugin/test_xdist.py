@@ -109,3 +109,10 @@ def test_a_worker_whose_forks_hold_its_pipe_is_missed(pytester):
 def test_stopping_at_the_first_failure_keeps_the_verdicts_code(kv):
     run = kv("-n2", "-x", deeds={"*": "violate"})
     assert (run.code, run.word) == (1, "VIOLATES")
+
+
+def test_a_failing_test_of_the_user_that_ends_the_run_is_no_success(kv, pytester):
+    pytester.makepyfile(test_user="import time\ndef test_user():\n    time.sleep(3)\n    assert False")
+    run = kv("-n2", "-x", ".", "kv::")
+    assert run.code == 2, run.text
+    assert "1 failed" in run.text
