@@ -136,7 +136,7 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
 
 
 def _blocked_by(reason: str, names: Sequence[str]) -> bool:
-    """Whether a case is BLOCKED, for a reason, as another case failed that needs one of these features, too.
+    """Whether the reason of a BLOCKED case says that another case failed which needs one of these features.
 
     All cases of a cell need the features of the cell. Cases of one variant need the same features.
     """

@@ -1,8 +1,8 @@
 """Entries of `registry/`: results of connectors of others, one file each, and the table that shows them.
 
 An entry is the predicate of a claim, with the project, its commit, and the command that makes the claim
-again. `kvconform register` writes it from a claim that verifies. Nobody writes it by hand: the predicate has
-the SHA-256 of each report, and an attestation of the claim has the same predicate.
+again. `kvconform register` writes it from a claim that verifies. The predicate has the SHA-256 of each
+report, so an entry that was made up is found when somebody compares them with the reports.
 """
 
 from __future__ import annotations

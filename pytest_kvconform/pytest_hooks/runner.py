@@ -229,7 +229,7 @@ class CaseRunner:
     ) -> Iterator[None]:
         """Order the cases cell by cell. Only options of pytest leave cases out, such as -k and --lf.
 
-        What a conftest file or another plugin leaves out, or marks, was meant to be a test of the user.
+        A conftest file or plugin that drops or marks items means tests of the user. The cases stay.
         """
         before = list(items)
         result = yield

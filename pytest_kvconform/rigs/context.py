@@ -1,8 +1,8 @@
 """What every bench of a run is handed: the zygote's address, subject, deadlines, names, transfer config.
 
 `RunContext` is made once in each pytest process and handed down. No bench holds another bench as its parent.
-A bench registers how its engines are ended in `RunContext.running`: one cell at a time has engines. This
-module alone merges the user's configuration with the suite's, names an engine's ports and asks for leases.
+A bench registers how its engines are ended in `RunContext.running`, so engines of one cell run at a time.
+This module alone merges the user's configuration with the suite's, names ports and asks for leases.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class RunContext:
         return self.places()[role] if self.places else Place(self.address)
 
     def engine_environment(self, role: str) -> dict[str, str]:
-        """The environment variables that name an engine's address and the ports of its side channels."""
+        """The environment variables with the ports of an engine's side channels and, on a node, its host."""
         host = self.place(role).host
         names = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST") if host != LOOPBACK else ()
         return port_environment() | dict.fromkeys(names, host)

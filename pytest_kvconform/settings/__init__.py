@@ -41,7 +41,7 @@ from pytest_kvconform.settings.tables import read_table, refuse_unknown_settings
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
 HUB = "hub"  # of --kv-gsm8k: no folder
 NIGHTLY = "nightly"  # as in model_matrix/nightly.py
-# by which vLLM chooses its kernels; the newest first, and every CPU that has one has all after it
+# vLLM chooses its kernels by these. The newest is first, and a CPU with one of them has all that follow.
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")
 PROFILES, HANDOVERS = ("p2p", "store", "same-engine"), ("handoff", "rendezvous", "none")
 CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names, and no other

@@ -57,7 +57,7 @@ def parse_url(value: Any) -> str:
 def parse_words(value: Any) -> tuple[str, ...]:
     """Return the words of one text with commas, or of a list of texts: each once, in the order given.
 
-    A text without a word, such as that of an empty variable of a shell, would select everything.
+    Raises ValueError for a text without a word: an empty variable of a shell would select everything.
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):

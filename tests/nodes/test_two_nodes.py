@@ -40,7 +40,7 @@ class Ended:
 
 
 def run(nodes: Namespaces, folder: Path, connector: str, *arguments: str) -> Ended:
-    """Run cases on the two nodes; pytest runs on P's."""
+    """Run cases on the two nodes; pytest runs in the namespace "a"."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--kv-connector={connector}"]
     declare = f"--kv-declare={ROOT / 'reference_connector' / 'declaration.toml'}"
     config = {"kv_connector_extra_config": {"key": "none"}}  # or it works on one machine alone

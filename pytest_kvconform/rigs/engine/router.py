@@ -97,7 +97,7 @@ def is_hook(handover: str) -> bool:
 def address_of(engine: Placed) -> dict[str, Any]:
     """Return the address of an engine under the keys that vLLM's MooncakeConnector reads."""
     environment = engine.environment
-    host = environment.get("VLLM_HOST_IP", LOOPBACK)  # an engine on another node has it
+    host = environment.get("VLLM_HOST_IP", LOOPBACK)  # set for engines on nodes
     return {
         "remote_engine_id": engine.kv_transfer_config["engine_id"],
         "remote_host": host,

@@ -47,7 +47,8 @@ class Nodes:
         try:
             from pytest_kvconform.rigs.nodes.cluster import Cluster
         except ImportError as error:
-            return Blocked(f"--kv-ray needs Ray, which is not installed ({error}): pip install ray")
+            needs = "pip install 'pytest-kvconform[ray]'"
+            return Blocked(f"--kv-ray needs Ray, which is not installed ({error}): {needs}")
         try:
             return Cluster(*self._arguments)
         except (Blocked, HarnessError) as error:

@@ -27,7 +27,7 @@ class Place:
     """The zygote of a run on this machine."""
 
     address: str  # a Unix socket in the folder of the run
-    host: str = LOOPBACK  # where engines of this place are for their peers
+    host: str = LOOPBACK  # the address at which peers reach the engines of this place
 
     def connect(self) -> Connection:
         """A connection to the zygote. Raises OSError if it is gone."""
