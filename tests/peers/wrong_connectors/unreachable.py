@@ -45,17 +45,16 @@ class RaisesWhenUnreachable(Right):
 
 
 class HoldsAllBack(Right):
-    """Begins no load while a handshake is under way."""
+    """Begins no load while a handshake is under way, and one load in a step."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        worker, wanted = self.connector_worker, self._connector_metadata.reqs_to_recv
+        wanted = self._connector_metadata.reqs_to_recv
         held = self.__dict__.setdefault("held", {})
-        if worker._handshake_futures:
-            held |= wanted
-            wanted.clear()
-        else:
-            wanted |= held
-            held.clear()
+        held |= wanted
+        wanted.clear()
+        if held and not self.connector_worker._handshake_futures:
+            name = next(iter(held))
+            wanted[name] = held.pop(name)
         super().start_load_kv(forward_context, **kwargs)
 
 
