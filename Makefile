@@ -28,7 +28,7 @@ help:
 	@echo "Variables:"
 	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
 	@echo "  JOBS=$(JOBS)                        cells, or files of tests, side by side; 0: in one process"
-	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33, or main; all but 0.32 without kernels"
+	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33, or main; 0.33 and main without kernels"
 	@echo "  WITH=mooncake|lmcache         what a connector needs; an environment of its own has it"
 	@echo "  VENV=$(VENV)                    the virtual environment"
 	@echo "  PYTHON=                       the Python to make VENV with"

