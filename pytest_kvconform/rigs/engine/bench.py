@@ -217,6 +217,7 @@ class EngineBench:
         reason = reason_not_to_speculate(self.context.facts.device)
         if reason and load_families()[cell.family].draft:
             raise Blocked(reason)
+        self.context.require_kernels()
 
         def spec(role: str, tensor_parallel: int, folder: str) -> EngineSpec:
             return self._spec(cell, role, tensor_parallel, longer, folder)
@@ -237,7 +238,6 @@ class EngineBench:
             )
 
     def _spec(self, cell: Cell, role: str, tensor_parallel: int, longer: int, folder: str = "") -> EngineSpec:
-        self.context.require_kernels()
         family = load_families()[cell.family]
         try:
             checkpoint = ensure_checkpoint(family)
