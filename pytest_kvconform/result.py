@@ -28,6 +28,19 @@ class Outcome(StrEnum):
     HARNESS = "HARNESS"  # an error of the suite or of the machine
 
 
+class HookCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a hook of the connector, or several equal ones."""
+
+    at: float  # when the first one began: seconds since the first call that the finding has
+    side: str  # "P", "D"; of the scheduler rig, and of several engines of a role, with their number: "D1"
+    rank: int | None = None  # of the worker half; None: the scheduler half
+    hook: str
+    requests: tuple[str, ...] = ()  # ids of the requests that it is about
+    given: str = ""  # whole numbers among the arguments, or what is in the metadata of a step
+    answer: str = ""  # short text of what it returned, "raised ..." for an exception; "": None
+    times: int = 1
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One violation of one rule, in sentences for a person. Empty fields are not printed."""
 
@@ -41,6 +54,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""  # equal for failures with one cause; empty: `diagnosis`, or else `happened`
     # how the connector declined cleanly, with its message if any; empty: it did not decline
     declined: str = ""
+    # last calls of hooks on P and D; in a report, of the first case of each cause alone
+    calls: tuple[HookCall, ...] = ()
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

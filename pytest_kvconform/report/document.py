@@ -1,6 +1,7 @@
 """`report.json`: one schema that holds the whole run. Anybody can recompute the verdict from it.
 
-The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`.
+The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`
+and in the `calls` of findings.
 """
 
 from __future__ import annotations
@@ -147,7 +148,17 @@ def make_report(
         troubles=tuple(troubles),
         verdict=decide_verdict(()),
     )
-    return msgspec.structs.replace(report, verdict=recompute_verdict(report))
+    verdict = recompute_verdict(report)
+    first = {cause.ids[0] for cause in verdict.causes if cause.ids}
+    shown = tuple(one if one.id in first else _without_calls(one) for one in report.results)
+    return msgspec.structs.replace(report, results=shown, verdict=verdict)
+
+
+def _without_calls(result: CaseResult) -> CaseResult:
+    """Return a result without calls of hooks: those of all cases of a cause would make the report large."""
+    if result.finding is None or not result.finding.calls:
+        return result
+    return msgspec.structs.replace(result, finding=msgspec.structs.replace(result.finding, calls=()))
 
 
 def environment() -> dict[str, str | None]:

@@ -80,6 +80,9 @@ class Bench:
             self.progress(f"{cell}: starting P (TP {cell.topology[1]}) and D (TP {cell.topology[3]})")
             self.cell = cell
 
+    def hook_calls(self):
+        return ()
+
     def close(self):
         _log(f"bench closed after {len(self.did)}")
         if _wrong() == "bench will not close":
