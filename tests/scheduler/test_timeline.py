@@ -1,4 +1,4 @@
-"""The finding of a case without workers has the last calls on each side, up to the one that broke the rule."""
+"""The finding of a case of the scheduler rig has the last calls on each side, up to the wrong one."""
 
 from __future__ import annotations
 
