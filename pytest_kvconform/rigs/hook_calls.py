@@ -17,11 +17,12 @@ from msgspec.structs import replace
 
 from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import HookCall
-from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
 
 NEAR = 12  # a call like one of so many last records is counted there
 LONGEST = 100  # characters of an answer, and of an id
 ITEMS = 3  # of a collection that are shown
+DEEPEST = 2  # collections inside of each other that are shown
 REQUESTS = 8  # ids of a record
 # hooks that vLLM calls in each step, and of which only an answer is of interest
 _POLLS = frozenset(
@@ -79,12 +80,28 @@ class LastCalls:
         return taken
 
     def watch(self, connector: Any, half: str) -> None:
-        """Note the calls of the hooks of one half from now on, on the object. The class stays as it is."""
+        """Note the calls of the hooks of one half from now on, until its shutdown.
+
+        The hooks are wrapped on the object: its class stays as it is.
+        """
+        wrapped: dict[str, Any] = {}
         for hook in HOOKS:
             if hook.in_stacks and hook.half in (half, BOTH):
                 method = getattr(connector, hook.name, None)
                 if method is not None:
-                    setattr(connector, hook.name, self._noting(hook.name, method))
+                    wrapped[hook.name] = self._noting(hook.name, method)
+                    setattr(connector, hook.name, wrapped[hook.name])
+        shutdown = wrapped["shutdown"]
+
+        def shutdown_and_unwrap() -> None:
+            try:
+                shutdown()
+            finally:  # the wrappers hold the connector, whose end may be that of its threads and ports
+                for name, one in wrapped.items():
+                    if vars(connector).get(name) is one:
+                        delattr(connector, name)
+
+        connector.shutdown = wrapped["shutdown"] = shutdown_and_unwrap
 
     def _noting(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,11 +125,9 @@ class LastCalls:
 
 def watch_rank(worker: Any, side: str) -> None:
     """Note the calls of the worker half of this rank. vLLM passes the worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if has_kv_transfer_group() and isinstance(half := get_kv_transfer_group(), KVConnectorBase_V1):
-        LastCalls(side, worker.rank).watch(half, "worker")
+    LastCalls(side, worker.rank).watch(get_kv_transfer_group(), WORKER)
 
 
 def take_all(worker: Any = None) -> list[HookCall]:
@@ -145,44 +160,44 @@ def raised(error: BaseException) -> str:
     return _cut(f"raised {type(error).__name__}" + (f": {message}" if message else ""))
 
 
-def _text(value: Any, inside: bool = False) -> str:
+def _text(value: Any, depth: int = 0) -> str:
     kind = type(value)
     if kind in _PLAIN:
         return repr(value[:LONGEST] if kind in (str, bytes) else value)
-    if kind in _SEVERAL:
-        return _several(value)
-    if inside:
+    if kind in _SEVERAL and depth <= DEEPEST:
+        return _several(value, depth + 1)
+    if depth:
         return kind.__name__
     fields = [
-        f"{name.lstrip('_')}: {_text(one, inside=True)}"
+        f"{name.lstrip('_')}: {_text(one, 1)}"
         for name in _fields(value)
         if type(one := getattr(value, name)) in (str, *_SEVERAL) and one
     ]
     return f"{kind.__name__}({', '.join(fields)})" if fields else f"{kind.__name__}()"
 
 
-def _several(value: Any) -> str:
+def _several(value: Any, depth: int) -> str:
     items = sorted(value, key=repr) if isinstance(value, set | frozenset) and len(value) < NEAR else value
-    shown = [_text(one, inside=True) for one in islice(items, ITEMS)]
+    shown = [_text(one, depth) for one in islice(items, ITEMS)]
     more = [f"{len(value) - ITEMS} more"] if len(value) > ITEMS else []
     ends = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
     return f"{ends[0]}{', '.join([*shown, *more])}{ends[1]}"
 
 
 def _fields(value: Any) -> list[str]:
-    names = getattr(type(value), "__struct_fields__", None) or getattr(value, "__dict__", None)
+    names: Any = getattr(type(value), "__struct_fields__", None) or getattr(value, "__dict__", None)
     return list(names or getattr(type(value), "__dataclass_fields__", ()))
 
 
 def _requests(arguments: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the ids of the requests that a call is about."""
-    first = arguments[0] if arguments else None
+    first: Any = arguments[0] if arguments else None
     found = getattr(first, "request_id", None)
     if type(found) is str:
         return (found[:LONGEST],)
     ids = set(first) if type(first) in (set, frozenset) else set[Any]()
     for name in ("finished_sending", "finished_recving"):
-        reported = getattr(first, name, None)
+        reported: Any = getattr(first, name, None)
         ids |= reported if type(reported) in (set, frozenset) else set()
     return tuple(sorted(one[:LONGEST] for one in ids if type(one) is str)[:REQUESTS])
 
