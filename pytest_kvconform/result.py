@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from pytest_kvconform.rules.levels import Level
 
@@ -100,6 +101,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
     case_outcome: Outcome | None = None  # outcome of the case, if applying the declaration changed it
     declaration_rule: str = ""  # KV-DECLARE rule that is broken
+
+    def without_calls(self) -> CaseResult:
+        """Return the result with a finding without calls of hooks, if it has one."""
+        if self.finding is None or not self.finding.calls:
+            return self
+        return replace(self, finding=replace(self.finding, calls=()))
 
 
 class Violation(Exception):

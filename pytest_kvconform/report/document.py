@@ -148,17 +148,18 @@ def make_report(
         troubles=tuple(troubles),
         verdict=decide_verdict(()),
     )
+    return with_verdict(report)
+
+
+def with_verdict(report: Report) -> Report:
+    """Return a report with the verdict of its results, and hook calls in the first case of each cause alone.
+
+    Those of all cases would make the report large.
+    """
     verdict = recompute_verdict(report)
     first = {cause.ids[0] for cause in verdict.causes if cause.ids}
-    shown = tuple(one if one.id in first else _without_calls(one) for one in report.results)
-    return msgspec.structs.replace(report, results=shown, verdict=verdict)
-
-
-def _without_calls(result: CaseResult) -> CaseResult:
-    """Return a result without calls of hooks: those of all cases of a cause would make the report large."""
-    if result.finding is None or not result.finding.calls:
-        return result
-    return msgspec.structs.replace(result, finding=msgspec.structs.replace(result.finding, calls=()))
+    results = tuple(one if one.id in first else one.without_calls() for one in report.results)
+    return msgspec.structs.replace(report, results=results, verdict=verdict)
 
 
 def environment() -> dict[str, str | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.result import Blocked, HarnessError, HookCall
 
 
 class BadSubject(Exception):
@@ -81,7 +81,7 @@ class Bench:
             self.cell = cell
 
     def hook_calls(self):
-        return ()
+        return [HookCall(at=7.0, side="D", hook="start_load_kv")]
 
     def close(self):
         _log(f"bench closed after {len(self.did)}")
