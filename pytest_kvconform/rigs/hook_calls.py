@@ -43,11 +43,14 @@ _in_process: list[LastCalls] = []
 
 
 class LastCalls:
-    """The last calls of one half of a connector. `side`: name of the engine. `rank` None: scheduler half."""
+    """The last calls of one half of a connector. `side`: name of the engine. `rank` None: scheduler half.
 
-    def __init__(self, side: str, rank: int | None = None):
+    `most`: how many records are kept.
+    """
+
+    def __init__(self, side: str, rank: int | None = None, most: int = MOST_CALLS):
         self.side, self.rank = side, rank
-        self._kept: deque[HookCall] = deque(maxlen=MOST_CALLS)
+        self._kept: deque[HookCall] = deque(maxlen=most)
         self._depth = 0
         _in_process.append(self)
 
@@ -123,11 +126,11 @@ class LastCalls:
         return call
 
 
-def watch_rank(worker: Any, side: str) -> None:
+def watch_rank(worker: Any, side: str, most: int) -> None:
     """Note the calls of the worker half of this rank. vLLM passes the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    LastCalls(side, worker.rank).watch(get_kv_transfer_group(), WORKER)
+    LastCalls(side, worker.rank, most).watch(get_kv_transfer_group(), WORKER)
 
 
 def take_all(worker: Any = None) -> list[HookCall]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import HookCall
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
@@ -72,6 +73,8 @@ def _error(error: Exception) -> tuple[Any, ...]:
 
 class EngineProcess:
     """One engine: it prefills, decodes, or both."""
+
+    most_calls = MOST_CALLS  # of hooks that each half of the connector keeps
 
     def __init__(self, spec: Any):
         os.environ.update(spec.environment)
@@ -282,8 +285,8 @@ class EngineProcess:
     def _watch_connector(self) -> None:
         """Note in the traces what the connector answers to the hooks of its scheduler half."""
         connector = self.scheduler.connector
-        LastCalls(self.spec.role).watch(connector, SCHEDULER)
-        self._workers(watch_rank, self.spec.role)
+        LastCalls(self.spec.role, most=self.most_calls).watch(connector, SCHEDULER)
+        self._workers(watch_rank, self.spec.role, self.most_calls)
         matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
