@@ -215,4 +215,5 @@ def _given(hook: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _cut(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # a report is UTF-8
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

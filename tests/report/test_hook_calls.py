@@ -58,6 +58,7 @@ def test_a_long_answer_is_cut() -> None:
     assert len(short("x" * 10**6)) == len(raised(ValueError("x" * 10**6))) == LONGEST
     assert raised(KeyError("r-1")) == "raised KeyError: 'r-1'"
     assert raised(Unprintable()) == "raised Unprintable"
+    assert raised(OSError("\ud800")) == "raised OSError: \\ud800"
 
 
 def test_equal_calls_of_the_last_steps_are_one_record() -> None:

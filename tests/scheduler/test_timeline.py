@@ -22,6 +22,7 @@ def test_a_hook_that_raised_is_the_last_call(run_cases: Callable[..., CellRun]) 
     calls = only(run_cases, "RaisesAtTheEnd", case).findings[case].calls
     last = calls[-1]
     assert (last.side, last.hook) == ("P0", "request_finished_all_groups")
+    assert (calls[0].hook, calls[0].answer) == ("__init__", "")
     assert (last.requests, last.answer) == (("cmpl-P0-0000",), "raised KeyError: 'cmpl-P0-0000'")
     assert [call.hook for call in calls if call.side == "P0" and call.requests == last.requests][:3] == [
         "on_new_request",
