@@ -52,7 +52,7 @@ RUNS = ("failure", "passes", "fails")  # the parts that a run prints
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving", "nodes")
-JOINING = ("context", "scenario", "missing", "launch", "services", "probe_subject", "bench")
+JOINING = ("context", "scenario", "hook_calls", "missing", "launch", "services", "probe_subject", "bench")
 KINDS = {
     "full_attention": "full attention",
     "sliding_attention": "window",

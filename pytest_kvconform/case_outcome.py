@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from pytest_kvconform.result import (
     Blocked,
     Evidence,
     Finding,
     HarnessError,
+    HookCall,
     NotApplicable,
     Outcome,
     ProcessKilled,
     Violation,
 )
+
+MOST_CALLS = 60  # of hooks of one side, in a finding
 
 
 class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +75,21 @@ def end_of(error: BaseException) -> CaseEnd:
     return CaseEnd(
         outcome=Outcome.HARNESS, reason=_sentence(error), defect="" if killed else defect, ends_run=killed
     )
+
+
+def with_calls(end: CaseEnd, calls: Iterable[HookCall]) -> CaseEnd:
+    """The end of a case, whose finding has these calls: the last ones of each side, in their order.
+
+    `at` of `calls` is a time of the clock. A finding that has calls keeps them.
+    """
+    if end.finding is None or end.finding.calls:
+        return end
+    sides: dict[str, list[HookCall]] = {}
+    for call in sorted(calls, key=lambda call: call.at):
+        sides.setdefault(call.side, []).append(call)
+    last = sorted((call for mine in sides.values() for call in mine[-MOST_CALLS:]), key=lambda call: call.at)
+    calls = tuple(replace(call, at=round(call.at - last[0].at, 4)) for call in last)
+    return replace(end, finding=replace(end.finding, calls=calls))
 
 
 def _sentence(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from model_matrix.cells import EVERY_MATRIX
@@ -115,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         "new", _new, "write a small connector that conforms, its declaration and a CI job into this folder"
     )
     one.add_argument("name", metavar="NAME", help="of the module, such as my_connector")
+    one = command(
+        "completion",
+        lambda options: _completion(options.shell, parser, commands.choices.values()),
+        "print the script with which a shell completes kvconform",
+    )
+    one.add_argument("shell", choices=("bash", "zsh"))
     return parser
 
 
@@ -288,6 +294,24 @@ def _new(options: argparse.Namespace) -> int:
     ):
         print(f"wrote {path}: {what}")
     print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-topology=P1D1 kv::engine/bytes")
+    return 0
+
+
+# ---- completion -------------------------------------------------------------------------------------------
+
+
+def _completion(
+    shell: str, parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]
+) -> int:
+    import shtab  # here, so that the other commands do not load it
+
+    paths = {"DIR": shtab.DIRECTORY}  # metavar of an option for a folder
+    for action in (action for one in commands for action in one._actions):
+        if action.type is Path or action.metavar in paths:
+            vars(action)["complete"] = paths.get(str(action.metavar), shtab.FILE)
+        elif action.metavar == "ID":
+            action.choices = [*rules.load(), *clauses.load()]
+    print(shtab.complete(parser, shell))
     return 0
 
 

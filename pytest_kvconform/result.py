@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from pytest_kvconform.rules.levels import Level
 
@@ -28,6 +29,19 @@ class Outcome(StrEnum):
     HARNESS = "HARNESS"  # an error of the suite or of the machine
 
 
+class HookCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a hook of the connector, or several equal ones."""
+
+    at: float  # when the first one began: seconds since the first call that the finding has
+    side: str  # "P", "D"; of the scheduler rig, and of several engines of a role, with their number: "D1"
+    rank: int | None = None  # of the worker half; None: the scheduler half
+    hook: str
+    requests: tuple[str, ...] = ()  # ids of the requests that it is about
+    given: str = ""  # whole numbers among the arguments, or what is in the metadata of a step
+    answer: str = ""  # short text of what it returned, "raised ..." for an exception; "": None
+    times: int = 1
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One violation of one rule, in sentences for a person. Empty fields are not printed."""
 
@@ -41,6 +55,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""  # equal for failures with one cause; empty: `diagnosis`, or else `happened`
     # how the connector declined cleanly, with its message if any; empty: it did not decline
     declined: str = ""
+    # last calls of hooks on P and D; in a report, of the first case of each cause alone
+    calls: tuple[HookCall, ...] = ()
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +101,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
     case_outcome: Outcome | None = None  # outcome of the case, if applying the declaration changed it
     declaration_rule: str = ""  # KV-DECLARE rule that is broken
+
+    def without_calls(self) -> CaseResult:
+        """Return the result with a finding without calls of hooks, if it has one."""
+        if self.finding is None or not self.finding.calls:
+            return self
+        return replace(self, finding=replace(self.finding, calls=()))
 
 
 class Violation(Exception):

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform.apply_declaration import shown_finding
-from pytest_kvconform.case_outcome import CaseEnd, run_case
+from pytest_kvconform.case_outcome import CaseEnd, run_case, with_calls
 from pytest_kvconform.plan import PREFIX, PlannedCase, load_module
 from pytest_kvconform.report.failure import failure_line, failure_text
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
@@ -110,7 +110,8 @@ class CaseItem(pytest.Item):
         connector.
         """
         one, started = self.planned, time.perf_counter()
-        end = self.runner.without_service(run_case(self._call_body, one.case.name))
+        end = with_calls(run_case(self._call_body, one.case.name), self.runner.hook_calls())
+        end = self.runner.without_service(end)
         if end.ends_run:
             self.runner.stop(end.reason)
         result = CaseResult(

@@ -5,7 +5,7 @@ The process that a person started also has a `Controller`, see controller.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.declaration import check_known
 from pytest_kvconform.plan import BadSuite, Plan, PlannedCase, cell_of_id, make_plan, order_by_cell
 from pytest_kvconform.pytest_hooks.items import CaseItem, Suite
-from pytest_kvconform.result import Blocked, CaseResult, HarnessError, Outcome
+from pytest_kvconform.result import Blocked, CaseResult, HarnessError, HookCall, Outcome
 from pytest_kvconform.rigs import services
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import Subject
@@ -167,6 +167,11 @@ class CaseRunner:
             if lacks := self.subject.lacks(device):
                 raise Blocked(lacks)
         return self._bench
+
+    def hook_calls(self) -> Sequence[HookCall]:
+        """Return the last calls of the connector's hooks in what the case has observed."""
+        calls: Sequence[HookCall] = self._bench.hook_calls() if self._bench is not None else ()
+        return calls
 
     def without_service(self, end: CaseEnd) -> CaseEnd:
         """Return how a case ended: BLOCKED, if it did not pass and a service has ended meanwhile."""

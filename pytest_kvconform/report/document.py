@@ -1,6 +1,7 @@
 """`report.json`: one schema that holds the whole run. Anybody can recompute the verdict from it.
 
-The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`.
+The file is canonical: sorted keys, results sorted by id. Two equal runs of one day differ only in `seconds`
+and in the `calls` of findings.
 """
 
 from __future__ import annotations
@@ -147,7 +148,18 @@ def make_report(
         troubles=tuple(troubles),
         verdict=decide_verdict(()),
     )
-    return msgspec.structs.replace(report, verdict=recompute_verdict(report))
+    return with_verdict(report)
+
+
+def with_verdict(report: Report) -> Report:
+    """Return a report with the verdict of its results, and hook calls in the first case of each cause alone.
+
+    Those of all cases would make the report large.
+    """
+    verdict = recompute_verdict(report)
+    first = {cause.ids[0] for cause in verdict.causes if cause.ids}
+    results = tuple(one if one.id in first else one.without_calls() for one in report.results)
+    return msgspec.structs.replace(report, results=results, verdict=verdict)
 
 
 def environment() -> dict[str, str | None]:

@@ -20,8 +20,8 @@ from pytest_kvconform.report.document import (
     Report,
     Setting,
     inconsistencies,
-    recompute_verdict,
     shard_of,
+    with_verdict,
 )
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.shards import numbers
@@ -85,7 +85,7 @@ def merge(shards: Sequence[Shard], folder: str = "") -> Report:
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(sorted(sentence for report in reports for sentence in report.troubles)),
     )
-    return msgspec.structs.replace(whole, verdict=recompute_verdict(whole))
+    return with_verdict(whole)
 
 
 def _whole(key: str, folder: str) -> Setting:

@@ -21,6 +21,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `bench` | what a case is given: one bench for each rig |
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
+| `hook_calls` | the last calls of a connector's hooks, for the timeline of a finding |
 | `missing` | what an environment lacks, told by an exception of a start |
 | `services` | servers that the connector needs: their ports, their start, their end |
 | `launch` | the start of the zygote, its environment and its end |

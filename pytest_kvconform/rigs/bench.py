@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, HookCall
 from pytest_kvconform.rigs.bytes.bench import ByteBench
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.bench import EngineBench
@@ -85,8 +85,13 @@ class Bench:
         self.serving = ServingBench(self.context)
 
     def use(self, cell: Cell) -> None:
-        """Make a cell the current one."""
+        """Make a cell the current one. A new case begins."""
         self.cell = cell
+        self.context.shown_calls.clear()
+
+    def hook_calls(self) -> tuple[HookCall, ...]:
+        """The last calls of hooks in what the case has observed last, with times of the clock."""
+        return tuple(self.context.shown_calls)
 
     def close(self) -> list[str]:
         """End every engine and the scheduler host process. Returns sentences about what did not end."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_kvconform.kv_config import CHILDREN, EXTRA, Child, keys_of_suite, merge_config
-from pytest_kvconform.result import Blocked, Cell, NotApplicable
+from pytest_kvconform.result import Blocked, Cell, HookCall, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.processes.place import LOOPBACK, Place
@@ -124,6 +124,7 @@ class RunContext:
     keeping: set[Cell] | Marks = field(default_factory=set)
     # what engines have shown that this environment lacks: one attempt is enough
     missing: list[str] = field(default_factory=list)
+    shown_calls: list[HookCall] = field(default_factory=list)  # of hooks, in the observation of the case
     # role -> where its engines start, asked when the first one does; None: where pytest runs
     places: Callable[[], Mapping[str, Place]] | None = None
     # names that are unique in the run: of requests, engines and folders

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,8 @@ from pytest_kvconform.settings import OPTIONS
 from tests.docs.pages import PAGES, blocks
 from tests.helpers.fixtures import ROOT
 from tests.shards.test_refused_shards import write
+
+from .shell import Shell
 
 WORKFLOW = ROOT / ".github" / "workflows" / "conform.yml"
 JOBS = yaml.safe_load(WORKFLOW.read_text())["jobs"]
@@ -29,39 +28,15 @@ def commands(job: str) -> list[str]:
 
 
 @pytest.fixture
-def bash(tmp_path: Path):
+def bash(tmp_path: Path) -> Shell:
     """bash(command, **variables): run a step in an empty folder, with the commands of this checkout."""
-    bin = tmp_path / "bin"
-    bin.mkdir()
-    for name, module in (("kvconform", "pytest_kvconform.cli"), ("pytest", "pytest")):
-        (bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        (bin / name).chmod(0o755)
-    keep = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVCONFORM_", "PYTEST_")) and name not in ("CI", "GITHUB_STEP_SUMMARY")
-    }
-
-    def run(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = keep | {
-            "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONIOENCODING": "utf-8",
-            "KVCONFORM_CONNECTOR": "NixlConnector",
-            "KVCONFORM_MATRIX": "quick",
-            "KVCONFORM_TIER": "interface,protocol,bytes",
-            "KVCONFORM_HIDE_CPU": INPUTS["hide-cpu"]["default"],
-        }
-        return subprocess.run(
-            ["bash", "-e", "-c", command],
-            cwd=tmp_path,
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+    return Shell(
+        tmp_path,
+        KVCONFORM_CONNECTOR="NixlConnector",
+        KVCONFORM_MATRIX="quick",
+        KVCONFORM_TIER="interface,protocol,bytes",
+        KVCONFORM_HIDE_CPU=INPUTS["hide-cpu"]["default"],
+    )
 
 
 def test_the_plan_gives_the_list_of_shards(bash, tmp_path):

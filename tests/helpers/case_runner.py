@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_kvconform.case_outcome import run_case
+from pytest_kvconform.case_outcome import run_case, with_calls
 from pytest_kvconform.features import required_features
 from pytest_kvconform.plan import PlannedCase, make_plan, order_by_cell
 from pytest_kvconform.result import (
@@ -177,7 +177,7 @@ def _result(bench: Bench, planned: PlannedCase) -> CaseResult:
         bench.use(planned.cell)
         return planned.case.body(bench, planned.variant)
 
-    end = run_case(body, planned.case.name)
+    end = with_calls(run_case(body, planned.case.name), bench.hook_calls())
     return CaseResult(
         id=planned.id,
         rule=planned.case.rule,

@@ -76,7 +76,10 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
     monkeypatch.setattr(peer_bench, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     monkeypatch.setattr(peer_bench, "own_core_wait", lambda: clock["now"] * part)
     context: Any = SimpleNamespace(
-        progress=lambda sentence: None, lease_s=lambda asked: asked, asked_lease_s=lambda asked: LEASE_S
+        progress=lambda sentence: None,
+        lease_s=lambda asked: asked,
+        asked_lease_s=lambda asked: LEASE_S,
+        shown_calls=[],
     )
     bench, seen = PeerBench(context), list[int]()
 

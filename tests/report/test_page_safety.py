@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from pytest_kvconform.report import document, page
-from pytest_kvconform.result import QUESTIONS, CaseResult, Cell, Finding, Outcome
+from pytest_kvconform.result import QUESTIONS, CaseResult, Cell, Finding, HookCall, Outcome
 
 from .parsed import Page, made, passed
 
@@ -46,8 +46,16 @@ def test_the_policy_allows_this_script_and_no_other(kv):
 
 def report_of(text: str) -> document.Report:
     """A report whose every text is this one, as far as a text is free."""
+    call = HookCall(at=1.5, side=text, rank=1, hook=text, requests=(text,), given=text, answer=text, times=2)
     finding = Finding(
-        rule=text, happened=text, differs=text, picture=(text,), diagnosis=text, check=(text,), log=(text,)
+        rule=text,
+        happened=text,
+        differs=text,
+        picture=(text,),
+        diagnosis=text,
+        check=(text,),
+        log=(text,),
+        calls=(call, msgspec.structs.replace(call, at=0.0, rank=None, answer=f"raised {text}")),
     )
     failed = CaseResult(
         id=f"kv::bytes/pool::a[b-P1D1-{text}]",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pytest_kvconform.report.document import Report
 from pytest_kvconform.report.failure import compress_ids, failure_line, failure_sections
+from pytest_kvconform.report.page.timeline import Timeline, timeline
 from pytest_kvconform.result import QUESTIONS, CaseResult, Evidence, Outcome
 from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
@@ -44,6 +45,7 @@ class ShownCause(NamedTuple):
 
     cause: Cause
     sections: list[tuple[str, list[str]]]
+    timeline: Timeline | None
     ids: list[str]  # ids that differ in the variant are one line
     more: int  # lines that are not shown
 
@@ -123,7 +125,9 @@ def causes(report: Report, rules: Mapping[str, Rule], settings: Settings) -> lis
         lines = compress_ids(cause.ids)
         first = results.get(cause.ids[0]) if cause.ids else None
         sections = _sections(first, rules, settings) if first else []
-        shown.append(ShownCause(cause, sections, lines[:_MOST_LINES], max(0, len(lines) - _MOST_LINES)))
+        calls = timeline(first.finding.calls if first and first.finding else ())
+        more = max(0, len(lines) - _MOST_LINES)
+        shown.append(ShownCause(cause, sections, calls, lines[:_MOST_LINES], more))
     return shown
 
 
@@ -137,6 +141,13 @@ def _sections(
     if result.outcome is Outcome.NOT_APPLICABLE:
         rows = [row for row in rows if row[0] != "again"]
     return [(name, lines) for name, lines in rows if any(lines)]
+
+
+def _calls(result: CaseResult) -> list[tuple[str, list[str]]]:
+    """Return where the timeline of a result in the list is: it is drawn once, with the cause."""
+    if result.finding is None or not result.finding.calls:
+        return []
+    return [("calls", ["The timeline of hook calls is with the cause of this case."])]
 
 
 def _evidence_lines(evidence: Evidence) -> list[str]:
@@ -167,7 +178,7 @@ def results(report: Report, rules: Mapping[str, Rule], settings: Settings) -> di
             result.seconds,
             failure_line(result),
             place.get(result.id, -1),
-            _sections(result, rules, settings),
+            _sections(result, rules, settings) + _calls(result),
         )
         for result in report.results
     ]

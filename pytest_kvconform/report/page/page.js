@@ -161,7 +161,7 @@
   window.addEventListener("hashchange", openFromAddress);
   let openedToPrint = [];
   window.addEventListener("beforeprint", () => {
-    openedToPrint = [...document.querySelectorAll("details.cause:not([open])")];
+    openedToPrint = [...document.querySelectorAll("details.cause:not([open]), details.calls:not([open])")];
     openedToPrint.forEach((cause) => (cause.open = true));
   });
   window.addEventListener("afterprint", () => openedToPrint.forEach((cause) => (cause.open = false)));

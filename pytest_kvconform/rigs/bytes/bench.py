@@ -13,7 +13,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import Control
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_full
@@ -86,13 +86,16 @@ class ByteBench:
             elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, LONG if longer else "")
             self._observations[key] = found
+        self.context.shown_calls[:] = self._observations[key].calls
         return self._observations[key]
 
     def _observe(
         self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
     ) -> TransferObservation:
         store = self.context.subject.is_store
-        return observe_transfer(transfer, p, d, deadlines, self.context.next_name, store)
+        hook_calls(p, d)  # those of an earlier transfer are forgotten
+        observed = observe_transfer(transfer, p, d, deadlines, self.context.next_name, store)
+        return replace(observed, calls=hook_calls(p, d))
 
     def _excuse(
         self, cell: Cell, transfer: Transfer, longest: int, longer: int, found: TransferObservation

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
@@ -60,6 +60,7 @@ class TransferObservation:
     stuck: tuple[str, ...] = ()
     copies_left: int = 0  # in the suite's copy engine, if a request is stuck
     logged: tuple[str, ...] = ()
+    calls: tuple[HookCall, ...] = ()  # the last ones of P and D
     source: Source | None = None  # where P's rows lay, for the diagnosis
     seconds: float = 0.0
 

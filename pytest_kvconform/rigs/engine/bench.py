@@ -96,6 +96,7 @@ class EngineBench:
             self._observations[key], self._introduced = replace(observation, scenario=scenario), pair
             if is_full(pair[0]):
                 self.pairs.end(cell, _word(longer))
+        self.context.shown_calls[:] = self._observations[key].calls
         return self._observations[key]
 
     def _observe(

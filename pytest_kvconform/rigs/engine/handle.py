@@ -5,6 +5,7 @@ Every call has a deadline. A process that dies or hangs raises EngineFailed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvconform.result import HarnessError, ProcessKilled
+from pytest_kvconform.result import HarnessError, HookCall, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
@@ -283,6 +284,15 @@ def logged(logs: Sequence[tuple[EngineHandle, int]]) -> tuple[str, ...]:
 
 def _notes(engines: Iterable[EngineHandle]) -> tuple[str, ...]:
     return tuple(f"{SUITE}: {engine.note}" for engine in engines if engine.note)
+
+
+def hook_calls(*engines: EngineHandle) -> tuple[HookCall, ...]:
+    """The last calls of hooks in the engines that can still answer, since the last question."""
+    found: list[HookCall] = []
+    for engine in dict.fromkeys(engines):
+        with contextlib.suppress(EngineFailed):
+            found += [] if engine.dead or engine.asked else engine.call("hook_calls")
+    return tuple(found)
 
 
 def leave_all(engines: Sequence[EngineHandle], folder: str = "") -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle, logged
+from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle, hook_calls, logged
 from pytest_kvconform.rigs.engine.messages import (
     ON_D,
     Output,
@@ -66,7 +66,7 @@ def observe(
     try:
         return _observe(empty, (p, d), without, dtype, deadlines, ids)
     except EngineFailed as failed:
-        return replace(empty, failed=failed)
+        return replace(empty, failed=failed, calls=hook_calls(p, d))
     except _OracleStuck as stuck:
         return replace(empty, stuck=(f"{stuck} in the oracle's run",))
 
@@ -85,13 +85,14 @@ def _observe(
 ) -> Observation:
     scenario, started = base.scenario, time.monotonic()
     logs = [(engine, engine.begin_log()) for engine in pair]
+    hook_calls(*pair)  # those of an earlier scenario are forgotten
     subject = _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=without is not None))
     base = replace(base, logged=logged(logs))
     if subject.stuck:
-        return replace(base, stuck=tuple(subject.stuck))
+        return replace(base, stuck=tuple(subject.stuck), calls=hook_calls(*pair))
     released = until_released(*pair, deadlines.release)
-    seconds = {"subject": time.monotonic() - started}
-    base = replace(base, usage=released.usage, released=released, seconds=seconds)
+    base = replace(base, usage=released.usage, released=released, calls=hook_calls(*pair))
+    base = replace(base, seconds={"subject": time.monotonic() - started})
     if scenario.abort:
         return base
     brings = tuple(subject.decode[name].first_computed for name in subject.names) if without else ()

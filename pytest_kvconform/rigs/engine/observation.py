@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from pytest_kvconform.kvspace.rows.compare import Due, RowComparison, compare_rows, compare_state
+from pytest_kvconform.result import HookCall
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Snapshot, Trace, Usage
@@ -58,6 +59,7 @@ class Observation:
     excuse: str = ""  # if one failed: how the same fails without the connector, see `control`
     stuck: tuple[str, ...] = ()  # requests that did not end in time, with their last status
     logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs in the subject's run
+    calls: tuple[HookCall, ...] = ()  # the last ones of P and D
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
     released: Release | None = None  # the wait for that
     request_s: float = 0.0  # for which requests were waited at most

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.case_outcome import MOST_CALLS
+from pytest_kvconform.result import HookCall
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
     CONV_LAYOUT,
@@ -28,7 +30,9 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
+from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_rank
 from pytest_kvconform.rigs.processes.stacks import stack_of
+from pytest_kvconform.rigs.vllm_setup.hooks import SCHEDULER
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -69,6 +73,8 @@ def _error(error: Exception) -> tuple[Any, ...]:
 
 class EngineProcess:
     """One engine: it prefills, decodes, or both."""
+
+    most_calls = MOST_CALLS  # of hooks that each half of the connector keeps
 
     def __init__(self, spec: Any):
         os.environ.update(spec.environment)
@@ -187,6 +193,10 @@ class EngineProcess:
             trace.status = request.status.name
         return trace
 
+    def hook_calls(self) -> list[HookCall]:
+        """The last calls of the connector's hooks in every process of the engine, since the last question."""
+        return [*take_all(), *(call for calls in self._workers(take_all) for call in calls)]
+
     def budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks.
 
@@ -275,6 +285,8 @@ class EngineProcess:
     def _watch_connector(self) -> None:
         """Note in the traces what the connector answers to the hooks of its scheduler half."""
         connector = self.scheduler.connector
+        LastCalls(self.spec.role, most=self.most_calls).watch(connector, SCHEDULER)
+        self._workers(watch_rank, self.spec.role, self.most_calls)
         matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:

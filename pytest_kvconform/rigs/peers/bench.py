@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.engine.handle import hook_calls
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,
     ScenarioEngines,
@@ -55,6 +56,26 @@ def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:
     return msgspec.structs.replace(spec, **changes[what])
 
 
+def _calls_of(
+    found: ScenarioObservation | None, calls: dict[str, tuple[HookCall, ...]]
+) -> tuple[HookCall, ...]:
+    """Of the calls of a scenario's engines, by name, those about its requests, and those that raised.
+
+    Without a result of the scenario all of them: the last ones were before its end.
+    """
+    ids = {one.id for one in found.decodes.values()} if found else set[str]()
+    ids |= {one.id for one in found.prefills.values()} if found else set[str]()
+    return tuple(
+        msgspec.structs.replace(call, side=name)
+        for name, mine in calls.items()
+        for call in mine
+        if found is None
+        or ids.intersection(call.requests)
+        or any(id in f"{call.given} {call.answer}" for id in ids)
+        or call.answer.startswith("raised ")
+    )
+
+
 class PeerBench:
     """Scenarios of one cell at a time, each with its engines."""
 
@@ -62,6 +83,8 @@ class PeerBench:
         self.context = context
         self._longer = 1  # how many times as long leases are, since a busy machine was too slow for them
         # by cell, and whether they are those of `APART`
+        # of hooks, by cell and scenario
+        self._calls: dict[tuple[Cell, str], tuple[HookCall, ...]] = {}
         self._seen: dict[tuple[Cell, bool], dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
 
     def observe(self, cell: Cell, name: str) -> ScenarioObservation:
@@ -78,6 +101,7 @@ class PeerBench:
         found = self._seen[key]
         if isinstance(found, Exception):
             raise found
+        self.context.shown_calls[:] = self._calls.get((cell, name), ())
         return found[name]
 
     @property
@@ -161,6 +185,11 @@ class PeerBench:
                 )
             run_scenarios(list(engines.running.values()), engines.all)
             observations = engines.observations()
+            calls = {
+                name: hook_calls(engine.handle)
+                for name, engine in engines.by_name.items()
+                if not engine.stopped  # it would not answer
+            }
             logs = {name: engine.handle.process.exceptions(0) for name, engine in engines.by_name.items()}
         finally:
             engines.close()
@@ -174,6 +203,9 @@ class PeerBench:
                 f"depends on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
                 refused=refused.declined,
             )
+        for name, running in engines.running.items():
+            mine = {engine: calls.get(engine, ()) for engine in scenarios[name].engines}
+            self._calls[cell, name] = _calls_of(running.result, mine)
         return {
             name: replace(
                 running.result or ScenarioObservation(),

@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_tr
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
-from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import (
     SOON_S,
@@ -133,7 +133,9 @@ class FaultBench:
             elif is_full(p) and not self.context.has_long_lease(self._asked_lease_s):
                 self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
                 self.pairs.end(cell, _word(transfer.policy, longer))
-        return self._observations[key]
+        found = self._observations[key]
+        self.context.shown_calls[:] = found.transfer.calls + (found.after.calls if found.after else ())
+        return found
 
     def kept(self, cell: Cell, transfer: Transfer, longer: int = 0) -> tuple[str, ...]:
         """Requests of a transfer that P still holds when their lease is over.
@@ -291,13 +293,14 @@ def _observe(
     ids: Callable[[], str],
 ) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
     found, reports = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
+    hook_calls(p, d)  # those of an earlier transfer are forgotten
     try:
         p.set_faults(faults_where_p_writes(transfer.faults, p.ranks, d.ranks))
         d.set_faults(transfer.faults)
         # `_until_quiet` waits for blocks: P may keep some until its lease is over.
         found = observe_transfer(transfer, p, d, replace(deadlines, release=0.0), ids)
         if found.failed or found.stuck:
-            return found, reports
+            return replace(found, calls=hook_calls(p, d)), reports
         mine = {r.prefill.id for r in found.requests}
         released = _until_quiet(transfer, p, d, seconds_to_wait(p, deadlines.release), mine)
         reports = _report(p), _report(d)
@@ -307,7 +310,7 @@ def _observe(
         found = replace(found, usage=released.usage, released=released, audits=(p_audits, d_audits))
     except EngineFailed as failed:
         found = replace(found, failed=failed)
-    return found, reports
+    return replace(found, calls=hook_calls(p, d)), reports
 
 
 def _until_quiet(

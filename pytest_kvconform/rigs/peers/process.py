@@ -27,6 +27,8 @@ class PeerEngineProcess(FaultyEngineProcess):
     Other requests overwrite P's blocks as soon as they are freed, so that a late read of them is noticed.
     """
 
+    most_calls = 1000  # all scenarios of a cell run at once
+
     def __init__(self, spec: ByteEngineSpec):
         self.kept_in_queue: set[str] = set()
         self.asked_only: set[str] = set()

@@ -19,5 +19,5 @@ The way of a case:
    names the running hook.
 
 May import: `rigs.bytes` (layers and memory of a worker half), `rigs.vllm_setup`, `rigs.processes`, and
-`context.py`, `scenario.py`.
+`context.py`, `scenario.py`, `hook_calls.py`.
 """

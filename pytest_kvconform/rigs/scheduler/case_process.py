@@ -12,8 +12,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_kvconform.case_outcome import end_of, run_case
+from pytest_kvconform.case_outcome import end_of, run_case, with_calls
 from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.hook_calls import take_all
 from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -45,7 +46,7 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
             from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
 
             rig.nursery = Nursery(rig)
-        end = run_case(lambda: _call(rig, module, function, variant), function)
+        end = with_calls(run_case(lambda: _call(rig, module, function, variant), function), take_all())
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -19,4 +20,5 @@ def connector_class(rig: Rig) -> Any:
 
 def call_class_hook(rig: Rig, hook: str, *args: Any) -> Any:
     """Call a hook on the connector's class. Raises HookRaised."""
-    return Recorder(rig.host.note_running_hook).call(hook, getattr(connector_class(rig), hook), *args)
+    recorder = Recorder(rig.host.note_running_hook, LastCalls("class"))
+    return recorder.call(hook, getattr(connector_class(rig), hook), *args)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
@@ -120,7 +121,7 @@ def multi_connector_children(side: Side) -> tuple[Child, Child]:
     """
     found = []
     for index, connector in enumerate(side.connector._connectors):
-        recorder = Recorder(side.rig.host.note_running_hook)
+        recorder = Recorder(side.rig.host.note_running_hook, LastCalls(f"{side.name}.{index}"))
         found.append(Child(recorder.wrap_hooks(connector), index, recorder))
     first, second = found
     return (second, first) if isinstance(first.connector, FakeConnector) else (first, second)

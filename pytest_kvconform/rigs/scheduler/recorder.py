@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.rigs.hook_calls import LastCalls, raised, short
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.vllm_setup.answers import kept, params_after_the_way, unpacked, why_no_truth
@@ -49,8 +50,9 @@ class Recorder:
     died names the hook.
     """
 
-    def __init__(self, note: Callable[[str], None]):
-        self.note = note
+    def __init__(self, note: Callable[[str], None], last: LastCalls):
+        """`last`: for the timeline of a finding."""
+        self.note, self.last = note, last
         self.calls: list[Call] = []
         self.unsure: dict[str, Unsure] = {}  # by request
         self.step = 0
@@ -66,14 +68,20 @@ class Recorder:
     def call(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call code of the connector. Raises HookRaised."""
         self.note(hook)
+        began, answer = time.time(), ""
         try:
-            return method(*args, **kwargs)
+            result = method(*args, **kwargs)
+            # what a connector keeps is its own, and may be secret
+            answer = "" if hook.startswith("__init__") else short(result)
+            return result
         except Violation:
             raise  # of a hook that it called
         except BaseException as error:  # SystemExit included
+            answer = raised(error)
             raise HookRaised(hook, error) from error
         finally:
             self.note("")
+            self.last.note(began, hook, args, answer)
 
     def last_answer(self) -> str:
         """The connector's last answer about a request, as the end of a sentence; "" without one."""

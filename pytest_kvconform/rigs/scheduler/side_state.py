@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.context import times_longer
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
+from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
@@ -63,7 +64,7 @@ class SideState:
         self.kv_transfer_config = {"engine_id": config.kv_transfer_config.engine_id}
         self.environment = dict(os.environ)
         self.tensor_parallel: int = config.parallel_config.tensor_parallel_size
-        self.recorder = Recorder(rig.host.note_running_hook)
+        self.recorder = Recorder(rig.host.note_running_hook, LastCalls(self.name))
         self.steps: list[Step] = []
         self.finished: list[str] = []
         self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output

@@ -26,6 +26,7 @@ from msgspec import structs
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
@@ -78,7 +79,7 @@ class WorkerHalf:
         if lacks := rig.subject.lacks(current_platform.device_type):
             raise Blocked(lacks)
         self.rig, self.role = rig, role
-        self.recorder = Recorder(rig.host.note_running_hook)
+        self.recorder = Recorder(rig.host.note_running_hook, LastCalls(f"{role}0", rank=0))
         self.connector: Any = None
         self.active: Any = None
         self.config = config or single_rank_config(rig, role)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.result import Blocked, HarnessError, HookCall
 
 
 class BadSubject(Exception):
@@ -79,6 +79,9 @@ class Bench:
             _log(f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')} starts {cell}")
             self.progress(f"{cell}: starting P (TP {cell.topology[1]}) and D (TP {cell.topology[3]})")
             self.cell = cell
+
+    def hook_calls(self):
+        return [HookCall(at=7.0, side="D", hook="start_load_kv")]
 
     def close(self):
         _log(f"bench closed after {len(self.did)}")

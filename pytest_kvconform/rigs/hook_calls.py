@@ -1,0 +1,219 @@
+"""The last calls of a connector's hooks in each process of an engine, for the timeline of a finding.
+
+A finding shows the end of what vLLM asked and what the connector answered, on P and D. An engine that polls
+makes the same calls again and again: they are counted in one record, so that the last records reach back to
+where something happened. Of an answer a short text is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from msgspec.structs import replace
+
+from pytest_kvconform.case_outcome import MOST_CALLS
+from pytest_kvconform.result import HookCall
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
+
+NEAR = 12  # a call like one of so many last records is counted there
+LONGEST = 100  # characters of an answer, and of an id
+ITEMS = 3  # of a collection that are shown
+DEEPEST = 2  # collections inside of each other that are shown
+REQUESTS = 8  # ids of a record
+# hooks that vLLM calls in each step, and of which only an answer is of interest
+_POLLS = frozenset(
+    (
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+        "get_block_ids_with_load_errors",
+        "get_kv_connector_kv_cache_events",
+        "get_kv_connector_stats",
+        "handle_preemptions",
+        "has_pending_push_work",
+        "take_events",
+    )
+)
+_NOTHING = ("", "False", "()", "[]", "{}")
+
+_in_process: list[LastCalls] = []
+
+
+class LastCalls:
+    """The last calls of one half of a connector. `side`: name of the engine. `rank` None: scheduler half.
+
+    `most`: how many records are kept.
+    """
+
+    def __init__(self, side: str, rank: int | None = None, most: int = MOST_CALLS):
+        self.side, self.rank = side, rank
+        self._kept: deque[HookCall] = deque(maxlen=most)
+        self._depth = 0
+        _in_process.append(self)
+
+    def note(self, began: float, hook: str, arguments: tuple[Any, ...], answer: str) -> None:
+        """Note a call that has ended. `began`: of time.time(). `answer`: of `short` or `raised`."""
+        if answer in _NOTHING and hook in _POLLS:
+            return
+        requests, given = _requests(arguments), _given(hook, arguments)
+        for place in range(len(self._kept) - 1, max(-1, len(self._kept) - 1 - NEAR), -1):
+            one = self._kept[place]
+            if (one.hook, one.requests, one.given, one.answer) == (hook, requests, given, answer):
+                self._kept[place] = replace(one, times=one.times + 1)
+                return
+        self._kept.append(
+            HookCall(
+                at=began,
+                side=self.side,
+                rank=self.rank,
+                hook=hook,
+                requests=requests,
+                given=given,
+                answer=answer,
+            )
+        )
+
+    def take(self) -> list[HookCall]:
+        """Return the calls, and forget them."""
+        taken = list(self._kept)
+        self._kept.clear()
+        return taken
+
+    def watch(self, connector: Any, half: str) -> None:
+        """Note the calls of the hooks of one half from now on, until its shutdown.
+
+        The hooks are wrapped on the object: its class stays as it is.
+        """
+        wrapped: dict[str, Any] = {}
+        for hook in HOOKS:
+            if hook.in_stacks and hook.half in (half, BOTH):
+                method = getattr(connector, hook.name, None)
+                if method is not None:
+                    wrapped[hook.name] = self._noting(hook.name, method)
+                    setattr(connector, hook.name, wrapped[hook.name])
+        shutdown = wrapped["shutdown"]
+
+        def shutdown_and_unwrap() -> None:
+            try:
+                shutdown()
+            finally:  # the wrappers hold the connector, whose end may be that of its threads and ports
+                for name, one in wrapped.items():
+                    if vars(connector).get(name) is one:
+                        delattr(connector, name)
+
+        connector.shutdown = wrapped["shutdown"] = shutdown_and_unwrap
+
+    def _noting(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:  # a hook of the base class may call another one: the outermost is vLLM's call
+                return method(*args, **kwargs)
+            began, answer = time.time(), ""
+            self._depth += 1
+            try:
+                result = method(*args, **kwargs)
+                answer = short(result)
+                return result
+            except BaseException as error:
+                answer = raised(error)
+                raise
+            finally:
+                self._depth -= 1
+                self.note(began, hook, args, answer)
+
+        return call
+
+
+def watch_rank(worker: Any, side: str, most: int) -> None:
+    """Note the calls of the worker half of this rank. vLLM passes the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    LastCalls(side, worker.rank, most).watch(get_kv_transfer_group(), WORKER)
+
+
+def take_all(worker: Any = None) -> list[HookCall]:
+    """Return the calls of all connectors in this process, and forget them."""
+    return [call for one in _in_process for call in one.take()]
+
+
+# ---- texts -------------------------------------------------------------------------------------------------
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_SEVERAL = (list, tuple, set, frozenset, dict)
+
+
+def short(value: Any) -> str:
+    """Return a short text of an answer, "" for None."""
+    if value is None:
+        return ""
+    try:
+        return _cut(_text(value))
+    except Exception:  # an object of the connector may do what it likes
+        return _cut(type(value).__name__)
+
+
+def raised(error: BaseException) -> str:
+    """Return a short text of an exception that a hook raised."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = ""
+    return _cut(f"raised {type(error).__name__}" + (f": {message}" if message else ""))
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    kind = type(value)
+    if kind in _PLAIN:
+        return repr(value[:LONGEST] if kind in (str, bytes) else value)
+    if kind in _SEVERAL and depth <= DEEPEST:
+        return _several(value, depth + 1)
+    if depth:
+        return kind.__name__
+    fields = [
+        f"{name.lstrip('_')}: {_text(one, 1)}"
+        for name in _fields(value)
+        if type(one := getattr(value, name)) in (str, *_SEVERAL) and one
+    ]
+    return f"{kind.__name__}({', '.join(fields)})" if fields else f"{kind.__name__}()"
+
+
+def _several(value: Any, depth: int) -> str:
+    items = sorted(value, key=repr) if isinstance(value, set | frozenset) and len(value) < NEAR else value
+    shown = [_text(one, depth) for one in islice(items, ITEMS)]
+    more = [f"{len(value) - ITEMS} more"] if len(value) > ITEMS else []
+    ends = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
+    return f"{ends[0]}{', '.join([*shown, *more])}{ends[1]}"
+
+
+def _fields(value: Any) -> list[str]:
+    names: Any = getattr(type(value), "__struct_fields__", None) or getattr(value, "__dict__", None)
+    return list(names or getattr(type(value), "__dataclass_fields__", ()))
+
+
+def _requests(arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the ids of the requests that a call is about."""
+    first: Any = arguments[0] if arguments else None
+    found = getattr(first, "request_id", None)
+    if type(found) is str:
+        return (found[:LONGEST],)
+    ids = set(first) if type(first) in (set, frozenset) else set[Any]()
+    for name in ("finished_sending", "finished_recving"):
+        reported: Any = getattr(first, name, None)
+        ids |= reported if type(reported) in (set, frozenset) else set()
+    return tuple(sorted(one[:LONGEST] for one in ids if type(one) is str)[:REQUESTS])
+
+
+def _given(hook: str, arguments: tuple[Any, ...]) -> str:
+    """Return a short text of the metadata that a rank gets; of other hooks the whole numbers that they get,
+    such as num_computed_tokens.
+    """
+    if hook == "bind_connector_metadata" and arguments:
+        return short(arguments[0])
+    return ", ".join(str(one) for one in arguments if type(one) is int)
+
+
+def _cut(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # a report is UTF-8
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
