@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _note(runner: CaseRunner, connector: str, found: CellRun) -> None:
     """Append a line for each case that failed."""
-    facts = runner.known[f"{runner.module}:{connector}"]
+    spec = connector if ":" in connector else f"{runner.module}:{connector}"
+    facts, connector = runner.known[spec], spec.partition(":")[2]
     name = f"{facts.module}.{connector}"
     lines = [
         json.dumps((name, mistake(facts.file, connector), one.finding.rule, one.id, one.finding.happened))
