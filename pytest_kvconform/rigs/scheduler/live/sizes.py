@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, is_not_ours
+from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, has_limit, is_not_ours
 
 SHARE = 0.5  # a container that grows by so many things a request grows with the requests
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -50,13 +50,6 @@ def container_sizes(state: dict[str, Any]) -> dict[str, int]:
         elif not is_not_ours(value):
             todo += [((*path, name), one) for name, one in attributes(value)]
     return dict(found)
-
-
-def has_limit(value: Any) -> bool:
-    """Whether an object is a container that never holds more than a number of things."""
-    limits = [getattr(value, name, None) for name in ("maxlen", "maxsize")]
-    holds = hasattr(value, "__len__") or hasattr(value, "qsize")
-    return holds and any(isinstance(limit, int) and limit > 0 for limit in limits)
 
 
 def growth(before: dict[str, int], after: dict[str, int], requests: int) -> str:

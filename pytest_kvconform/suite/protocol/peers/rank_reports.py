@@ -37,14 +37,17 @@ ABORTED = {
 
 @case("KV-RANK-001", rig="peers")
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
-    """Every rank reports every request once, whichever rank was slow."""
+    """Every rank reports every request once, whichever rank was slow.
+
+    P reports requests whose blocks it keeps after their ends: vLLM knows no other one any more.
+    """
     _check_reported_once(bench, "hand_overs", "KV-RANK-001")
     observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
     require_some_load(observed)
     looked_at = 0
     for name, handed in observed.prefills.items():
         decode = observed.decodes[name]
-        wanted = [("P", SENDING, handed.id)]
+        wanted = [("P", SENDING, handed.id)] if handed.trace.delayed_free else []
         if not loaded_within_step(decode.trace):
             wanted.append(("D", RECVING, decode.id))
         for role, where, request in wanted:

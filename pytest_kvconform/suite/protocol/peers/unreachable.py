@@ -53,9 +53,9 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
             diagnosis="the connector waits for an answer without a deadline; the request is "
             f"{bad.trace.status or 'not scheduled'}",
         )
-    if what == RIGHT and bench.subject.handover == "rendezvous":
-        raise NotApplicable("D finds P by the transfer id, and does not need the port that its params name")
-    if what in (WRONG, RIGHT):
+    if what == RIGHT:
+        raise NotApplicable("D finds P's KV without the port that its params name")
+    if what == WRONG:
         raise violation(
             "KV-PEER-001", f"a request of D loaded something, and {PLACES[variant]}", observed, bad
         )
