@@ -1,0 +1,31 @@
+"""The hook of mkdocs.yml: pages keep the paths and the links that they have in the repository.
+
+README.md is the first page, and the pages of docs/ are below docs/ on the site, too. So no link is rewritten.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")  # what pages link to beside docs/
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Put the pages of docs/ below docs/, and add those beside it."""
+    for page in files.documentation_pages():
+        files.remove(page)
+        files.append(_file(config, f"docs/{page.src_uri}"))
+    for name in BESIDE:
+        files.append(_file(config, name))
+    return files
+
+
+def _file(config: MkDocsConfig, name: str) -> File:
+    file = File.generated(config, name, abs_src_path=str(ROOT / name))
+    if not Path(name).suffix:
+        file.dest_uri += ".txt"  # a browser shows it, and would save a file without an ending
+    return file
