@@ -15,7 +15,7 @@ SETUP = VENV='$(VENV)' VLLM='$(VLLM)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_IN
 # Some containers set it. Each of the processes of pytest would then compile the suite anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help conform test lint format bench clean
+.PHONY: help conform test lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test    [ARGS=...]                   run this project's own tests"
 	@echo "make lint                                 ruff and mypy"
 	@echo "make format                               let ruff rewrite the files"
+	@echo "make docs                                 build the documentation as a site, in site/"
 	@echo "make bench                                measure what docs/benchmarks.md quotes (minutes)"
 	@echo "make clean                                remove .venv, caches and reports"
 	@echo "Variables:"
@@ -54,10 +55,14 @@ format:
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs:
+	@$(SETUP) docs
+	$(VENV)/bin/mkdocs build --strict $(ARGS)
+
 bench:
 	@$(SETUP) cpu
 	@$(VENV)/bin/python ci/bench.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* kv-report dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* kv-report dist build site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pytest_kvconform model_matrix tests ci -name __pycache__ -type d -prune -exec rm -rf {} +

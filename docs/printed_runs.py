@@ -8,21 +8,33 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pytest_kvconform import starter
 
 DOCS = Path(__file__).parent
-FAILURE = "kv::engine/bytes::sliding_window_is_complete[gemma3-P1D1-n63]"
 FIRST = "--kv-family=llama --kv-topology=P1D1 kv::engine/bytes"
 BROKEN = "'kv::engine/bytes::attention_kv_arrives[llama-P1D1-partial_hit]'"
 RUN_SECONDS = 300  # 20 on two idle cores
 
 
-def failure() -> str:
+def failure(arguments: str) -> str:
     """The failure that a run of vLLM's NixlConnector prints, with the command before it."""
     with tempfile.TemporaryDirectory() as folder:  # this project's pyproject.toml must not apply
-        return _run(folder, f"--kv-connector=NixlConnector '{FAILURE}'", section)
+        return _run(folder, f"--kv-connector=NixlConnector {arguments}", section)
+
+
+PARAMS = "kv::protocol/kv_transfer_params::corrupted_params_fail_only_their_request"
+FAILURES = {  # name of the part of a page -> the function that makes it
+    name: partial(failure, arguments)
+    for name, arguments in {
+        "failure": "'kv::engine/bytes::sliding_window_is_complete[gemma3-P1D1-n63]'",
+        "failure-blocks": "--kv-matrix=full "
+        "'kv::bytes/pool::attention_kv_arrives[llama3_1_8b-P1D1.b16x64-hit1]'",
+        "failure-params": f"'{PARAMS}[llama3_1_8b-P1D1.b16-missing]'",
+    }.items()
+}
 
 
 def first_run(connector_is_right: bool) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from printed_runs import failure, first_run
+from printed_runs import FAILURES, first_run
 from registered_results import registered_results
 
 from model_matrix import load_families, load_geometries, load_real_checkpoints
@@ -44,11 +44,11 @@ PAGES = {
     "features": "authors.md",
     "nightly": "operators.md",
     "registry": "registry.md",
-    "failure": "authors.md",
+    **dict.fromkeys(FAILURES, "failures.md"),
     "passes": "start.md",
     "fails": "start.md",
 }
-RUNS = ("failure", "passes", "fails")  # the parts that a run prints
+RUNS = (*FAILURES, "passes", "fails")  # the parts that a run prints
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving", "nodes")
@@ -280,7 +280,7 @@ def features_table() -> str:
             f"`{name}`",
             feature.level,
             feature.meaning,
-            ", ".join([*feature.facts, *feature.rules, *feature.cases]),
+            ", ".join(f"`{one}`" for one in (*feature.facts, *feature.rules, *feature.cases)),
         )
         for name, feature in features.load().items()
     ]
@@ -313,7 +313,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "features": features_table,
     "nightly": nightly_table,
     "registry": lambda: registered_results(_table),
-    "failure": failure,
+    **FAILURES,
     "passes": lambda: first_run(connector_is_right=True),
     "fails": lambda: first_run(connector_is_right=False),
 }

@@ -5,7 +5,9 @@ README.md is the first page, and the pages of docs/ are below docs/ on the site,
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -22,6 +24,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name in BESIDE:
         files.append(_file(config, name))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    r"""Write | for \| in tables. GitHub needs the backslash, and Python-Markdown leaves it in code."""
+    return re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html)
 
 
 def _file(config: MkDocsConfig, name: str) -> File:

@@ -15,6 +15,7 @@ import pytest
 from model_matrix import load_families
 from model_matrix.families import Family
 from pytest_kvconform import declaration, rules
+from pytest_kvconform.kvspace import kinds
 from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import context
@@ -24,7 +25,7 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers.fixtures import must_be_installed
 
-from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, terms, words
+from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, terms, words
 
 LINKS = [
     (page, link)
@@ -119,10 +120,20 @@ def test_the_output_that_people_read_is_what_a_run_prints(name: str) -> None:
 
 
 def test_the_parts_of_a_failure_are_all_explained() -> None:
-    parts = [term.strip("`") for term in terms(PAGES["docs/authors.md"], "Read a failure")]
-    [text] = [block for block in blocks(PAGES["docs/authors.md"], "text") if block.startswith("rule ")]
-    shown = re.findall(r"^([a-z]+) +\S", text, re.MULTILINE)
+    page = PAGES["docs/failures.md"]
+    parts = [term.strip("`") for term in terms(page, "Read a failure")]
+    first, *others = [block for block in blocks(page, "text") if block.startswith("rule ")]
+    shown = re.findall(r"^([a-z]+) +\S", first, re.MULTILINE)
     assert [part for part in parts if part != "log"] == shown
+    assert all(set(re.findall(r"^([a-z]+) +\S", other, re.MULTILINE)) <= set(parts) for other in others)
+
+
+def test_every_sign_of_a_picture_is_explained() -> None:
+    [[_, *rows]] = tables(PAGES["docs/failures.md"])
+    shown = {sign.strip("`") or " ": meaning.partition(":")[0] for sign, meaning, _ in rows}
+    names = {kinds.LETTERS[kind]: name for kind, name in kinds.NAMES.items()}
+    assert shown | names == shown
+    assert set(shown) == set(kinds.LETTERS.values())
 
 
 # ---- records -------------------------------------------------------------------------------------
