@@ -5,6 +5,7 @@ README.md is the first page, and the pages of docs/ are below docs/ on the site,
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")  # what pages link to beside docs/
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link to the repository that builds the site. With `repo_url` each reader's browser would ask GitHub."""
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        link = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
+        config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": link, "name": "Repository"}]
+    return config
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
