@@ -80,7 +80,14 @@ def test_the_site_has_every_page_and_no_program(site: dict[Path, Page]) -> None:
     names = {"README.md": "index.html"}
     expected = {index.parent / names.get(name, name.replace(".md", ".html")) for name in NAV}
     assert set(site) == expected
-    assert {file.suffix for file in (index.parent / "docs").rglob("*")} == {".html"}
+    files = [file for file in index.parent.rglob("*.*") if file.suffix != ".html"]
+    others = {file.relative_to(index.parent).as_posix() for file in files}
+    assert {name for name in others if not name.startswith("assets/")} == {
+        "LICENSE.txt",
+        "search/search_index.json",
+        "sitemap.xml",
+        "sitemap.xml.gz",
+    }
 
 
 def test_what_pages_load_and_link_to_is_there(site: dict[Path, Page]) -> None:
