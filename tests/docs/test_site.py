@@ -85,6 +85,7 @@ def test_the_site_has_every_page_and_no_program(site: dict[Path, Page]) -> None:
     assert {name for name in others if not name.startswith("assets/")} == {
         "LICENSE.txt",
         "search/search_index.json",
+        "site.css",
         "sitemap.xml",
         "sitemap.xml.gz",
     }
