@@ -25,7 +25,7 @@ from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers.fixtures import must_be_installed
 
-from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, tables, terms, words
+from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, terms, words
 
 LINKS = [
     (page, link)
@@ -129,11 +129,9 @@ def test_the_parts_of_a_failure_are_all_explained() -> None:
 
 
 def test_every_sign_of_a_picture_is_explained() -> None:
-    [[_, *rows]] = tables(PAGES["docs/failures.md"])
-    shown = {sign.strip("`") or " ": meaning.partition(":")[0] for sign, meaning, _ in rows}
-    names = {kinds.LETTERS[kind]: name for kind, name in kinds.NAMES.items()}
-    assert shown | names == shown
-    assert set(shown) == set(kinds.LETTERS.values())
+    shown = terms(PAGES["docs/failures.md"], "The picture")
+    signs = {kind: sign for kind, sign in kinds.LETTERS.items() if kind != kinds.NOT_DUE}
+    assert set(shown) == {f"`{sign}` {kinds.NAMES.get(kind, 'correct')}" for kind, sign in signs.items()}
 
 
 # ---- records -------------------------------------------------------------------------------------

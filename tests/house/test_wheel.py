@@ -69,7 +69,7 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
     assert data["Name"] == "pytest-kvconform"
     assert data["Version"] == pytest_kvconform.__version__
     assert data["License-Expression"] == "Apache-2.0"
-    extras = {"accuracy", "cpu", "cuda", "lmcache", "mooncake", "ray", "test"}
+    extras = {"accuracy", "cpu", "cuda", "docs", "lmcache", "mooncake", "ray", "test"}
     assert set(data.get_all("Provides-Extra")) == extras
     assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
 
