@@ -8,8 +8,9 @@ from pathlib import Path
 from model_matrix.cells import MODELS
 from model_matrix.limits import load_limits
 from pytest_kvconform import __version__, features, loading, plan, rules
+from pytest_kvconform.report.consistency import inconsistencies
 from pytest_kvconform.report.digest import altered
-from pytest_kvconform.report.document import FILE, Report, inconsistencies
+from pytest_kvconform.report.document import FILE, Report
 from pytest_kvconform.settings import Settings
 
 

@@ -7,30 +7,19 @@ and in the `calls` of findings.
 from __future__ import annotations
 
 import datetime
-import json
 import platform
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from pytest_kvconform import __version__, declaration, rules
-from pytest_kvconform.apply_declaration import Criteria, apply_declaration
-from pytest_kvconform.declaration import (
-    AMOUNTS,
-    KnownFailure,
-    known_failure_state,
-    read_features,
-    read_known,
-    version,
-)
-from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
-from pytest_kvconform.declarations.children import together
+from pytest_kvconform import __version__, declaration, features, rules
+from pytest_kvconform.apply_declaration import Criteria
+from pytest_kvconform.declaration import version
 from pytest_kvconform.report.digest import KEY, digest
 from pytest_kvconform.report.files import write_file
-from pytest_kvconform.result import CaseResult, Outcome
+from pytest_kvconform.result import CaseResult
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import Verdict, decide_verdict
@@ -40,8 +29,6 @@ MOST_BYTES = 2**29  # of a report that is read
 _VERDICT_SETTINGS = ("matrix", "claim", "declare", "shard")  # settings that recompute_verdict uses
 # settings that `kvconform` reads, and that every report has: "shard" came later
 _READ_SETTINGS = ("matrix", "claim", "declare", "device", "features", "known")
-# the reason of a case that was blocked, because another case found that the cell was refused or failed
-_DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
 
 class BadReport(ValueError):
@@ -198,118 +185,6 @@ def criteria_of(report: Report) -> Criteria:
     )
 
 
-def inconsistencies(report: Report) -> list[str]:
-    """Return a sentence for each part of a report that does not follow from the rest.
-
-    `kvconform verify` prints these sentences.
-    """
-    found, criteria = [*_check_declaration(report), *_check_refusals(report)], criteria_of(report)
-    if report.day is not None and report.day > declaration.today():
-        found.append(f"day: the report is of {report.day}, but today is {declaration.today()}")
-    for result in report.results:
-        applied = apply_declaration(result, criteria)
-        if (applied.outcome, applied.case_outcome, applied.declaration_rule) != (
-            result.outcome,
-            result.case_outcome,
-            result.declaration_rule,
-        ):
-            found.append(
-                f"{result.id} is {result.outcome.value} in the report, but the declaration makes it "
-                f"{applied.outcome.value}"
-            )
-    if strange := sorted({result.id for result in report.results} - set(report.selection.selected)):
-        found.append(f"{len(strange)} results are of cases that were not selected, the first is {strange[0]}")
-    if report.selection.elsewhere and not shard_of(report):
-        found.append("selection.elsewhere names cases of other shards, but the run had no --kv-shard")
-    if twice := sorted({*report.selection.selected} & {*report.selection.elsewhere}):
-        found.append(f"{len(twice)} cases are both selected and elsewhere, the first is {twice[0]}")
-    verdict, given = recompute_verdict(report), report.verdict
-    if (verdict.word, verdict.sentence) != (given.word, given.sentence):
-        found.append(
-            f"the verdict of the report is {given.word} ({given.sentence}), but its results give "
-            f"{verdict.word} ({verdict.sentence})"
-        )
-    elif differ := [key for key in verdict.__struct_fields__ if getattr(verdict, key) != getattr(given, key)]:
-        found.append(f"verdict.{', verdict.'.join(differ)} of the report does not follow from its results")
-    return found
-
-
-def _check_declaration(report: Report) -> Iterator[str]:
-    """Yield sentences about the declaration: the state of known failures, and pyproject.toml's tables.
-
-    The settings of the report hold these tables too. They do not hold a file of --kv-declare.
-    """
-    subject, today = report.subject, declaration.today()
-    for number, entry in enumerate(subject.known):
-        state = known_failure_state(entry, report.environment.get("vllm"))
-        if entry.day is None or entry.day > today:
-            yield f"subject.known[{number}] was applied on {entry.day or 'no day'}, but today is {today}"
-        elif entry.state != state:
-            yield (
-                f"subject.known[{number}] is {entry.state} in the report, but its last day and its "
-                "versions of "
-                f"vLLM make it {state}"
-            )
-    # Another version of the suite may declare vLLM's connectors in another way.
-    if report.settings["declare"].value or report.suite != __version__:
-        return
-    features, known = (
-        json.loads(report.settings[key].value or empty)
-        for key, empty in (("features", "{}"), ("known", "[]"))
-    )
-    ours = None if subject.module else bundled_declarations().get(subject.connector)
-    bundled = together(ours or BundledDeclaration(features={}), subject.config, subject.profile)
-    declared = read_features(bundled.features, "features")
-    declared |= read_features(features, "features")
-    if declared != subject.features:
-        differ = sorted(
-            name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
-        )
-        yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
-    for key in AMOUNTS:
-        if getattr(subject, key) != (report.settings[key].value or getattr(bundled, key)):
-            yield f"subject.{key} differs from the settings of the report"
-    written = [_as_written(entry) for entry in read_known(known, "known")]
-    if written != [_as_written(entry) for entry in subject.known]:
-        yield "subject.known: the entries differ from the settings of the report"
-
-
-def _as_written(entry: KnownFailure) -> KnownFailure:
-    """Return an entry without the fields that a run adds."""
-    return msgspec.structs.replace(entry, day=None, state="open", place="")
-
-
-def _check_refusals(report: Report) -> Iterator[str]:
-    """Yield a sentence for each result whose `refused` does not follow from the report.
-
-    The finding of a refusal tells how the connector declined. The reason of a case that was blocked by a
-    refusal names the case that has this finding.
-    """
-    results = {result.id: result for result in report.results}
-    for result in report.results:
-        outcome = result.case_outcome or result.outcome
-        match = _DEPENDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
-        on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
-        first = results.get(on)
-        if outcome is Outcome.FAIL:
-            refused = bool(result.finding and result.finding.declined)
-        elif (
-            first is not None
-            and (first.case_outcome or first.outcome) is Outcome.FAIL
-            # a later start may have failed in another way
-            and because in ("", first.finding.happened if first.finding else "")
-        ):
-            refused = first.refused
-        else:
-            refused = result.refused and outcome in (Outcome.BLOCKED, Outcome.NOT_APPLICABLE)
-        if refused != result.refused:
-            word = {True: "a refusal", False: "no refusal"}
-            yield (
-                f"{result.id} is {word[result.refused]} in the report, but {on or 'its finding'} makes it "
-                f"{word[refused]}"
-            )
-
-
 def encode(report: Report) -> bytes:
     """Return canonical JSON with its digest, indented, with a newline at the end."""
     raw = msgspec.json.decode(msgspec.json.encode(report))
@@ -346,4 +221,7 @@ def read(path: Path) -> Report:
             option.parse(setting.value)
         except ValueError as error:
             raise BadReport(f"{path}: $.settings.{option.key}: {error}") from None
+    named = {name for result in report.results for name in result.features}
+    if strange := sorted((named | report.subject.features.keys()) - features.load().keys()):
+        raise BadReport(f"{path}: the suite has no feature {strange[0]!r}")
     return report

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pytest_kvconform.declaration import KnownFailure
+from pytest_kvconform.report.consistency import inconsistencies
 from pytest_kvconform.report.digest import altered
-from pytest_kvconform.report.document import (
-    FILE,
-    Report,
-    Setting,
-    inconsistencies,
-    shard_of,
-    with_verdict,
-)
+from pytest_kvconform.report.document import FILE, Report, Setting, shard_of, with_verdict
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.shards import numbers
 from pytest_kvconform.subject import Subject

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
-from pytest_kvconform.report import document
+from pytest_kvconform.report import consistency, document
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.verdict import EXIT_CODES
 
@@ -68,7 +68,7 @@ def test_a_report_of_any_verdict_is_read_back(kv, deeds):
     report = document.read(path)
     assert report.verdict.word in EXIT_CODES
     assert document.encode(report) == path.read_bytes()
-    assert document.inconsistencies(report) == []
+    assert consistency.inconsistencies(report) == []
 
 
 def test_neither_a_hash_seed_nor_an_order_changes_a_byte(kv, monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pytest_kvconform.case_outcome import MOST_CALLS, CaseEnd, end_of, with_calls
-from pytest_kvconform.report import digest, document, page
+from pytest_kvconform.report import consistency, digest, document, page
 from pytest_kvconform.report.page import timeline
 from pytest_kvconform.result import Blocked, CaseResult, Cell, Finding, HookCall, Outcome, Violation
 
@@ -70,7 +70,7 @@ def test_a_report_with_calls_is_read_back_and_verifies(tmp_path) -> None:
     report = made([failed("a", CALLS)])
     path = document.write(report, tmp_path)
     assert document.read(path).results == report.results
-    assert digest.altered(path) == "" and document.inconsistencies(report) == []
+    assert digest.altered(path) == "" and consistency.inconsistencies(report) == []
     path.write_text(path.read_text().replace("no route", "no path"))
     assert digest.altered(path).startswith("the digest is not ")
 

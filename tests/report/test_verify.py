@@ -13,7 +13,7 @@ import pytest
 
 from pytest_kvconform import cli
 from pytest_kvconform.apply_declaration import apply_declaration
-from pytest_kvconform.report import document
+from pytest_kvconform.report import consistency, document
 from pytest_kvconform.report.digest import digest
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
@@ -208,7 +208,7 @@ def test_a_blocked_case_names_the_case_that_it_depends_on(declined: str, called:
         ids,
         (),
     )
-    assert len(document.inconsistencies(report)) == (not other and called != bool(declined))
+    assert len(consistency.inconsistencies(report)) == (not other and called != bool(declined))
 
 
 def test_what_the_verdict_says_besides_its_word_is_compared_too(kv, capsys):
@@ -255,3 +255,17 @@ def test_malformed_settings(kv, capsys):
         path.write_text(json.dumps(raw))
         assert cli.main(["verify", str(path)]) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_result", [True, False])
+def test_a_feature_that_the_suite_does_not_know(of_result, kv, capsys):
+    path = kv(deeds={"window*": "violate"}).path
+    raw = json.loads(path.read_bytes())
+    if of_result:
+        one(raw, "window[gemma3-P1D1]")["features"].append("telepathy")
+    else:
+        raw["subject"]["features"]["telepathy"] = ""
+    seal(path, raw)
+    capsys.readouterr()
+    assert cli.main(["verify", str(path)]) == 2
+    assert capsys.readouterr().err.endswith("report.json: the suite has no feature 'telepathy'\n")

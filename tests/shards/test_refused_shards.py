@@ -15,7 +15,7 @@ import pytest
 
 from pytest_kvconform import cli
 from pytest_kvconform.declaration import KnownFailure, today
-from pytest_kvconform.report import document
+from pytest_kvconform.report import consistency, document
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
@@ -92,7 +92,7 @@ def test_the_shards_of_one_run_are_taken_in_any_order(parts, capsys):
     """The verdict is INCOMPLETE, because these shards declare no feature."""
     assert merge(*reversed(parts)) == 10
     assert "features are not declared" in capsys.readouterr().out
-    assert document.inconsistencies(document.read(Path("merged"))) == []
+    assert consistency.inconsistencies(document.read(Path("merged"))) == []
     assert document.read(Path("merged")).selection.selected == tuple(sorted(IDS))
 
 
