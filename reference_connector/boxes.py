@@ -74,7 +74,7 @@ def boxes_of(
     v1/kv_cache_interface.py, and `bind_kv_cache` of model_executor/layers/mamba/abstract.py. A layer that
     uses another layer's KV has no box. Raises ValueError for a layer that boxes cannot describe.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     owners = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     boxes: list[Box] = []
@@ -90,7 +90,9 @@ def boxes_of(
                 boxes += _state_boxes(box, spec, view, rank, size)
             elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
                 here = view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
-                heads = _heads(vllm_config, name, spec, here, tp_rank, tp_size)
+                # Every rank holds all of latent KV, also where vLLM does not say so (Kimi in 0.31).
+                most = 1 if isinstance(spec, MLAAttentionSpec) else spec.max_tp_shards
+                heads = _heads(vllm_config, name, most, here, tp_rank, tp_size)
                 pieces = view.shape[0] // kv_cache_config.num_blocks
                 boxes += _attention_boxes(vllm_config, box, spec, view, heads, pieces)
             else:
@@ -99,13 +101,14 @@ def boxes_of(
     return tuple(boxes)
 
 
-def _heads(vllm_config: Any, name: str, spec: Any, here: int, tp_rank: int, tp_size: int) -> Heads:
+def _heads(vllm_config: Any, name: str, most: int | None, here: int, tp_rank: int, tp_size: int) -> Heads:
     """The KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
-    A rank with one head asks the configuration how many there are: of the model, or of the draft model.
+    `most`: into how many parts the heads are split at most, None if vLLM's spec of the layer does not say it.
+    A rank with one head then asks the configuration how many there are: of the model, or of the draft model.
     """
-    if spec.max_tp_shards is not None:
-        shards = min(spec.max_tp_shards, tp_size)
+    if most is not None:
+        shards = min(most, tp_size)
     elif here > 1:
         shards = tp_size
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,7 @@ class Made:
         block: int,
         kernel: int = 0,
         cpu: bool = False,
+        shards: int | None = 1,  # `max_tp_shards` of latent attention; Kimi's has None in vLLM 0.31
     ):
         import torch
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -76,6 +78,8 @@ class Made:
         from pytest_kvconform.rigs.bytes.layers import Layer, PackedBackend
 
         specs = layer_specs(GEOMETRIES[geometry], tp, block, kernel_block=16)
+        for name in names_of(geometry, Mla, len(specs)):
+            specs[name] = dataclasses.replace(specs[name], max_tp_shards=shards)
         self.specs = {name: specs[name] for group in names for name in group}
         groups, tensors, outer = [], [], layout[0] == "B"
         row = max(sum(self.specs[name].page_size_bytes for name in group) for group in names)
@@ -287,8 +291,9 @@ def test_cpu_attention_of_amx_with_blocks_of_another_size(monkeypatch: pytest.Mo
         pair(large, [small])
 
 
+@pytest.mark.parametrize("shards", [1, None])
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
-def test_heads_of_every_rank(geometry: str) -> None:
+def test_heads_of_every_rank(geometry: str, shards: int | None) -> None:
     """Ranges of heads over all topologies, the draft's layers and replicated heads included."""
     names = [
         *names_of(geometry, Mla, 1),
@@ -297,9 +302,8 @@ def test_heads_of_every_rank(geometry: str) -> None:
     kinds = {layer.name: layer.kind for layer in expand_layers(GEOMETRIES[geometry])}
     for tp in (tp for tp in (1, 2, 4, 8, 16) if not possible(GEOMETRIES[geometry], tp)):
         for rank, name in ((rank, name) for rank in range(tp) for name in names):
-            made = Made(
-                geometry, [[name]], "LBHNC", tp, rank, block=2048 if names_of(geometry, State) else 16
-            )
+            block = 2048 if names_of(geometry, State) else 16
+            made = Made(geometry, [[name]], "LBHNC", tp, rank, block, shards=shards)
             axis = made.of(name)["kv"].axes[0]
             first, number = kv_heads(kinds[name], tp, rank)
             assert (axis.start, axis.stop - axis.start) == (first, number)
@@ -317,9 +321,8 @@ def test_heads_of_a_draft_that_has_fewer_than_its_model() -> None:
         speculative_config=SimpleNamespace(draft_model_config=model(2)),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    spec = SimpleNamespace(max_tp_shards=None)
-    assert boxes._heads(config, "model.layers.3.self_attn.attn", spec, 1, 5, 8) == (5, 6, 8)
-    assert boxes._heads(config, "model.layers.4.self_attn.attn", spec, 1, 5, 8) == (1, 2, 2)
+    assert boxes._heads(config, "model.layers.3.self_attn.attn", None, 1, 5, 8) == (5, 6, 8)
+    assert boxes._heads(config, "model.layers.4.self_attn.attn", None, 1, 5, 8) == (1, 2, 2)
 
 
 def test_boxes_travel_and_are_small() -> None:

@@ -85,11 +85,15 @@ OF_BOXES = {  # a piece of boxes.py -> the piece with a mistake, and a test that
     ),
     "shards = min(config.get_total_num_kv_heads(), tp_size)": (
         "shards = tp_size",
-        lambda _: test_boxes.test_heads_of_every_rank("gemma3_1b"),
+        lambda _: test_boxes.test_heads_of_every_rank("gemma3_1b", 1),
     ),
-    "shards = min(spec.max_tp_shards, tp_size)": (
+    "shards = min(most, tp_size)": (
         "shards = tp_size",
-        lambda _: test_boxes.test_heads_of_every_rank("deepseek_v3"),
+        lambda _: test_boxes.test_heads_of_every_rank("deepseek_v3", 1),
+    ),
+    "most = 1 if isinstance(spec, MLAAttentionSpec) else spec.max_tp_shards": (
+        "most = spec.max_tp_shards",
+        lambda _: test_boxes.test_heads_of_every_rank("deepseek_v3", None),
     ),
     "and _is_draft(vllm_config, name)": (
         "and False",

@@ -66,7 +66,7 @@ class Rank:
         )
         config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="nvfp4"))
         here = self.view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
-        heads = _heads(None, "l", spec, here, rank, size)
+        heads = _heads(None, "l", spec.max_tp_shards, here, rank, size)
         box = partial(Box, layer="l", group=0)
         self.boxes: tuple[Box, ...] = tuple(_attention_boxes(config, box, spec, self.view, heads, 1))
 
