@@ -119,3 +119,19 @@ def test_it_computes_what_the_naive_layer_does(layer: Any) -> None:
     assert max(found) < LIMIT
     for before, part in zip(others, layer.kv_cache, strict=True):  # slots of nobody
         assert torch.equal(before, part[[0, 2, 5]])
+
+
+def test_weights_in_float32_stay_as_they_are(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops
+
+    from pytest_kvconform.rigs.vllm_setup import overrides
+
+    def pack(weight: torch.Tensor) -> str:  # as vLLM's does, which needs AVX512-BF16
+        assert weight.dtype == torch.bfloat16, "\"causal_conv1d_fwd_kernel_impl\" not implemented for 'Float'"
+        return "packed"
+
+    monkeypatch.setattr(_custom_ops, "causal_conv1d_weight_pack", pack)
+    overrides.leave_float32_convolutions_unpacked()
+    weight = torch.randn(CHANNELS, TAPS)
+    assert torch.equal(_custom_ops.causal_conv1d_weight_pack(weight), weight.view(CHANNELS, 1, TAPS))
+    assert _custom_ops.causal_conv1d_weight_pack(weight.bfloat16()) == "packed"

@@ -81,6 +81,23 @@ def accept_prefill_of_one_token() -> None:
     _custom_ops.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
 
 
+def leave_float32_convolutions_unpacked() -> None:
+    """Let a model with a convolution in float32, such as Kimi Linear's, start on vLLM 0.31.
+
+    On CPUs with AVX512-BF16 that version packs the weights of every convolution for a kernel of bfloat16, and
+    the packing raises for float32 (docs/findings.md). vLLM 0.32 leaves such weights as they are.
+    """
+    import torch
+    from vllm import _custom_ops
+
+    pack = _custom_ops.causal_conv1d_weight_pack
+
+    def causal_conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:  # [channel, tap]
+        return pack(weight) if weight.dtype == torch.bfloat16 else weight.unsqueeze(1)
+
+    _custom_ops.causal_conv1d_weight_pack = causal_conv1d_weight_pack
+
+
 def zero_whole_blocks() -> None:
     """Let vLLM's runner for CPUs zero the blocks that the scheduler names, where kernels have smaller ones.
 

@@ -54,6 +54,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     if current_platform.is_cpu():
         overrides.communicate_without_shared_memory()
         overrides.accept_prefill_of_one_token()
+        overrides.leave_float32_convolutions_unpacked()
         overrides.zero_whole_blocks()
     overrides.override_triton_kernels_once(now=bool(architectures))  # before a model class imports numba
     if architectures and current_platform.is_cpu():
