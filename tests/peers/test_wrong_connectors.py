@@ -251,6 +251,20 @@ def test_p_need_not_report_what_it_does_not_keep(run_cases: Callable[..., Report
     assert "FAIL" not in {outcome for outcome, _ in reported.values()}, reported
 
 
+RANKS = ("protocol/peers/rank_reports",)
+
+
+def test_one_rank_may_report_for_all(run_cases: Callable[..., Reported]) -> None:
+    reported = run_cases("RankZeroReports", "P1D2", modules=RANKS)
+    assert reported["each_rank_reports_once"] == ("PASS", ""), reported
+    assert {outcome for outcome, _ in reported.values()} <= {"PASS", "NOT-APPLICABLE"}, reported
+
+
+def test_more_ranks_report_than_are_counted(run_cases: Callable[..., Reported]) -> None:
+    outcome, happened = run_cases("CountsOneRank", "P1D2", modules=RANKS)["each_rank_reports_once"]
+    assert outcome == "FAIL" and "AssertionError in _update_from_kv_xfer_finished" in happened, happened
+
+
 def test_a_full_p_is_waited_for_once(run_cases: Callable[..., Reported]) -> None:
     found = run_cases("KeepsBlocks", "P1D2")
     assert {name for name, (outcome, _) in found.items() if outcome == "FAIL"} == {"each_rank_reports_once"}

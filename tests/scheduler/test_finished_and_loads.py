@@ -86,13 +86,6 @@ WRONG = [
         rules="KV-LOAD-001",
     ),
     Wrong(
-        "CountsOneRank",
-        on("load_ends_with_the_last_rank[in_turn] send_ends_with_the_last_rank[in_turn]", r"although rank"),
-        rules="KV-LOAD-002",
-        family="qwen3_5_35b_a3b",
-        topology="P2D2",
-    ),
-    Wrong(
         "CountsAPeer",
         on("load_ends_with_the_last_rank[in_turn] send_ends_with_the_last_rank[in_turn]", r"still"),
         rules="KV-LOAD-002 KV-LOAD-001 KV-LOAD-004 KV-FINISH-003",

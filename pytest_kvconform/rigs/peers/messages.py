@@ -42,6 +42,7 @@ class RankObservation:
     # float64 [call, (start, seconds)]; start: of the monotonic clock; seconds: without those in which the
     # thread waited for a core
     start_load_kv_calls: np.ndarray
+    finished_count: int = 0  # how many ranks report each request: get_finished_count, or all ranks
 
     def reports_of(self, field: str, request: str) -> list[RankReport]:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
@@ -40,7 +41,9 @@ class PeerEngineProcess(FaultyEngineProcess):
 
     def rank_observations(self) -> tuple[RankObservation, ...]:
         """What each rank's worker half was asked and reported, one record a rank."""
-        return tuple(self._workers(worker_recorder.observation))
+        found = self._workers(worker_recorder.observation)
+        count = self.core.scheduler.connector.get_finished_count() or len(found)
+        return tuple(replace(one, finished_count=count) for one in found)
 
     def all_traces(self) -> dict[str, Trace]:
         """The trace of every request."""

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Blocked, HarnessError, Violation
+from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.scheduler.leaks import leaks
 from pytest_kvconform.rigs.scheduler.side_state import SideState
@@ -104,8 +104,14 @@ class Side(SideState):
         Ids in `sent` and `received` are reported by every rank; `failed` ones are reported as received as
         well. `ranks` gives the reports of each rank instead. With asynchronous scheduling they are those of
         the step before, which is in flight during schedule(). Raises Violation if vLLM's scheduler cannot go
-        on with what the connector answered.
+        on with what the connector answered, and NotApplicable for `ranks` if not every rank is to report.
         """
+        count = self.connector.get_finished_count() if ranks else None
+        if count and count < self.ranks:
+            raise NotApplicable(
+                f"get_finished_count returned {count} for {self.ranks} ranks: KV-RANK-001 compares it with "
+                "the ranks that report"
+            )
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
         if self.asynchronous and self._in_flight is None:
             self._in_flight = self._schedule()  # EngineCore.step_with_batch_queue first fills its queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from .right import Right
@@ -21,6 +22,37 @@ class Ranks(Right):
 
     def change(self, results: Any, finished: set[str]) -> None:
         raise NotImplementedError
+
+
+class RankZeroReports(Ranks):
+    """Right: rank 0 reports what every rank has done. Each step the ranks tell each other."""
+
+    def get_finished_count(self) -> int | None:
+        return 1
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        import torch.distributed
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        for field in ("finished_sending", "finished_recving"):
+            done, told = vars(self).setdefault(field, Counter()), [()] * group.world_size
+            torch.distributed.all_gather_object(told, tuple(getattr(results, field)), group.cpu_group)
+            done.update(name for names in told for name in names)
+            named = {name for name, count in done.items() if count == group.world_size}
+            for name in named:
+                del done[name]
+            setattr(results, field, named if group.rank_in_group == 0 else set())
+
+
+class CountsOneRank(Ranks):
+    """Both ranks report, and get_finished_count speaks of one."""
+
+    def get_finished_count(self) -> int | None:
+        return 1
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        pass
 
 
 class RepeatsItself(Ranks):

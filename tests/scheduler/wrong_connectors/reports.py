@@ -29,11 +29,6 @@ class ForgetsLateLoads(Right):
         return super().request_finished_all_groups(request, block_ids)
 
 
-class CountsOneRank(Right):
-    def get_finished_count(self) -> int | None:
-        return 1
-
-
 class CountsAPeer(Right):
     def get_finished_count(self) -> int | None:
         return 3
