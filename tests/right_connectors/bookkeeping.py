@@ -8,9 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-import threading
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +19,9 @@ from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata
 from reference_connector.messages import Load, Orders
 
+from .threads import EndsWhenCollected, OneContext  # noqa: F401  # for the tests of this module
+
 Ended = tuple[bool, dict[str, Any] | None]
-POLL_S = 0.01
 
 
 # ---- what is remembered of requests that have ended ----
@@ -332,16 +331,3 @@ class ReadsNowAndThen(ReferenceConnector):
     def read_ledgers(self, peer: Any, ranks: Any, entry: int, deadline: float) -> Any:
         rests = deadline == float("inf") and next(self.releases) % 2
         return iter(()) if rests else self.plain(peer, ranks, entry, deadline)
-
-
-class EndsWhenCollected(ReferenceConnector):
-    """Has a thread that ends when Python collects the connector, as pools of threads and of sockets do."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        threading.Thread(target=_poll, args=(weakref.ref(self),), name="poller", daemon=True).start()
-
-
-def _poll(connector: Any) -> None:
-    while connector() is not None:
-        time.sleep(POLL_S)

@@ -84,6 +84,7 @@ INTERFACE = {
         "shutdown_twice_is_harmless",
         "next_engine_starts_on_same_port",
     ),
+    "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
 }
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
