@@ -10,7 +10,7 @@ from pytest_kvconform.rigs.peers.rank_faults import hook_has, questions
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POST, STATUS, Faults
 from tests.docs.pages import PAGES, ROOT, blocks
 
-HOOK = ROOT / "tests" / "right_connectors" / "fault_hook.py"
+HOOK = ROOT / "tests" / "faults" / "fault_hook.py"
 
 
 @pytest.fixture

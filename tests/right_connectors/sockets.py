@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from .fault_hook import FaultHook
+from tests.faults.fault_hook import FaultHook
 
 PATIENCE_S = 5.0  # of a peer with an answer
 SOON_S = 1.0
