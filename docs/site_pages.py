@@ -26,10 +26,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Put the pages of docs/ below docs/, and add those beside it."""
-    for page in files.documentation_pages():
-        files.remove(page)
-        files.append(_file(config, f"docs/{page.src_uri}"))
+    """Put the pages and drawings of docs/ below docs/, and add the pages beside it."""
+    drawings = [file for file in files.media_files() if file.src_uri.startswith("claims/")]
+    for file in [*files.documentation_pages(), *drawings]:
+        files.remove(file)
+        files.append(_file(config, f"docs/{file.src_uri}"))
     for name in BESIDE:
         files.append(_file(config, name))
     return files

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pytest_kvconform.claims import DAYS
 from pytest_kvconform.report.document import FILE, Report, encode
@@ -51,24 +52,28 @@ def levels(reports: Sequence[Report]) -> dict[str, str]:
 
 def files(reports: Mapping[int, Report]) -> dict[str, bytes]:
     """Return name -> content of each file of a claim besides its reports: seed -> report."""
-    runs = list(reports.values())
-    facts = runs[0].facts or {}
-    minor = ".".join(str(facts["vllm"]).split(".")[:2])
-    connector, until = runs[0].subject.spec, expires(runs)
+    predicate = _predicate(reports)
+    return badges(predicate) | {PREDICATE: as_json(predicate)}
+
+
+def badges(predicate: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return name -> content of each badge of a claim, which its predicate gives in short."""
+    minor = ".".join(str(predicate["vllm"]).split(".")[:2])
+    connector, device, until = (predicate[key] for key in ("connector", "device", "expires"))
     made = {}
-    for level, word in levels(runs).items():
-        name = f"badge-{level}-vllm-{minor}-{facts['device']}"
+    for level, word in predicate["levels"].items():
+        name = f"badge-{level}-vllm-{minor}-{device}"
         label = f"KV {level}"
-        message = f"{word.lower().replace('-', ' ')} · vLLM {minor} {facts['device']} · until {until}"
+        message = f"{word.lower().replace('-', ' ')} · vLLM {minor} {device} · until {until}"
         made[f"{name}.json"] = as_json(
             {"schemaVersion": 1, "label": label, "message": message, "color": _COLOURS[word][0]}
         )
         title = f"{connector if connector.isprintable() else repr(connector)}: {label} {message}"
         made[f"{name}.svg"] = _drawing(label, message, title, _COLOURS[word][1]).encode()
-    return made | {PREDICATE: as_json(_predicate(reports))}
+    return made
 
 
-def _predicate(reports: Mapping[int, Report]) -> dict[str, object]:
+def _predicate(reports: Mapping[int, Report]) -> dict[str, Any]:
     runs = list(reports.values())
     first, facts = runs[0], runs[0].facts or {}
     return {
