@@ -13,7 +13,8 @@ The way of one case through these modules:
 4. `CaseItem.setup` runs the case on a bench (pytest_kvconform/rigs/bench.py) and turns its exception, or its
    evidence, into a `CaseResult`. The declaration is applied to the result at once.
 5. `CaseRunner.pytest_runtest_makereport` puts the result into pytest's report, which travels to the
-   controller. `Controller.pytest_runtest_logreport` gathers the results.
+   controller. `Controller.pytest_runtest_logreport` gathers the results, and prints a line about the whole
+   run now and then (overview.py).
 6. `Controller.pytest_sessionfinish` closes all engines, decides the verdict, writes `report.json` and sets
    the exit code; `Controller.pytest_terminal_summary_verdict` prints the verdict.
 

@@ -19,6 +19,7 @@ from pytest_kvconform import loading
 from pytest_kvconform.declaration import block_to_paste
 from pytest_kvconform.plan import cell_of_id
 from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
+from pytest_kvconform.pytest_hooks.overview import Overview
 from pytest_kvconform.pytest_hooks.runner import (
     WORKER_KEY,
     CaseRunner,
@@ -61,6 +62,7 @@ class Controller:
         # for each category of pytest's terminal: the list that pytest shows, and a copy of all its reports
         self._stats: list[tuple[list[Any], list[Any]]] = []
         self._hit_limit = False
+        self._overview: Overview | None = None
         self.lost = LostWorkers()
 
     # ---- before the first case ----------------------------------------------------------------------------
@@ -112,6 +114,7 @@ class Controller:
             return
         later = self.runner.link.later_in
         self._probe()
+        self._overview = Overview(self.runner.plan().selected, self.settings.matrix)
         if later:
             Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended has removed its folder
             Path(later).write_bytes(msgspec.json.encode(self.runner.link))
@@ -189,7 +192,9 @@ class Controller:
         if hasattr(report, "kv_progress"):
             write_line(self.config, f"kv: {report.kv_progress}")
         if hasattr(report, "kv_result"):
-            self._results.append(_result(report))
+            self._results.append(result := _result(report))
+            if self._overview and (line := self._overview.line(result)):
+                write_line(self.config, f"kv: {line}", report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> Any:
