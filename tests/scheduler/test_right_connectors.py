@@ -16,8 +16,8 @@ from .checks import MODULES
 def test_every_rule_of_these_cases_has_a_mistake_that_only_it_names() -> None:
     rules = {case.rule for module in MODULES for case in load_module(module)[1]}
     every = (*test_matched_and_metadata.WRONG, *test_finished_and_loads.WRONG)
-    # With too large a count every load waits for ever, so other rules name it, too. Too small a one is a matter
-    # of KV-RANK-001.
+    # With too large a count every load waits for ever, so other rules name it, too. Too small a one is a
+    # matter of KV-RANK-001.
     assert rules - {wrong.rules for wrong in every} == {"KV-LOAD-002"}
     assert rules <= {rule for wrong in every for rule in wrong.rules.split()}
 
