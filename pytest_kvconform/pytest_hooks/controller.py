@@ -114,7 +114,7 @@ class Controller:
             return
         later = self.runner.link.later_in
         self._probe()
-        self._overview = Overview(self.runner.plan().selected, self.settings.matrix)
+        self._overview = Overview(self.runner.plan().selected, self.settings.matrix, lambda: self._selected)
         if later:
             Path(later).parent.mkdir(exist_ok=True)  # a zygote that has ended has removed its folder
             Path(later).write_bytes(msgspec.json.encode(self.runner.link))

@@ -28,10 +28,13 @@ def test_badges_follow_from_the_reports(folder: Path) -> None:
         files = {name: archive.extractfile(name) for name in archive.getnames()}
         reports = {name: file.read() for name, file in files.items() if file}
     assert set(reports) == {f"seed-{seed}/report.json" for seed in SEEDS}
+    assert [one["seed"] for one in predicate["reports"]] == list(SEEDS)
     for one in predicate["reports"]:
         content = reports[f"seed-{one['seed']}/report.json"]
         assert hashlib.sha256(content).hexdigest() == one["report.json"]["sha256"]
-        assert one["verdict"] == json.loads(content)["verdict"]["word"]
+        verdict = json.loads(content)["verdict"]
+        assert one["verdict"] == verdict["word"]
+        assert predicate["levels"] == {level["name"]: level["word"] for level in verdict["levels"]}
     badges = badge.badges(predicate)
     kept = {file.name: file.read_bytes() for file in folder.glob("badge-*")}
     assert len(badges) == 2 * len(predicate["levels"]) and kept == badges

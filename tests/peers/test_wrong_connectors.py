@@ -260,6 +260,11 @@ def test_one_rank_may_report_for_all(run_cases: Callable[..., Reported]) -> None
     assert {outcome for outcome, _ in reported.values()} <= {"PASS", "NOT-APPLICABLE"}, reported
 
 
+def test_one_rank_may_not_report_what_others_have_not_done(run_cases: Callable[..., Reported]) -> None:
+    reported = run_cases("RankZeroAlone", "P1D2", modules=RANKS)
+    assert reported["each_rank_reports_once"][0] == "FAIL", reported
+
+
 def test_more_ranks_report_than_are_counted(run_cases: Callable[..., Reported]) -> None:
     outcome, happened = run_cases("CountsOneRank", "P1D2", modules=RANKS)["each_rank_reports_once"]
     assert outcome == "FAIL" and "AssertionError in _update_from_kv_xfer_finished" in happened, happened

@@ -42,7 +42,8 @@ class PeerEngineProcess(FaultyEngineProcess):
     def rank_observations(self) -> tuple[RankObservation, ...]:
         """What each rank's worker half was asked and reported, one record a rank."""
         found = self._workers(worker_recorder.observation)
-        count = self.core.scheduler.connector.get_finished_count() or len(found)
+        aggregator = self.core.model_executor.kv_output_aggregator  # None where one worker needs none
+        count = int(aggregator._expected_finished_count) if aggregator and len(found) > 1 else len(found)
         return tuple(replace(one, finished_count=count) for one in found)
 
     def all_traces(self) -> dict[str, Trace]:

@@ -106,11 +106,11 @@ class Side(SideState):
         the step before, which is in flight during schedule(). Raises Violation if vLLM's scheduler cannot go
         on with what the connector answered, and NotApplicable for `ranks` if not every rank is to report.
         """
-        count = self.connector.get_finished_count() if ranks else None
-        if count and count < self.ranks:
+        count = self._aggregator._expected_finished_count
+        if ranks and 1 <= count < self.ranks:
             raise NotApplicable(
-                f"get_finished_count returned {count} for {self.ranks} ranks: KV-RANK-001 compares it with "
-                "the ranks that report"
+                f"get_finished_count returned {count} for {self.ranks} ranks: KV-RANK-001 and KV-RANK-005 "
+                "look at the ranks that report"
             )
         report = WorkerReport(sent, [*received, *failed], failed, invalid)
         if self.asynchronous and self._in_flight is None:

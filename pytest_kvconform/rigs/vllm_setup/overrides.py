@@ -90,7 +90,9 @@ def leave_float32_convolutions_unpacked() -> None:
     import torch
     from vllm import _custom_ops
 
-    pack = _custom_ops.causal_conv1d_weight_pack
+    pack = getattr(_custom_ops, "causal_conv1d_weight_pack", None)  # vLLM asks for it, too
+    if pack is None:
+        return
 
     def causal_conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:  # [channel, tap]
         return pack(weight) if weight.dtype == torch.bfloat16 else weight.unsqueeze(1)

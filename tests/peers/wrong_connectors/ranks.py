@@ -45,6 +45,18 @@ class RankZeroReports(Ranks):
             setattr(results, field, named if group.rank_in_group == 0 else set())
 
 
+class RankZeroAlone(Ranks):
+    """Rank 0 reports for all what it has done itself, and the others report nothing."""
+
+    def get_finished_count(self) -> int | None:
+        return 1
+
+    def change(self, results: Any, finished: set[str]) -> None:
+        if self.rank:
+            results.finished_sending.clear()
+            results.finished_recving.clear()
+
+
 class CountsOneRank(Ranks):
     """Both ranks report, and get_finished_count speaks of one."""
 

@@ -55,13 +55,13 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
             looked_at += len(ranks)
             silent = [watched.rank for watched in ranks if not watched.reports_of(where, request)]
             if len(ranks) - len(silent) != (count := ranks[0].finished_count):
-                who = f"rank {silent[0]}" if silent and count == len(ranks) else f"ranks {silent or 'none'}"
-                raise violation(
-                    "KV-RANK-001",
-                    f"{who} of {role} never named request {request} in finished_{where}"
-                    + (f", and get_finished_count returned {count}" if count != len(ranks) else ""),
-                    observed,
+                happened = (
+                    f"rank {silent[0]} of {role} never named request {request} in finished_{where}"
+                    if count == len(ranks)
+                    else f"{len(ranks) - len(silent)} of {len(ranks)} ranks of {role} named request "
+                    f"{request} in finished_{where}, and get_finished_count returned {count}"
                 )
+                raise violation("KV-RANK-001", happened, observed)
     check_right(
         "KV-RANK-001",
         observed,
