@@ -19,7 +19,7 @@ from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata
 from reference_connector.messages import Load, Orders
 
-from .threads import EndsWhenCollected, OneContext  # noqa: F401  # for the tests of this module
+from .threads import EndsWhenCollected, OneContext, OneContextAndAThread  # noqa: F401  # for the tests
 
 Ended = tuple[bool, dict[str, Any] | None]
 

@@ -125,6 +125,15 @@ def test_a_right_start_and_shutdown_conform(run_cases: Callable[..., CellRun], c
     _all_pass(run_cases("interface", connector, "llama3_1_8b", cases), cases)
 
 
+def test_a_thread_of_each_engine_is_told_from_those_of_the_process(run_cases: Callable[..., CellRun]) -> None:
+    case = "no_threads_ports_or_processes_left"
+    run = run_cases("interface", "OneContextAndAThread", "llama3_1_8b", (case,))
+    assert run.findings[case].rule == "KV-SHUTDOWN-001"
+    assert run.findings[case].happened.endswith("there are still 2 threads (poller, poller)"), run.findings[
+        case
+    ]
+
+
 @pytest.mark.parametrize("connector", ["TruthValues", "OfOneHalf"])
 def test_a_right_start_with_several_groups_conforms(
     run_cases: Callable[..., CellRun], connector: str

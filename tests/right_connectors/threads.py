@@ -38,3 +38,11 @@ class OneContext(ReferenceConnector):
     def shutdown(self) -> None:
         self.socket.close(linger=0)
         super().shutdown()
+
+
+class OneContextAndAThread(OneContext):
+    """Wrong: besides, each half leaves a thread of its own."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        threading.Thread(target=threading.Event().wait, name="poller", daemon=True).start()

@@ -39,3 +39,21 @@ def test_a_right_connector_passes_every_case(
     assert {name: outcome for name, outcome in run.outcomes.items() if outcome != "PASS"} == {}
     assert len(run.outcomes) > 100
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
+
+
+def test_one_rank_may_report_for_all(run_cases: Callable[..., CellRun]) -> None:
+    """Cases in which one rank after the other reports do not apply, and all others do."""
+    run = run_cases(
+        "OneRankReports",
+        "qwen3_5_35b_a3b",
+        "P2D2",
+        only=lambda planned: planned.module in MODULES and planned.case.rule.startswith("KV-LOAD-"),
+    )
+    in_turn = ("load_ends_with_the_last_rank", "send_ends_with_the_last_rank", "load_fails_if_one_rank_fails")
+    expected = {
+        name: "NOT-APPLICABLE" if name.startswith(in_turn) or "[one_rank]" in name else "PASS"
+        for name in run.outcomes
+    }
+    assert run.outcomes == expected
+    assert "aborted_load_frees_blocks_after_its_report[begun]" in expected
+    assert list(expected.values()).count("NOT-APPLICABLE") == 8

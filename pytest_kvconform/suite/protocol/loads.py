@@ -304,12 +304,10 @@ def aborted_load_frees_blocks_after_its_report(rig: Rig, when: str) -> Evidence:
                 "",
                 f"{d.free_blocks() - before} blocks of {id} are free, and its load may still write to them",
             )
-        d.step(
-            ranks=tuple(
-                WorkerReport(received=[id] if rank or when != "one_rank" or d.ranks == 1 else ())
-                for rank in range(d.ranks)
-            )
-        )
+        if when == "one_rank" and d.ranks > 1:
+            d.step(ranks=(WorkerReport(), *[WorkerReport(received=[id])] * (d.ranks - 1)))
+        else:
+            d.step(received=[id])
     d.run()
     report_all(p)
     rig.require_no_leaks(p, d)

@@ -29,6 +29,13 @@ class ForgetsLateLoads(Right):
         return super().request_finished_all_groups(request, block_ids)
 
 
+class OneRankReports(Right):
+    """Right: one rank reports for all. The workers of these cases are the suite's."""
+
+    def get_finished_count(self) -> int | None:
+        return 1
+
+
 class CountsAPeer(Right):
     def get_finished_count(self) -> int | None:
         return 3
