@@ -90,7 +90,6 @@ def boxes_of(
                 boxes += _state_boxes(box, spec, view, rank, size)
             elif isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and view.stride(3) == 1:
                 here = view.shape[1] if spec.num_head_slots is None else spec.num_kv_heads
-                # Every rank holds all of latent KV, also where vLLM does not say so (Kimi in 0.31).
                 most = 1 if isinstance(spec, MLAAttentionSpec) else spec.max_tp_shards
                 heads = _heads(vllm_config, name, most, here, tp_rank, tp_size)
                 pieces = view.shape[0] // kv_cache_config.num_blocks
@@ -104,8 +103,8 @@ def boxes_of(
 def _heads(vllm_config: Any, name: str, most: int | None, here: int, tp_rank: int, tp_size: int) -> Heads:
     """The KV heads of a rank. Of more ranks than heads, neighbours hold the same head.
 
-    `most`: into how many parts the heads are split at most, None if vLLM's spec of the layer does not say it.
-    A rank with one head then asks the configuration how many there are: of the model, or of the draft model.
+    `most`: vLLM's `max_tp_shards`, or 1 for latent KV (Kimi Linear's spec in 0.31 does not say it). Without
+    it a rank with one head asks the configuration how many there are: of the model, or of the draft model.
     """
     if most is not None:
         shards = min(most, tp_size)
@@ -150,7 +149,7 @@ def _attention_boxes(
 
     layer, cache_dtype = box.keywords["layer"], vllm_config.cache_config.cache_dtype
     backend = get_current_attn_backends(vllm_config, [layer])[0].get_name()
-    size, (blocks, slots, tokens, content) = view.element_size(), view.shape
+    size, address, (blocks, slots, tokens, content) = view.element_size(), view.data_ptr(), view.shape
     block, head, token = (stride * size for stride in view.stride()[:3])
     width, axis = content * size, Axis("head", *heads, head)
     element = cache_dtype if spec.kv_quant_mode else _name(spec.dtype)
@@ -159,14 +158,13 @@ def _attention_boxes(
         if block == tokens * token:  # kernel blocks are contiguous: those of one block id are one block again
             blocks, block, tokens, pieces = blocks // pieces, block * pieces, tokens * pieces, 1
         box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces, unit=1)
-        box = partial(box, part="kv", element=element, address=view.data_ptr())
+        box = partial(box, part="kv", element=element, address=address)
         yield box(token_stride=token, axes=(axis,), width=width)
         return
     if token != width:
         raise ValueError(f"Layer {layer}: {backend} has nothing between the tokens of a block, and here is.")
     box = partial(box, num_blocks=blocks, block_stride=block, tokens=tokens, pieces=pieces)
-    tile = partial(box, part="tile", address=view.data_ptr(), unit=tokens, token_stride=0)
-    tile = partial(tile, width=tokens * width)
+    tile = partial(box, part="tile", address=address, unit=tokens, token_stride=0, width=tokens * width)
     if page:
         first, end, whole = heads
         ranks = Axis("rank", first // (end - first), end // (end - first), whole // (end - first), 0)
@@ -184,9 +182,8 @@ def _attention_boxes(
         row = spec.head_size * size
         inner = Axis("element", 0, spec.head_size, spec.head_size, tokens * size)
         box = partial(box, element=element, unit=1)
-        k, v = view.data_ptr(), view.data_ptr() + tokens * row
-        yield box(part="k", address=k, token_stride=size, axes=(axis, inner), width=size)
-        yield box(part="v", address=v, token_stride=row, axes=(axis,), width=row)
+        yield box(part="k", address=address, token_stride=size, axes=(axis, inner), width=size)
+        yield box(part="v", address=address + tokens * row, token_stride=row, axes=(axis,), width=row)
 
 
 def _state_boxes(box: partial[Box], spec: Any, view: Any, rank: int, size: int) -> Iterator[Box]:

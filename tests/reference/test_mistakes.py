@@ -99,8 +99,8 @@ OF_BOXES = {  # a piece of boxes.py -> the piece with a mistake, and a test that
         "and False",
         lambda _: test_boxes.test_heads_of_a_draft_that_has_fewer_than_its_model(),
     ),
-    "view.data_ptr() + tokens * row": (
-        "view.data_ptr() + row",
+    "address + tokens * row": (
+        "address + row",
         test_boxes.test_cpu_attention_with_blocks_of_another_size,
     ),
     "token_stride=size, axes=(axis, inner)": (
