@@ -30,7 +30,13 @@ from pytest_kvconform import features
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.reading import read_services
 from pytest_kvconform.settings import HANDOVERS, PROFILES, BadSetting
-from pytest_kvconform.settings.parsers import did_you_mean, one_of, parse_tokens, word_or_function
+from pytest_kvconform.settings.parsers import (
+    did_you_mean,
+    one_of,
+    parse_requests,
+    parse_tokens,
+    word_or_function,
+)
 from pytest_kvconform.settings.tables import refuse_unknown
 
 KnownFailureState = Literal["open", "expired", "other-vllm"]
@@ -41,6 +47,7 @@ KEYS = (
     "lease",
     "load_timeout",
     *AMOUNTS,
+    "remembers",
     "asks_worker",
     "services",
     "features",
@@ -85,6 +92,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout: str = ""  # key of kv_connector_extra_config for the seconds that a load may take
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
+    remembers: int = 0  # most requests of which it keeps something after their end; 0: not declared
     asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     services: tuple[Service, ...] = ()
     # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
@@ -122,21 +130,17 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
     words["asks_worker"] = asks = table.get("asks_worker", False)
     if not isinstance(asks, bool):
         raise BadSetting(f"{place}{dot}asks_worker: expected true or false, got {asks!r}")
-    for key in AMOUNTS:
-        words[key] = _tokens(table.get(key, 0), f"{place}{dot}{key}")
+    for key, parse_number in (*((key, parse_tokens) for key in AMOUNTS), ("remembers", parse_requests)):
+        try:
+            words[key] = parse_number(table.get(key, 0))
+        except ValueError as error:
+            raise BadSetting(f"{place}{dot}{key}: {error}") from None
     return Declaration(
         **words,
         services=read_services(table.get("services", {}), f"{place}{dot}services"),
         features=read_features(table.get("features", {}), f"{place}{dot}features"),
         known=read_known(table.get("known", []), f"{place}{dot}known"),
     )
-
-
-def _tokens(value: Any, place: str) -> int:
-    try:
-        return parse_tokens(value)
-    except ValueError as error:
-        raise BadSetting(f"{place}: {error}") from None
 
 
 def read_file(path: Path, place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pytest_kvconform.settings.parsers import (
     object_or_path,
     one_of,
     parse_factor,
+    parse_requests,
     parse_seed,
     parse_shard,
     parse_switch,
@@ -53,6 +55,7 @@ CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names,
     "load_timeout",
     "load_granularity",
     "min_load",
+    "remembers",
     "asks_worker",
     "services",
     "features",
@@ -61,6 +64,8 @@ CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names,
 
 
 # ---- the table --------------------------------------------------------------------------------------------
+
+toml_row = partial(row, toml_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,77 +186,74 @@ class Settings:
         "require a complete run, as kvconform claim starts it: no case left out, no known failure, no "
         "feature that works and is declared unsupported; otherwise the verdict is not CONFORMS",
     )
-    profile: str = row(
+    profile: str = toml_row(
         "",
         one_of(*PROFILES),
         "p2p|store|same-engine",
         "what the connector is: one half of a P/D pair (p2p, the default, except for vLLM's own stores), a "
         "store, which saves KV and loads it later in any engine, or one that loads in the engine alone that "
         "has saved it (same-engine)",
-        toml_only=True,
     )
-    handover: str = row(
+    handover: str = toml_row(
         "",
         word_or_function(*HANDOVERS),
         "handoff|rendezvous|none|MODULE:FUNCTION",
         "how D learns which KV to load: from P's output (handoff, the default for p2p), from a transfer id "
         "that P and D get (rendezvous, or a function that does what your proxy does), or from no parameter "
         "(none, the default for stores)",
-        toml_only=True,
     )
-    lease: str = row(
+    lease: str = toml_row(
         "",
         parse_text,
         "KEY",
         "key of kv_connector_extra_config, or $NAME of an environment variable, for the seconds that P keeps "
         "KV which no D reads; the suite sets a small value",
-        toml_only=True,
     )
-    load_timeout: str = row(
-        "", parse_text, "KEY", "key of kv_connector_extra_config for the seconds of a load", toml_only=True
+    load_timeout: str = toml_row(
+        "", parse_text, "KEY", "key of kv_connector_extra_config for the seconds of a load"
     )
-    load_granularity: int = row(
+    load_granularity: int = toml_row(
         0,
         parse_tokens,
         "TOKENS",
         "a load is a multiple of so many tokens, or ends at one; 0: not declared",
-        toml_only=True,
     )
-    min_load: int = row(
+    min_load: int = toml_row(
         0,
         parse_tokens,
         "TOKENS",
         "a load of fewer tokens is not made, and D computes them; 0: not declared",
-        toml_only=True,
     )
-    asks_worker: bool = row(
+    remembers: int = toml_row(
+        0,
+        parse_requests,
+        "REQUESTS",
+        "the connector keeps something of so many requests after their end, at most; 0: not declared",
+    )
+    asks_worker: bool = toml_row(
         False,
         parse_switch,
         "",
         "the scheduler half asks the worker half of rank 0 over a socket, and waits for the answer; the tier "
         "protocol then starts one beside it",
-        toml_only=True,
     )
-    services: str = row(
+    services: str = toml_row(
         "",
         tables_as_json(dict),
         "TABLES",
         "servers that the connector needs: command, ready, deadline, environment, engine_environment, files",
-        toml_only=True,
     )
-    features: str = row(
+    features: str = toml_row(
         "",
         tables_as_json(dict),
         "TABLE",
         'what the connector supports: each feature true or { unsupported = "why" }',
-        toml_only=True,
     )
-    known: str = row(
+    known: str = toml_row(
         "",
         tables_as_json(list),
         "TABLES",
         "known failures: case, issue, expires, reason, and optionally vllm",
-        toml_only=True,
     )
 
     @property

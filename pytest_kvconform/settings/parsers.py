@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST_TOKENS = 2**31 - 1
+MOST_REQUESTS = 10_000
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 
@@ -110,11 +111,16 @@ def word_or_function(*valid: str) -> Callable[[Any], str]:
     return parse
 
 
-def parse_tokens(value: Any) -> int:
+def parse_tokens(value: Any, most: int = MOST_TOKENS, unit: str = "tokens") -> int:
     """Return a number of tokens: 0 or more. The largest is far beyond every prompt."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
-        raise ValueError(f"expected a number of tokens from 0 to {MOST_TOKENS}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"expected a number of {unit} from 0 to {most}, got {value!r}")
     return value
+
+
+def parse_requests(value: Any) -> int:
+    """Return a number of requests: 0 or more. So many requests come and end within one case."""
+    return parse_tokens(value, MOST_REQUESTS, "requests")
 
 
 def parse_factor(value: Any) -> float:

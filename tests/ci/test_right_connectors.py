@@ -20,7 +20,8 @@ SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and TcpPull, which
 # knows one kind of layers and one rank; tests/faults and tests/peers run the cases that it is for.
-OTHERS = {"Right", "StopsElsewhere", "OtherHalf", "MovesNothing", "OneContextAndAThread", "TcpPull"}
+WRONG = {"StopsElsewhere", "OtherHalf", "MovesNothing", "OneContextAndAThread", "LongerMemory"}
+OTHERS = {"Right", "TcpPull"} | WRONG
 
 
 @pytest.fixture(scope="module")

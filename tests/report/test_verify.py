@@ -232,10 +232,11 @@ def test_declarations_of_another_suite_may_have_been_others(kv, pytester, capsys
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def test_a_setting_that_came_later_is_not_missed(kv, capsys):
+@pytest.mark.parametrize("setting", ["seed", "min_load", "remembers"])
+def test_a_setting_that_came_later_is_not_missed(setting, kv, capsys):
     path = kv().path
     raw = json.loads(path.read_bytes())
-    del raw["settings"]["seed"]
+    del raw["settings"][setting]
     seal(path, raw)
     assert verified(path, capsys)[0] == 0
 

@@ -5,10 +5,8 @@ Each is the reference connector but for what its docstring says.
 
 from __future__ import annotations
 
-import collections
 import copy
 import itertools
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,56 +17,9 @@ from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata
 from reference_connector.messages import Load, Orders
 
-from .threads import EndsWhenCollected, OneContext, OneContextAndAThread  # noqa: F401  # for the tests
+from .leftovers import *  # noqa: F403  # for the tests
 
 Ended = tuple[bool, dict[str, Any] | None]
-
-
-# ---- what is remembered of requests that have ended ----
-
-
-class Tombstones(ReferenceConnector):
-    """Remembers the last 256 requests that have ended, to tell late messages about them from nonsense."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.ended: collections.deque[str] = collections.deque(maxlen=256)
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        self.ended.append(request.request_id)
-        return super().request_finished_all_groups(request, block_ids)
-
-
-class ForgetsByTime(ReferenceConnector):
-    """Remembers requests that have ended for half a minute, as connectors do whose peers may ask late."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.ended: dict[str, float] = {}
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        now = time.monotonic()
-        self.ended = {name: end for name, end in self.ended.items() if end > now - 30}
-        self.ended[request.request_id] = now
-        return super().request_finished_all_groups(request, block_ids)
-
-
-class RemembersLoads(ReferenceConnector):
-    """Remembers the last 16 requests that it has loaded, by number. Its memory is full only after many
-    requests of which few load something.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.loaded: dict[int, str] = {}
-        self.number = 0
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self.number += 1
-            self.loaded[self.number] = request.request_id
-            self.loaded.pop(self.number - 16, None)
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 
 # ---- what the metadata of a step names ----

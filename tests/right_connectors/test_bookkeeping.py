@@ -24,6 +24,7 @@ PROTOCOL = {
         "abort_leaves_other_requests_alone",
         "corrupted_params_fail_only_their_request",
     ),
+    "LongMemory": (MEMORY, "corrupted_params_fail_only_their_request", "memory_of_both_halves_is_bounded"),
     "RemembersLoads": (MEMORY, "corrupted_params_fail_only_their_request"),
     "ForgetsByTime": (MEMORY, ENDS),
     "LevelTriggered": (
@@ -99,24 +100,36 @@ def _run(
     geometry: str,
     cases: tuple[str, ...],
     matrix: str = "full",
+    remembers: int = 0,
 ) -> CellRun:
     """Run these cases of a tier. Where many requests have to end, of few variants."""
     runner = copy.copy(case_runner)
     runner.tier = tier
-    variants = FEW if connector in ("Tombstones", "ForgetsByTime") else ""
+    variants = FEW if connector in ("Tombstones", "ForgetsByTime", "LongMemory", "LongerMemory") else ""
     return runner.run(
         connector,
         geometry,
         variants=variants,
         setup="b16",
         matrix=matrix,
+        declared={"remembers": remembers},
         only=lambda planned: planned.case.name in cases,
     )
 
 
 @pytest.mark.parametrize("connector", PROTOCOL)
 def test_a_right_scheduler_half_conforms(run_cases: Callable[..., CellRun], connector: str) -> None:
-    _all_pass(run_cases("protocol", connector, "llama3_1_8b", PROTOCOL[connector]), PROTOCOL[connector])
+    cases, remembers = PROTOCOL[connector], 500 if connector == "LongMemory" else 0
+    _all_pass(run_cases("protocol", connector, "llama3_1_8b", cases, remembers=remembers), cases)
+
+
+@pytest.mark.parametrize(("connector", "remembers"), [("LongerMemory", 500), ("LongMemory", 0)])
+def test_a_memory_above_what_is_declared_is_a_leak(
+    run_cases: Callable[..., CellRun], connector: str, remembers: int
+) -> None:
+    run = run_cases("protocol", connector, "llama3_1_8b", PROTOCOL["LongMemory"], remembers=remembers)
+    found = {finding.rule: finding.happened for finding in run.findings.values()}
+    assert set(found) == {"KV-FINISH-003", "KV-PARAMS-002", "KV-MANY-002"}
 
 
 @pytest.mark.parametrize("connector", INTERFACE)

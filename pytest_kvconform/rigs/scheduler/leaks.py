@@ -162,33 +162,39 @@ def is_word(part: str) -> bool:
     return part.isidentifier() and not any(map(str.isdigit, part))
 
 
-def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
+def growing_memory(sides: Iterable[Side], repeat: Callable[[], object], declared: int) -> str:
     """One sentence about a connector that remembers ever more requests that have ended; "": none does.
 
     `repeat` lets further requests come and end on these sides, as the ones before. A memory that has a limit
     is right, for example one that tells late messages about an ended request from nonsense. The limit may be
-    a number of requests, up to ENOUGH, or a time. So this looks for the greatest number of requests that each
-    place has named during ENOUGH repetitions, repeats as many times again, and compares. A connector may
-    remember only some requests, so that its memory fills slowly. While a place names more requests than
-    before, but no more than ENOUGH, this goes on, ROUNDS times at most.
+    a number of requests, up to ENOUGH or to `declared` (the setting `remembers`), or a time. So this looks
+    for the greatest number of requests that each place has named during ENOUGH repetitions, repeats as many
+    times again, and compares. What is declared is filled first. A connector may remember only some requests,
+    so that its memory fills slowly. While a place names more requests than before, but no more than it may,
+    this goes on, ROUNDS times at most.
     """
-    sides = tuple(sides)
+    sides, may = tuple(sides), max(ENOUGH, declared)
     if not any(map(remembered, sides)):
         return ""
+
+    def again() -> None:
+        for side in sides:
+            side.forget_records()
+        repeat()
 
     def most(times: int) -> Counter[tuple[Side, str]]:
         found: Counter[tuple[Side, str]] = Counter()
         for _ in range(times):
-            for side in sides:
-                side.forget_records()
-            repeat()
+            again()
             found |= Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
         return found
 
+    for _ in range(declared):
+        again()
     early, late = most(ENOUGH), most(ENOUGH)
     for _ in range(ROUNDS):
         more = late - early
-        if not more or max(late[where] for where in more) > ENOUGH:
+        if not more or max(late[where] for where in more) > may:
             break
         early, late = late, most(ENOUGH)
     if not late - early:
@@ -196,9 +202,7 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object]) -> str:
     set_ahead(LATER_S, monotonic=True)  # a connector may forget requests after some time
     most(A_FEW)
     now = Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
-    growing = [
-        (now[where], *where) for where, n in late.items() if max(early[where], ENOUGH) < n <= now[where]
-    ]
+    growing = [(now[where], *where) for where, n in late.items() if max(early[where], may) < n <= now[where]]
     if not growing:
         return ""
     number, side, place = max(growing, key=lambda one: one[0])

@@ -287,7 +287,7 @@ class Rig:
         `leaks.growing_memory`.
         """
         sides = tuple(sides)
-        if growing := growing_memory(sides, repeat):
+        if growing := growing_memory(sides, repeat, self.subject.remembers):
             for side in sides:
                 side.require_standard_reports()
             raise self.violation(LEFT, growing, diagnosis="the connector keeps something of every request")

@@ -262,8 +262,10 @@ def _run_each(
             wrong.setdefault(reported, []).append(field)
             side = None
     every = itertools.cycle(table.values())
-    if not wrong and side and (growing := growing_memory((side,), lambda: fate(side, next(every)))):
-        wrong[growing] = list(table)
+    if not wrong and side:
+        growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
+        if growing:
+            wrong[growing] = list(table)
     if wrong:
         reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])

@@ -1,0 +1,130 @@
+"""Connectors that keep something: of requests that have ended, or threads after shutdown()."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+from typing import Any
+
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from reference_connector import ReferenceConnector
+
+POLL_S = 0.01
+Ended = tuple[bool, dict[str, Any] | None]
+
+
+# ---- what is remembered of requests that have ended ----
+
+
+class Tombstones(ReferenceConnector):
+    """Remembers the last 256 requests that have ended, to tell late messages about them from nonsense."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: collections.deque[str] = collections.deque(maxlen=256)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.ended.append(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class ForgetsByTime(ReferenceConnector):
+    """Remembers requests that have ended for half a minute, as connectors do whose peers may ask late."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: dict[str, float] = {}
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        now = time.monotonic()
+        self.ended = {name: end for name, end in self.ended.items() if end > now - 30}
+        self.ended[request.request_id] = now
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class RemembersLoads(ReferenceConnector):
+    """Remembers the last 16 requests that it has loaded, by number. Its memory is full only after many
+    requests of which few load something.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.loaded: dict[int, str] = {}
+        self.number = 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.number += 1
+            self.loaded[self.number] = request.request_id
+            self.loaded.pop(self.number - 16, None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class LongMemory(ReferenceConnector):
+    """Remembers the last 500 requests in an OrderedDict, whose limit nobody can read off it."""
+
+    KEEPS = 500
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.ended: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self._remember(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        for name in finished_req_ids:
+            self._remember(name)
+        return super().get_finished(finished_req_ids)
+
+    def _remember(self, name: str) -> None:
+        self.ended[name] = None
+        while len(self.ended) > self.KEEPS:
+            self.ended.popitem(last=False)
+
+
+class LongerMemory(LongMemory):
+    """Wrong where `remembers = 500` is declared: it remembers more."""
+
+    KEEPS = 100_000
+
+
+# ---- threads that do not end within shutdown(), and do not become more with every engine either ----
+
+
+class EndsWhenCollected(ReferenceConnector):
+    """Has a thread that ends when Python collects the connector, as pools of threads and of sockets do."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        threading.Thread(target=_poll, args=(weakref.ref(self),), name="poller", daemon=True).start()
+
+
+def _poll(connector: Any) -> None:
+    while connector() is not None:
+        time.sleep(POLL_S)
+
+
+class OneContext(ReferenceConnector):
+    """Uses the one ZeroMQ context of the process, whose threads stay when the sockets are closed."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+
+    def shutdown(self) -> None:
+        self.socket.close(linger=0)
+        super().shutdown()
+
+
+class OneContextAndAThread(OneContext):
+    """Wrong: besides, each half leaves a thread of its own."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        threading.Thread(target=threading.Event().wait, name="poller", daemon=True).start()
