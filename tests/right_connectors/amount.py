@@ -52,6 +52,36 @@ class OneBlockLess(StopsElsewhere):
         return max(0, stop // block * block - block)
 
 
+class LessWhenBusy(ReferenceConnector):
+    """D leaves the last whole block to itself if another load is under way when D is first asked, as a
+    connector that weighs the time on the wire against that of computing.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.less: dict[str, bool] = {}
+        self.now = False  # whether the request that is asked about loads less
+        if role == KVConnectorRole.SCHEDULER and keeps_every_token(kv_cache_config):
+            scheduler, size = self._scheduler, vllm_config.cache_config.block_size
+            stop: Callable[[Any, int], int] = scheduler._stop
+            scheduler._stop = lambda handoff, prompt: self.cut(stop(handoff, prompt), size)
+
+    def cut(self, stop: int, block: int) -> int:
+        return max(0, stop // block * block - block) if self.now else stop
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self.now = self.less.setdefault(request.request_id, bool(self._scheduler._loading))
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.now = self.less.get(request.request_id, False)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.less.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+
 class Threshold(ReferenceConnector):
     """D loads nothing when fewer than 40 tokens are missing: to compute them is cheaper.
 

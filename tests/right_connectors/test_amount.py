@@ -137,7 +137,13 @@ def scheduler_runner() -> Iterator[CaseRunner]:
 
 @pytest.mark.parametrize(
     ("connector", "declared"),
-    [("OneBlockLess", None), ("Threshold", None), ("Threshold", LEAST), ("Chunked", CHUNKS)],
+    [
+        ("OneBlockLess", None),
+        ("LessWhenBusy", None),
+        ("Threshold", None),
+        ("Threshold", LEAST),
+        ("Chunked", CHUNKS),
+    ],
 )
 def test_the_scheduler_half_of_a_right_connector_conforms(
     scheduler_runner: CaseRunner, connector: str, declared: dict[str, int] | None
@@ -158,6 +164,19 @@ def test_the_scheduler_half_of_a_right_connector_conforms(
     assert run.outcomes["step_loop_hooks_return_at_once[worker]"] == "PASS"
     assert run.outcomes["load_fills_the_allocated_blocks[no_hit]"] == "PASS"
     assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
+
+
+def test_a_busy_engine_may_load_less(scheduler_runner: CaseRunner) -> None:
+    run = scheduler_runner.run(
+        "LessWhenBusy",
+        "llama3_1_8b",
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name == "abort_leaves_other_requests_alone",
+    )
+    assert {name: finding.rule for name, finding in run.findings.items()} == {
+        f"abort_leaves_other_requests_alone[{state}]": "KV-HANDOVER-003" for state in ("begun", "loading")
+    }
 
 
 @pytest.mark.parametrize(
