@@ -20,7 +20,7 @@ import datetime
 import importlib.metadata
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from pytest_kvconform.settings.parsers import (
     did_you_mean,
     one_of,
     parse_requests,
+    parse_seconds,
     parse_tokens,
     word_or_function,
 )
@@ -48,6 +49,7 @@ KEYS = (
     "load_timeout",
     *AMOUNTS,
     "remembers",
+    "save_delay",
     "asks_worker",
     "services",
     "features",
@@ -93,6 +95,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     remembers: int = 0  # most requests of which it keeps something after their end; 0: not declared
+    save_delay: float = 0.0  # seconds from the end of a request until a store finds what it has saved
     asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     services: tuple[Service, ...] = ()
     # name -> why it is not supported, "" if it is supported; a feature that is not declared is missing
@@ -130,7 +133,8 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
     words["asks_worker"] = asks = table.get("asks_worker", False)
     if not isinstance(asks, bool):
         raise BadSetting(f"{place}{dot}asks_worker: expected true or false, got {asks!r}")
-    for key, parse_number in (*((key, parse_tokens) for key in AMOUNTS), ("remembers", parse_requests)):
+    numbers: dict[str, Callable[[Any], float]] = {"remembers": parse_requests, "save_delay": parse_seconds}
+    for key, parse_number in (dict.fromkeys(AMOUNTS, parse_tokens) | numbers).items():
         try:
             words[key] = parse_number(table.get(key, 0))
         except ValueError as error:

@@ -54,6 +54,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
     remembers: int = 0  # most requests of which it keeps something after their end; 0: not declared
+    save_delay: float = 0.0  # seconds from the end of a request until a store finds what it has saved
     asks_worker: bool = False  # whether the scheduler half waits for answers of a worker half
     requires_device: str = ""  # device without which the worker half cannot run: "cuda"
     stand_in: str = ""  # what of this suite can stand in for that device where vLLM runs on a CPU
@@ -148,6 +149,7 @@ def resolve(settings: Settings) -> Subject:
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
         remembers=declared.remembers or bundled.remembers,
+        save_delay=declared.save_delay or bundled.save_delay,
         asks_worker=declared.asks_worker or bundled.asks_worker,
         requires_device=bundled.device_for(config),
         stand_in=bundled.stand_in,
@@ -185,7 +187,7 @@ def _read_declaration(settings: Settings) -> Declaration:
     table: dict[str, Any] = {
         key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
-    others = ("lease", "load_timeout", *declaration.AMOUNTS, "remembers", "asks_worker")
+    others = ("lease", "load_timeout", *declaration.AMOUNTS, "remembers", "save_delay", "asks_worker")
     table |= {key: getattr(settings, key) for key in others}
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 

@@ -24,6 +24,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     load_granularity: int = 0
     min_load: int = 0
     remembers: int = 0
+    save_delay: float = 0.0
     asks_worker: bool = False
     requires_device: str = ""
     # key of kv_connector_extra_config -> its values for which that device is required, the default first;

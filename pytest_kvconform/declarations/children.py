@@ -71,6 +71,7 @@ def together(whole: BundledDeclaration, config: dict[str, Any], profile: str) ->
         load_granularity=max((ours.load_granularity for ours in judged), default=0),
         min_load=max((ours.min_load for ours in judged), default=0),
         remembers=max((ours.remembers for ours in judged), default=0),
+        save_delay=max((ours.save_delay for ours in judged), default=0.0),
         asks_worker=any(ours.asks_worker for ours in judged),
         requires_device=_one(ours.device_for(one) for one, ours in pairs if ours),
         stand_in=_one(ours.stand_in for ours in known),

@@ -88,7 +88,7 @@ def _check_declaration(report: Report) -> Iterator[str]:
             name for name in declared | subject.features if declared.get(name) != subject.features.get(name)
         )
         yield f"subject.features: {', '.join(differ)} differs from the settings of the report"
-    for key in (*AMOUNTS, "remembers"):
+    for key in (*AMOUNTS, "remembers", "save_delay"):
         setting = report.settings.get(key)  # an earlier report has not all of them
         if getattr(subject, key) != ((setting and setting.value) or getattr(bundled, key)):
             yield f"subject.{key} differs from the settings of the report"

@@ -178,6 +178,7 @@ def criteria_of(report: Report) -> Criteria:
     return Criteria(
         features=subject.features,
         known=subject.known,
+        profile=subject.profile,
         claim=claim,
         left_out=report.selection.left_out,
         shard=shard_of(report) if report.selection.elsewhere else "",  # 1/1 is the whole run

@@ -26,6 +26,7 @@ from pytest_kvconform.settings.parsers import (
     one_of,
     parse_factor,
     parse_requests,
+    parse_seconds,
     parse_seed,
     parse_shard,
     parse_switch,
@@ -56,6 +57,7 @@ CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names,
     "load_granularity",
     "min_load",
     "remembers",
+    "save_delay",
     "asks_worker",
     "services",
     "features",
@@ -213,22 +215,16 @@ class Settings:
         "", parse_text, "KEY", "key of kv_connector_extra_config for the seconds of a load"
     )
     load_granularity: int = toml_row(
-        0,
-        parse_tokens,
-        "TOKENS",
-        "a load is a multiple of so many tokens, or ends at one; 0: not declared",
+        0, parse_tokens, "TOKENS", "a load is a multiple of so many tokens, or ends at one; 0: undeclared"
     )
     min_load: int = toml_row(
-        0,
-        parse_tokens,
-        "TOKENS",
-        "a load of fewer tokens is not made, and D computes them; 0: not declared",
+        0, parse_tokens, "TOKENS", "a load of fewer tokens is not made, and D computes them; 0: undeclared"
     )
     remembers: int = toml_row(
-        0,
-        parse_requests,
-        "REQUESTS",
-        "the connector keeps something of so many requests after their end, at most; 0: not declared",
+        0, parse_requests, "REQUESTS", "something of so many requests is kept after their end, at most"
+    )
+    save_delay: float = toml_row(
+        0.0, parse_seconds, "SECONDS", "so long after the end of a request a store finds what it has saved"
     )
     asks_worker: bool = toml_row(
         False,

@@ -15,6 +15,7 @@ from typing import Any
 
 MOST_TOKENS = 2**31 - 1
 MOST_REQUESTS = 10_000
+MOST_SECONDS = 60
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 
@@ -121,6 +122,13 @@ def parse_tokens(value: Any, most: int = MOST_TOKENS, unit: str = "tokens") -> i
 def parse_requests(value: Any) -> int:
     """Return a number of requests: 0 or more. So many requests come and end within one case."""
     return parse_tokens(value, MOST_REQUESTS, "requests")
+
+
+def parse_seconds(value: Any) -> float:
+    """Return a number of seconds, 0 or more: each store case waits for as long."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST_SECONDS:
+        raise ValueError(f"expected a number of seconds from 0 to {MOST_SECONDS}, got {value!r}")
+    return float(value)
 
 
 def parse_factor(value: Any) -> float:

@@ -18,10 +18,11 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
-# Classes that no run needs: bases, the wrong connectors beside the right ones, and TcpPull, which
-# knows one kind of layers and one rank; tests/faults and tests/peers run the cases that it is for.
-WRONG = {"StopsElsewhere", "OtherHalf", "MovesNothing", "OneContextAndAThread", "LongerMemory"}
-OTHERS = {"Right", "TcpPull"} | WRONG
+# Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
+# or one kind of layers; tests/faults, tests/peers and test_reuse.py run the cases that they are for.
+BASES = {"Right", "StopsElsewhere", "OtherHalf"}
+WRONG = {"MovesNothing", "OneContextAndAThread", "LongerMemory", "HoldsBlocksForEver", "FindsNothing"}
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,15 @@ def script() -> ModuleType:
 def connectors_of(file: Path) -> set[str]:
     """Classes of a file that derive from a class whose name ends with Connector, directly or not."""
     found: set[str] = set()
+    known: set[str] = set()  # of the files beside it
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            known |= connectors_of(file.with_name(f"{node.module}.py"))
+        elif isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-            if bases & found or any(re.search(r"Connector(Base)?(_V1|V1)?$", base) for base in bases):
+            if bases & (found | known) or any(
+                re.search(r"Connector(Base)?(_V1|V1)?$", base) for base in bases
+            ):
                 found.add(node.name)
     return found
 

@@ -203,3 +203,10 @@ def test_unequal_sizes_that_split_nothing_must_not_fail() -> None:
         msgspec.structs.replace(failed, cell=Cell("deepseek_v3", "P1D2", "b16")), criteria
     )
     assert (applied.outcome, applied.declaration_rule) == (FAIL, "KV-DECLARE-003")
+
+
+@pytest.mark.parametrize(("profile", "word"), [("same-engine", "CONFORMS"), ("store", "INCOMPLETE")])
+def test_what_no_case_of_a_profile_can_test_is_not_missed(profile, word):
+    results = [result(PASS, "mla"), result(Outcome.NOT_APPLICABLE, "abort")]
+    criteria = Criteria(features=ALL | {"abort": ""}, profile=profile)
+    assert decide_verdict(results, None, (), criteria).word == word

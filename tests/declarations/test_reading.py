@@ -121,6 +121,7 @@ def test_services(tmp_path):
         ("lease = '$'", "d.toml: lease: expected a key of kv_connector_extra_config or $VARIABLE, got '$'"),
         ("load_granularity = 1.5", "d.toml: load_granularity: expected a number of tokens from 0 to"),
         ("remembers = 10001", "d.toml: remembers: expected a number of requests from 0 to 10000, got 10001"),
+        ("save_delay = -1", "d.toml: save_delay: expected a number of seconds from 0 to 60, got -1"),
         ("min_load = true", "d.toml: min_load: expected a number of tokens from 0 to 2147483647, got True"),
         ("min_load = -1", "d.toml: min_load: expected a number of tokens from 0"),
         ("asks_worker = 1", "d.toml: asks_worker: expected true or false, got 1"),

@@ -32,7 +32,7 @@ from .pages import PAGES, ROOT, blocks
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 10,
+        "docs/authors.md": 11,
         "docs/families.md": 2,
         "docs/rules.md": 1,
     }
@@ -124,9 +124,10 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
         "kv::engine/bytes::sliding_window_is_complete[gemma3-*]"
     ]
     check_known(subject.known, make_plan(Settings(), ()).manifest)
-    [memory] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "remembers" in block]
-    (tmp_path / "pyproject.toml").write_text(memory)
-    assert resolve(load({"kv_connector": "m:C"}, {}, tmp_path)).remembers == 4096
+    for key, value in (("remembers", 4096), ("save_delay", 0.5)):
+        [text] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if f"{key} = " in block]
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert getattr(resolve(load({"kv_connector": "m:C"}, {}, tmp_path)), key) == value
 
 
 def test_connectors_of_vllm_are_named() -> None:

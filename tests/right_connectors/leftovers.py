@@ -110,6 +110,21 @@ def _poll(connector: Any) -> None:
         time.sleep(POLL_S)
 
 
+class InUseForAMoment(EndsWhenCollected):
+    """A thread uses the connector for a moment after shutdown(), as a handshake that is under way, and the
+    other thread ends with the connector: only what collects garbage later than at once sees both end.
+    """
+
+    def shutdown(self) -> None:
+        self.itself = self  # so that counting references does not free it
+        threading.Thread(target=_use, args=(self,), name="handshake", daemon=True).start()
+        super().shutdown()
+
+
+def _use(connector: Any) -> None:
+    time.sleep(0.3)
+
+
 class OneContext(ReferenceConnector):
     """Uses the one ZeroMQ context of the process, whose threads stay when the sockets are closed."""
 

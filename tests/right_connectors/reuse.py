@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,70 @@ class HoldsBlocks(WholeBlocks):
 
 class HoldsBlocksForEver(HoldsBlocks):
     """Wrong: the report that a save is made is never read."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        pass
+
+
+# ---- a store that learns later what it has saved ----
+
+
+@dataclass
+class Written(KVConnectorWorkerMetadata):
+    """Key of each block that is written -> by how many ranks."""
+
+    keys: Counter[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Written:
+        assert isinstance(other, Written)
+        return Written(self.keys + other.keys)
+
+
+class FindsLater(WholeBlocks):
+    """Copies what it saves, and writes the copy in the background. Its scheduler half finds what all workers
+    have reported as written. Reports travel with steps: as SparkContextCacheConnector.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.reported: Counter[str] = Counter()  # scheduler half: key -> by how many ranks
+        self.ordered: set[str] = set()  # worker half
+        self.written: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        return self.reported[key] == self.ranks
+
+    def wait_for_save(self) -> None:
+        for parts in self._get_connector_metadata().saves.values():
+            copies = {
+                key: {name: self.rows(cache, block).clone() for name, cache in self.caches.items()}
+                for key, block in parts
+                if key not in self.ordered
+            }
+            self.ordered |= copies.keys()
+            threading.Timer(SAVES_S, self.write, [copies]).start()
+
+    def write(self, copies: dict[str, Any]) -> None:
+        for key, copy in copies.items():
+            torch.save(copy, self.file(key, self.rank))
+        self.written |= copies.keys()
+
+    def build_connector_worker_meta(self) -> Written | None:
+        written, self.written = self.written, set()
+        return Written(Counter(written)) if written else None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(of_workers := connector_output.kv_connector_worker_meta, Written):
+            self.reported += of_workers.keys
+
+    def reset_cache(self) -> bool | None:
+        self.reported.clear()
+        self.ordered.clear()
+        return super().reset_cache()
+
+
+class FindsNothing(FindsLater):
+    """Wrong: the report is never read."""
 
     def update_connector_output(self, connector_output: Any) -> None:
         pass

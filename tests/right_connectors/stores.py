@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 Part = tuple[str, int]  # key of a block, and the block id
 LATER = 3  # steps after which a save that is written behind is made
-CAPACITY = 64  # blocks
+CAPACITY, MEMORY = 64, 512  # blocks of a store in a folder, and of one in memory
 
 
 @dataclass
@@ -343,8 +343,8 @@ class InMemory(WholeBlocks):
 
 
 def remember(kept: dict[str, Any], key: str, value: Any) -> None:
-    """Keep a value as the newest one, and no more than CAPACITY of them."""
+    """Keep a value as the newest one, and no more than MEMORY of them."""
     kept.pop(key, None)
     kept[key] = value
-    while len(kept) > CAPACITY:
+    while len(kept) > MEMORY:
         del kept[next(iter(kept))]

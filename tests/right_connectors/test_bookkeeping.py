@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.fixtures import fixtures
+from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b")
 MEMORY, ENDS = "memory_of_ended_requests_is_bounded", "every_block_is_freed"
@@ -85,6 +85,7 @@ INTERFACE = {
         "shutdown_twice_is_harmless",
         "next_engine_starts_on_same_port",
     ),
+    "InUseForAMoment": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
 }
 case_runner, run_cases = fixtures(
@@ -145,6 +146,16 @@ def test_a_thread_of_each_engine_is_told_from_those_of_the_process(run_cases: Ca
     assert run.findings[case].happened.endswith("there are still 2 threads (poller, poller)"), run.findings[
         case
     ]
+
+
+@pytest.mark.parametrize("connector", ["EndsWhenCollected", "InUseForAMoment"])
+def test_threads_of_an_engine_end_with_its_connector(connector: str) -> None:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.right_connectors.bookkeeping")
+        run = runner.run(connector, "llama", only=lambda planned: planned.module == "engine/shutdown")
+        assert runner.close() == []
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
 
 
 @pytest.mark.parametrize("connector", ["TruthValues", "OfOneHalf"])

@@ -65,5 +65,47 @@ def test_the_size_of_the_pool_is_known_to_every_rank(run_cases: Callable[..., Ce
     assert len(run.results) > 5 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
 
 
+@pytest.mark.parametrize(
+    ("store", "save_delay", "rules"),
+    [
+        ("FindsLater", 0.2, set()),
+        ("FindsLater", 0.0, {"KV-HANDOVER-002"}),
+        ("FindsNothing", 0.2, {"KV-HANDOVER-002"}),
+    ],
+)
+def test_a_store_may_find_later_what_it_has_saved(
+    case_runner: CaseRunner, store: str, save_delay: float, rules: set[str], tmp_path: Path
+) -> None:
+    run = case_runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="same-engine",
+        variants="n17 n55 reused two_at_once preempted_on_p hit1",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        declared={"save_delay": save_delay},
+        only=lambda planned: planned.module in ("bytes/handover", "bytes/pool", "bytes/blocks"),
+    )
+    assert {finding.rule for finding in run.findings.values()} - {"KV-HANDOVER-003"} == rules, run.findings
+    assert rules or run.outcomes["attention_kv_arrives[n55]"] == "PASS"
+
+
+@pytest.mark.parametrize(("store", "found"), [("FindsLater", True), ("FindsNothing", False)])
+def test_prompts_that_grow_may_be_found_later(
+    scheduler_runner: CaseRunner, store: str, found: bool, tmp_path: Path
+) -> None:
+    run = scheduler_runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="same-engine",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        declared={"save_delay": 0.2},
+        only=lambda planned: planned.module.startswith("protocol/stores/"),
+    )
+    assert run.findings == {}
+    assert any(evidence.external_tokens for evidence in run.evidence.values()) == found
+
+
 def _not_passed(run: CellRun) -> list[str]:
     return [name for name, outcome in run.outcomes.items() if outcome != "PASS"]

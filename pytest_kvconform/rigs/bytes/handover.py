@@ -16,7 +16,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, logged
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
-from pytest_kvconform.rigs.engine.release import Release, until_released
+from pytest_kvconform.rigs.engine.release import Release, tokens_of_others, until_released, until_saved
 from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Transfer, with_new_tokens
@@ -148,7 +148,7 @@ def _run(
         return replace(observed, stuck=stuck)
     source = p.source()
     if store:
-        until_released(p, d, limits.release)  # saving in the background holds blocks
+        until_saved(p, d, limits.release)
     while reuse and not at_once and not p.overwritten() and not deadline.over():
         p.step()
     before: tuple[Check, ...] = ()
@@ -200,7 +200,7 @@ def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tupl
     pool before.
     """
     engine.budget(0)  # that of P alone
-    until_released(engine, engine, limits.release)  # what overwrote the blocks is saved, too
+    until_saved(engine, engine, limits.release)  # what overwrote the blocks is saved, too
     engine.reuse(False)
     source = replace(source, tables={**engine.source().tables, **source.tables})
     before = engine.audit()
@@ -212,13 +212,14 @@ def _warm(
     transfer: Transfer, make: _Requests, p: ByteEngineHandle, d: ByteEngineHandle, deadline: Deadline
 ) -> None:
     """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them."""
-    for i, prompt in enumerate(transfer.prompts):
-        if prompt.warm:
-            warm = make(i, "w", tokens=prompt.warm)
+    tokens = [prompt.warm or tokens_of_others(d.spec) for prompt in transfer.prompts]
+    for i, count in enumerate(tokens):
+        if count:
+            warm = make(i, "w", tokens=count)
             d.add(warm)
             if stuck := _until_finished(d, p, [warm.id], {}, deadline):
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
-    if any(prompt.warm for prompt in transfer.prompts):
+    if any(tokens):
         d.poison(keep_cache=True)
 
 

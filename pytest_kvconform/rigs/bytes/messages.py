@@ -38,6 +38,7 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kernel_block: int = 0  # tokens of the kernel's blocks, PACKED only; 0: any multiple of 16
     device: str = "cpu"  # "cpu" or "cuda"
     handover: str = "handoff"  # how D learns which KV to load: "handoff", "rendezvous" or "none"
+    save_delay: float = 0.0  # seconds after which a store finds what was saved
     store: bool = False  # loads may bring what either engine has computed and saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 

@@ -56,6 +56,7 @@ def byte_engine_spec(
         in_flight=side.in_flight,
         device=context.facts.device,
         handover=context.subject.way,
+        save_delay=context.subject.save_delay,
         store=context.subject.is_store,
     )
 

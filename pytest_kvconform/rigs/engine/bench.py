@@ -262,6 +262,7 @@ class EngineBench:
             kv_transfer_config=self.context.transfer_config(role, port=free_port(), folder=folder),
             environment=self.context.engine_environment(role),
             handover=self.context.subject.way,
+            save_delay=self.context.subject.save_delay,
             engine_arguments={"speculative_config": draft} if draft else {},
         )
 

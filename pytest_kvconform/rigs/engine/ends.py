@@ -14,11 +14,13 @@ from pytest_kvconform.rigs.engine.messages import Leftovers
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
 from pytest_kvconform.rigs.processes.stacks import Frame, stack_of
+from pytest_kvconform.rigs.vllm_setup.overrides import unfreeze_heap
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.engine.process import EngineProcess
 
-MOMENT_S = 2.0  # that threads may take to end
+SOON_S = 0.5  # in which most threads end; to collect all garbage takes a second
+MOMENT_S = 4.0  # that threads, processes and ports may take to end
 
 
 @dataclass
@@ -60,17 +62,26 @@ def end_core(engine: EngineProcess) -> tuple[str, tuple[Frame, ...]]:
 
 def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
     """Shut down, and return what the process still has."""
-    (error, frames), pid = end_core(engine), os.getpid()
+    error, frames = end_core(engine)
     deadline = Deadline(MOMENT_S)
-    if thread_names() - before.threads or children_of(pid):
+    if any(_left(before)):
         engine.core.model_executor = engine.scheduler.connector = None
-        gc.collect()  # as vLLM does: some threads end with the objects that they serve
-    while not deadline.over() and (thread_names() - before.threads or children_of(pid)):
+    frozen = True  # vLLM froze what there was when the engine had started, and later lets it go, as here
+    while any(left := _left(before)) and not deadline.over():
+        if frozen and deadline.passed() > SOON_S:
+            unfreeze_heap()
+            frozen = False
+        gc.collect()  # some threads end with the objects that they serve, which others may hold for a while
         time.sleep(0.02)
-    return Leftovers(
-        threads=tuple(sorted((thread_names() - before.threads).elements())),
-        children=tuple(children_of(pid)),
-        error=error,
-        frames=frames,
-        listening=tuple(a for a in listening_sockets(pid) if a not in before.ports),
+    threads, children, listening = left
+    return Leftovers(threads=threads, children=children, error=error, frames=frames, listening=listening)
+
+
+def _left(before: Before) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+    """Threads, processes and listening ports that the process did not have before."""
+    pid = os.getpid()
+    return (
+        tuple(sorted((thread_names() - before.threads).elements())),
+        tuple(children_of(pid)),
+        tuple(address for address in listening_sockets(pid) if address not in before.ports),
     )

@@ -36,7 +36,7 @@ from pytest_kvconform.rigs.engine.observation import (
     logprob_distance,
     with_state,
 )
-from pytest_kvconform.rigs.engine.release import until_released
+from pytest_kvconform.rigs.engine.release import tokens_of_others, until_released, until_saved
 from pytest_kvconform.rigs.engine.router import answered_params, decode_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
@@ -201,7 +201,7 @@ def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "
     if run.stuck or scenario.abort == "prefill":
         return run
     if one.is_store:
-        until_released(p, d, one.deadlines.release)  # saving in the background holds blocks
+        until_saved(p, d, one.deadlines.release)
         _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
         if run.stuck:
             return run
@@ -257,12 +257,12 @@ def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None
     """
     prompts = scenario.expanded()
     for i, prompt in enumerate(prompts):
-        if prompt.warm:
-            warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[: prompt.warm], one.salt)
+        if tokens := prompt.warm or tokens_of_others(one.d.spec):
+            warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[:tokens], one.salt)
             _until_finished(one.d, one.p, [warm], run, deadline)
     if run.stuck and not one.is_store:
         raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
-    if prompts[0].warm:
+    if prompts[0].warm or tokens_of_others(one.d.spec):
         one.d.poison(keep_cache=True)
 
 

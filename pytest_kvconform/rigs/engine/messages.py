@@ -59,6 +59,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_config: dict[str, Any]  # the fields of vLLM's KVTransferConfig
     environment: dict[str, str]  # set before the engine is built: ports
     handover: str = "handoff"  # how D learns which KV to load: "handoff" or "rendezvous"
+    save_delay: float = 0.0  # seconds after which a store finds what was saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
 
 

@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 from pytest_kvconform.rigs.engine.handle import EngineHandle
-from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.engine.messages import EngineSpec, Usage
 from pytest_kvconform.rigs.processes.cores import Deadline
 
 SOON_S = 0.05  # for engines that have kept something before; a release takes milliseconds
@@ -45,6 +45,23 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep:
             break
         time.sleep(PAUSE_S)
     return Release(usage, time.monotonic() - began, seconds)
+
+
+def until_saved(p: EngineHandle, d: EngineHandle, seconds: float) -> None:
+    """Step both engines of a store until saves in the background hold no blocks, and wait for its
+    `save_delay`.
+    """
+    until_released(p, d, seconds)
+    time.sleep(p.spec.save_delay)
+
+
+def tokens_of_others(spec: EngineSpec) -> int:
+    """Tokens of a request that runs on D before it is asked for what was saved; 0: there is none.
+
+    A store with a `save_delay` may learn with the steps of other requests what it has saved: vLLM does not
+    step an engine that has no request.
+    """
+    return 1 if spec.save_delay else 0
 
 
 def seconds_to_wait(p: EngineHandle, seconds: float) -> float:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+_unfreeze = gc.unfreeze
 _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow it
 
 
@@ -35,6 +36,11 @@ def keep_heap_frozen() -> None:
     after.
     """
     gc.unfreeze = lambda: None
+
+
+def unfreeze_heap() -> None:
+    """Unfreeze in spite of that, where the end of an object has to be seen."""
+    _unfreeze()
 
 
 def broadcast_without_shared_memory() -> None:
