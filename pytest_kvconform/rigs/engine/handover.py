@@ -180,7 +180,8 @@ def _run(scenario: Scenario, one: _Pass) -> _Run:
     """One pass. Prefix caches are emptied first. Unowned blocks are poisoned."""
     one.p.poison()
     one.d.poison()
-    deadline = Deadline(one.deadlines.request, (one.p.process.watched, one.d.process.watched))
+    seconds = one.deadlines.request + one.p.spec.save_delay
+    deadline = Deadline(seconds, (one.p.process.watched, one.d.process.watched))
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
         run = _hand_over(replace(scenario, prompts=earlier), replace(one, brings=()), deadline, "-turn")
@@ -255,8 +256,7 @@ def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None
     """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them. D may load what
     P has saved to a store.
     """
-    prompts = scenario.expanded()
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts := scenario.expanded()):
         if tokens := prompt.warm or tokens_of_others(one.d.spec):
             warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[:tokens], one.salt)
             _until_finished(one.d, one.p, [warm], run, deadline)
