@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST_TOKENS = 2**31 - 1
-MOST_REQUESTS = 10_000
-MOST_SECONDS = 60
+MOST_REQUESTS = 5_000
+MOST_SECONDS = 4  # a case of the tier protocol waits up to 14 times, and has a minute
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 

@@ -148,10 +148,10 @@ def remembered(side: Side) -> dict[str, int]:
     """
     if not side.finished:
         return {}
-    ids = re.compile("|".join(map(re.escape, side.finished)))
+    whole, ids = set(side.finished), re.compile("|".join(map(re.escape, side.finished)))
     found: dict[str, set[str]] = {}
     for path, value in walk(side.connector_state(), skip=has_limit):
-        if isinstance(value, str) and (named := ids.findall(value)):
+        if isinstance(value, str) and (named := [value] if value in whole else ids.findall(value)):
             place = ".".join(part if is_word(part) else "*" for part in path)
             found.setdefault(place, set()).update(named)
     return {place: len(named) for place, named in found.items()}

@@ -57,7 +57,7 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
     The same prompts come again and again: what a store keeps of them does not grow either.
     """
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-    from pytest_kvconform.rigs.scheduler.live.sizes import growth
+    from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
 
     with live_engines(rig) as live:
 
@@ -71,8 +71,10 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
         before = _after(live, prompts, ROUNDS)
         after, number = _after(live, prompts, ROUNDS), ROUND * ROUNDS
         if grown():
-            if declared := rig.subject.remembers:  # what is declared is filled first
-                before = _after(live, _prompts(live, AT_ONCE), math.ceil(declared / AT_ONCE))
+            if (
+                declared := rig.subject.remembers
+            ):  # filled first, also where only some requests are remembered
+                before = _after(live, _prompts(live, AT_ONCE), math.ceil(declared / SHARE / AT_ONCE))
                 number = 0
             number += AT_ONCE * MORE
             after = _after(live, _prompts(live, AT_ONCE), MORE)
