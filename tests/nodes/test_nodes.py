@@ -191,7 +191,7 @@ def test_a_checkpoint_that_a_node_does_not_see_is_named_before_an_engine_starts(
     monkeypatch.setattr(bench, "ensure_checkpoint", lambda family: checkpoint)
     monkeypatch.setattr(place, "ask", lambda method, *arguments: method(*arguments))
     of_d = NodePlace("zygote", "10.0.0.8", role="D", peer="10.0.0.7", actor=object.__new__(host.NodeHost))
-    subject: Any = SimpleNamespace(way="handoff")
+    subject: Any = SimpleNamespace(way="handoff", save_delay=0.0)
     context: Any = SimpleNamespace(
         place=lambda role: of_d,
         subject=subject,

@@ -120,7 +120,7 @@ def _run(
 ) -> TransferObservation:
     transfer = observed.transfer
     alone = p is d
-    deadline = Deadline(limits.request + p.spec.save_delay, tuple({p.process.watched, d.process.watched}))
+    deadline = Deadline(limits.request + 2 * p.spec.save_delay, tuple({p.process.watched, d.process.watched}))
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt, p, d)

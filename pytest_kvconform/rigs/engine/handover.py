@@ -180,7 +180,7 @@ def _run(scenario: Scenario, one: _Pass) -> _Run:
     """One pass. Prefix caches are emptied first. Unowned blocks are poisoned."""
     one.p.poison()
     one.d.poison()
-    seconds = one.deadlines.request + one.p.spec.save_delay
+    seconds = one.deadlines.request + 2 * one.p.spec.save_delay
     deadline = Deadline(seconds, (one.p.process.watched, one.d.process.watched))
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)

@@ -52,7 +52,9 @@ def until_saved(p: EngineHandle, d: EngineHandle, seconds: float) -> None:
     `save_delay`.
     """
     until_released(p, d, seconds)
-    time.sleep(p.spec.save_delay)
+    deadline = Deadline(p.spec.save_delay, (p.process.watched, d.process.watched))
+    while not deadline.over():
+        time.sleep(PAUSE_S)
 
 
 def tokens_of_others(spec: EngineSpec) -> int:
