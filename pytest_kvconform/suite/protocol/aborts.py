@@ -56,6 +56,7 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
         raise rig.violation(
             "",
             f"{id} was aborted while {state}, and {other}, which loaded {given} tokens, computed {computed}",
+            differs=f"without the abort {most} of its {len(prompts[1])} tokens are loaded",
         )
     p.step(sent=p.delayed_free_requests())
     rig.require_no_leaks(p, d)

@@ -26,6 +26,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 from pytest_kvconform.suite.protocol.multi_connector import _dense
+from pytest_kvconform.suite.protocol.stores.saved_prompts import step_until_found
 
 IN_FLIGHT = "with a step in flight between schedule() and update_from_output()"
 FEW = ("d-length", "p-length", "d-abort-loading")
@@ -142,6 +143,7 @@ def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
         for _ in range(2):
             side.add(prompt, max_tokens=3)
             side.run(lambda: not side.unfinished_requests() and not side.delayed_free_requests())
+            step_until_found(rig, side)
             side.end_flight()
             side.evict_prefix_cache()
         rig.require_no_leaks(side)

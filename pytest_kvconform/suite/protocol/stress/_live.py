@@ -64,6 +64,9 @@ def await_saves(live: Any, p: Any) -> None:
     while (keeps := bool(p.leaks())) and not deadline.over():
         pass  # looking takes a step
     live.keeps = keeps
+    found = Deadline(live.rig.subject.save_delay)
+    while not found.over():
+        p.leaks()
     p.evict_prefix_cache()
 
 
