@@ -27,7 +27,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Put the pages and drawings of docs/ below docs/, and add the pages beside it."""
-    drawings = [file for file in files.media_files() if file.src_uri.startswith("claims/")]
+    drawings = [file for file in files.media_files() if file.src_uri.endswith(".svg")]
     for file in [*files.documentation_pages(), *drawings]:
         files.remove(file)
         files.append(_file(config, f"docs/{file.src_uri}"))

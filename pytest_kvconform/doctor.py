@@ -116,9 +116,12 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
 
 def cpu_lines(features: Sequence[str], limits: Sequence[Limit]) -> list[str]:
     """Return lines: by which features of the CPU vLLM chooses its kernels, and its known limits with them."""
-    words = [name if name in features else f"no {name}" for name in CPU_FEATURES]
+    words = {
+        "has": [name for name in CPU_FEATURES if name in features],
+        "lacks": [name for name in CPU_FEATURES if name not in features],
+    }
     return [
-        f"CPU      {', '.join(words)}",
+        "CPU      " + "; ".join(f"{word} {', '.join(names)}" for word, names in words.items() if names),
         *(f"limit    left out: {limit}" for limit in limits),
         *(["limits   of vLLM on this CPU: none known"] if not limits else []),
     ]

@@ -119,6 +119,19 @@ def test_the_output_that_people_read_is_what_a_run_prints(name: str) -> None:
     )
 
 
+def test_the_picture_of_the_matrix_is_up_to_date() -> None:
+    regenerate()  # after it, Python finds the modules beside that script
+    picture = importlib.import_module("matrix_picture")
+    assert picture.FILE.read_text("utf-8") == picture.picture(), "python docs/matrix_picture.py"
+    assert "docs/matrix.svg" in PAGES["README.md"]
+
+
+def test_the_first_page_shows_parts_of_a_real_failure() -> None:
+    [shown] = [block for block in blocks(PAGES["README.md"], "text") if block.startswith("rule ")]
+    whole = iter(blocks(PAGES["docs/failures.md"], "text")[0].splitlines())
+    assert [line for line in shown.splitlines() if line != "..." and line not in whole] == []
+
+
 def test_the_parts_of_a_failure_are_all_explained() -> None:
     page = PAGES["docs/failures.md"]
     parts = [term.strip("`") for term in terms(page, "Read a failure")]

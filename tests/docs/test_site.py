@@ -75,15 +75,15 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert Counter(NAV) == Counter([*PAGES, "CHANGELOG.md"])
 
 
-def test_the_site_has_every_page_and_badge_and_no_program(site: dict[Path, Page]) -> None:
+def test_the_site_has_every_page_and_drawing_and_no_program(site: dict[Path, Page]) -> None:
     [index] = [file for file in site if file.name == "index.html"]
     names = {"README.md": "index.html"}
     expected = {index.parent / names.get(name, name.replace(".md", ".html")) for name in NAV}
     assert set(site) == expected
     files = [file for file in index.parent.rglob("*.*") if file.suffix != ".html"]
     others = {file.relative_to(index.parent).as_posix() for file in files}
-    badges = {file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").glob("claims/*/*.svg")}
-    assert {name for name in others if not name.startswith("assets/")} == badges | {
+    drawings = {file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").rglob("*.svg")}
+    assert {name for name in others if not name.startswith("assets/")} == drawings | {
         "LICENSE.txt",
         "search/search_index.json",
         "site.css",

@@ -80,7 +80,7 @@ def test_an_unknown_feature_is_one_sentence(kv: Kv) -> None:
 def test_doctor_shows_the_limits_of_this_machine() -> None:
     limit = Limit(family="gemma3", scenarios=("n1", "n2"), why="no kernel")
     assert doctor.cpu_lines(("avx512",), [limit]) == [
-        "CPU      no amx_tile, no avx512_bf16, avx512",
+        "CPU      has avx512; lacks amx_tile, avx512_bf16",
         "limit    left out: gemma3 n1, n2: no kernel",
     ]
     assert doctor.cpu_lines((), [])[1:] == ["limits   of vLLM on this CPU: none known"]
