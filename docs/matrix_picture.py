@@ -53,7 +53,12 @@ def picture() -> str:
     panel_width = WIDTH * len(topologies)
     size = NAMES + 2 * panel_width + 2 * GAP, TOP + HEIGHT * len(families) + 40
     parts = [
-        _text(GAP, TOP + HEIGHT * row + 15, titles[family].replace(" with an Eagle3 draft", " + Eagle3"), "start")
+        _text(
+            GAP,
+            TOP + HEIGHT * row + 15,
+            titles[family].replace(" with an Eagle3 draft", " + Eagle3"),
+            "start",
+        )
         for row, family in enumerate(families)
     ]
     for panel, (title, of) in enumerate(found.items()):

@@ -20,7 +20,7 @@ CHUNKS, LEAST = {"load_granularity": 256}, {"min_load": 40}
 def byte_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.right_connectors.amount", "bytes", ("llama3_1_8b",), "quick")
+        runner = CaseRunner("tests.right_connectors.amount", "bytes", ("llama3_1_8b", "gpt_oss_20b"), "quick")
         yield runner
         assert runner.close() == []
 
@@ -218,3 +218,18 @@ def test_an_answer_to_a_prompt_that_is_not_loaded_is_not_compared() -> None:
         assert runner.close() == []
     assert set(run.outcomes.values()) == {"NOT-APPLICABLE"}
     assert all("there is no whole block before the last token" in result.reason for result in run.results)
+
+
+def test_every_case_with_faults_knows_that_the_start_was_declined(byte_runner: CaseRunner) -> None:
+    """Each of them is not applicable if the author declares sliding windows unsupported."""
+    with_faults = {"bytes/transport_faults", "bytes/each_transfer"}
+    run = byte_runner.run(
+        "Chunked",
+        "gpt_oss_20b",
+        "P2D1",
+        setup="b16",
+        only=lambda planned: planned.module in with_faults,
+        declared=CHUNKS,
+    )
+    ends = {result.id: (result.outcome.value, result.refused) for result in run.results}
+    assert len(ends) > 6 and set(ends.values()) == {("BLOCKED", True)}, ends

@@ -14,7 +14,7 @@ from tests.helpers.fixtures import fixtures
 NONE = (
     "returns_int_or_none_and_bool zero_tokens_is_never_async repeated_call_returns_the_same "
     "call_without_free_blocks_starts_no_load load_without_room_starts_later none_is_followed_by_an_answer "
-    "loads_the_same_as_alone params_are_read_by_key"
+    "loads_the_same_as_alone params_are_read_by_key aborted_load_is_reported_at_its_end"
 )
 ALONE = "loads_the_same_as_alone every_block_is_freed"
 MAY_CHANGE = (

@@ -76,6 +76,7 @@ class FaultBench:
         self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
+        self._refused: dict[Cell, str] = {}  # why the connector declined to start
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
@@ -189,6 +190,8 @@ class FaultBench:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
         self.context.require_known_handover("byte")
         word = _word(policy, longer)
+        if cell in self._refused:
+            raise Blocked(self._refused[cell], refused=True)
         if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
         try:
@@ -202,10 +205,10 @@ class FaultBench:
             )
         except EngineFailed as failed:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
-            raise Blocked(
-                f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}",
-                refused=failed.declined,
-            ) from None
+            reason = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
+            if failed.declined:
+                self._refused[cell] = reason
+            raise Blocked(reason, refused=failed.declined) from None
         if new:
             self._introduce(cell, word, p, d, longer)
         return p, d

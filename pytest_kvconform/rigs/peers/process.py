@@ -11,6 +11,7 @@ from pytest_kvconform.rigs.engine.messages import Request, Step, Trace
 from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
 from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.scenario import Faults
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -35,6 +36,7 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.asked_only: set[str] = set()
         self.abort_at: dict[str, str] = {}  # request -> moment of MOMENTS
         self.aborted_ids: list[str] = []
+        self.faults_of_next_load: tuple[Faults, ...] = ()
         super().__init__(spec)
         self._workers(worker_recorder.install)
         self.reuse(spec.role == "P")
@@ -112,6 +114,19 @@ class PeerEngineProcess(FaultyEngineProcess):
 
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
 
+    def set_faults(self, faults: tuple[Faults, ...]) -> None:
+        """As for every engine; the next load has no other faults any more."""
+        self.faults_of_next_load = ()
+        super().set_faults(faults)
+
+    def set_faults_of_next_load(self, faults: tuple[Faults, ...]) -> None:
+        """Give the transport of every rank these faults when the next load has its blocks.
+
+        A connector may read something else from P before, to know what it can load.
+        """
+        self.set_faults(())
+        self.faults_of_next_load = faults
+
     def start_held_transfers(self) -> None:
         """Start the transfers that were held (`set_faults`)."""
         self._workers(rank_faults.start_held_transfers)
@@ -166,7 +181,12 @@ class PeerEngineProcess(FaultyEngineProcess):
     def _watch_connector(self) -> None:
         super()._watch_connector()
         connector = self.scheduler.connector
-        matched = connector.get_num_new_matched_tokens
+        matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens and self.faults_of_next_load:
+                self.set_faults(self.faults_of_next_load)
+            allocated(request, blocks, num_external_tokens)
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
             if request.request_id in self.kept_in_queue:
@@ -175,3 +195,4 @@ class PeerEngineProcess(FaultyEngineProcess):
             return (None, False) if request.request_id in self.asked_only else answer
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        connector.update_state_after_alloc = update_state_after_alloc

@@ -273,7 +273,7 @@ class ScenarioEngines:
     def add_decode_with_faults(
         self, p: SteppedEngine, d: SteppedEngine, prefill: PrefillResult, faults: Faults
     ) -> Steps:
-        """Add a request of D whose transfers these faults change: transfers that D begins, or P if P writes.
+        """Add a request of D whose load these faults change: transfers that D begins, or P if P writes.
 
         Returns (request, when it was added), or why no transfer was changed.
         """
@@ -282,7 +282,7 @@ class ScenarioEngines:
             return NO_FAULTS
         if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
             return WITHIN_STEP
-        yield from d.call("set_faults", (faults,))
+        yield from d.call("set_faults_of_next_load", (faults,))
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
