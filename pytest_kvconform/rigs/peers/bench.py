@@ -63,8 +63,8 @@ def _calls_of(
 
     Without a result of the scenario all of them: the last ones were before its end.
     """
-    ids = {one.id for one in found.decodes.values()} if found else set[str]()
-    ids |= {one.id for one in found.prefills.values()} if found else set[str]()
+    handed = [*found.decodes.values(), *found.prefills.values()] if found else []
+    ids = {one.id for one in handed} | set(found.request_ids.values() if found else ())
     return tuple(
         msgspec.structs.replace(call, side=name)
         for name, mine in calls.items()
