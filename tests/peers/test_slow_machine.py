@@ -68,6 +68,33 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
 
 
+def beside_a_silent_peer(bad: float, own: float, core_wait: float) -> ScenarioObservation:
+    """Two requests that took so many seconds together, in `core_wait` of which D waited for a core."""
+    trace, took = Trace(id="d", prompt_tokens=55), {"bad": bad, "own": own}
+    return ScenarioObservation(
+        {
+            name: DecodeResult("d", 0.0, 0.0, seconds, "length", trace, (), core_wait)
+            for name, seconds in took.items()
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "own", "core_wait", "late"),
+    [
+        (3.0, 2.95, 2.5, True),  # D waited 3 s for the peer, or 2.5 s for a core
+        (3.0, 2.95, 1.5, False),  # it is noticeable in any case: the case judges it
+        (3.0, 2.7, 2.5, False),  # the other request ended clearly before
+        (0.9, 0.89, 0.5, False),  # the clock itself has not come to a noticeable wait
+    ],
+)
+def test_a_delay_that_a_busy_machine_hides_is_looked_for_again(
+    bad: float, own: float, core_wait: float, late: bool
+) -> None:
+    assert is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S) == late
+    assert not is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S, noticeable_s=3.0)
+
+
 @pytest.mark.parametrize(("part", "took", "runs"), [(0.5, 4.1, [1, 2]), (0.5, 3.9, [1]), (0.1, 4.1, [1])])
 def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slow(
     monkeypatch: pytest.MonkeyPatch, part: float, took: float, runs: list[int]
@@ -79,6 +106,7 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
         progress=lambda sentence: None,
         lease_s=lambda asked: asked,
         asked_lease_s=lambda asked: LEASE_S,
+        scaled_seconds=lambda seconds: seconds,
         shown_calls=[],
     )
     bench, seen = PeerBench(context), list[int]()

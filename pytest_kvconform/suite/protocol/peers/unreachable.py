@@ -6,6 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import REQUEST_S
+from pytest_kvconform.rigs.peers.bench import DELAYED, NOTICEABLE_S, hides_delay, seconds
 from pytest_kvconform.rigs.peers.scenario_engines import loaded_within_step
 from pytest_kvconform.rigs.peers.scenarios import CUT, MESSAGES, STALL_S
 from pytest_kvconform.suite._peer_observations import (
@@ -18,7 +19,6 @@ from pytest_kvconform.suite._peer_observations import (
     evidence,
     one_rank,
     outcome_of,
-    seconds,
     violation,
 )
 
@@ -35,8 +35,6 @@ CUTS = {
     "accepted": "was reset as soon as it was accepted",
     "answering": "was reset in the middle of an answer of P",
 }
-NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
-DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 
 
 @case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
@@ -84,16 +82,23 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
     observed = completed(bench, scenario, rule, "")
     if any(loaded_within_step(ended.trace) for ended in observed.decodes.values()):
         raise NotApplicable("D loads within the step that reads the KV: a step lasts as long as its loads")
-    bad = seconds(observed.decodes["bad"])
-    noticeable = bad > bench.peers.scaled_seconds(NOTICEABLE_S)
+    asked, noticeable_s = observed.decodes["bad"], bench.peers.scaled_seconds(NOTICEABLE_S)
+    bad = seconds(asked)
     for name, words in others.items():
-        if noticeable and seconds(observed.decodes[name]) > DELAYED * bad:
+        ended = observed.decodes[name]
+        if bad > noticeable_s and seconds(ended) > DELAYED * bad:
             raise violation(
                 rule,
-                f"{words} took {seconds(observed.decodes[name]):.1f} s: it came together with one for which "
+                f"{words} took {seconds(ended):.1f} s: it came together with one for which "
                 f"{PLACES[scenario]}, and that took {bad:.1f} s",
                 observed,
                 diagnosis="one peer that cannot be reached delays requests that have nothing to do with it",
+            )
+        if hides_delay(asked, ended, noticeable_s):
+            raise Blocked(
+                f"this machine was too slow to tell whether {words} waited for one for which "
+                f"{PLACES[scenario]}: D waited for a core for {asked.core_wait:.1f} s of the "
+                f"{asked.ended - asked.added:.1f} s that it took"
             )
     if "good" in others:
         check_right(rule, observed, bench.peers.lease_s, {"good": others["good"]})
