@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioO
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite._peer_observations import check_right
+from pytest_kvconform.suite.protocol.peers import unreachable
 
 LEASE_S = 4.0
 WORDS = {"good": "the request"}
@@ -140,3 +141,42 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
         clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
         waits.append(round(engine.core_wait(), 6))
     assert waits == [0.0, 4.0, 4.0]
+
+
+NEVER_MEETS, MEETS = (
+    ScenarioObservation(),
+    ScenarioObservation(
+        {
+            "first": DecodeResult(
+                "first", 0.0, 0.0, 1.0, "length", Trace(id="first", prompt_tokens=55, external_tokens=48), ()
+            )
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("took", "waited", "others", "raises"),
+    [
+        (5.2, 0.2, MEETS, Violation),  # another D meets its P in time, and this one does not
+        (5.2, 0.2, NEVER_MEETS, Blocked),  # it takes longer than a lease to meet any P
+        (5.2, 4.0, MEETS, Blocked),  # no time for a core
+        (2.0, 1.5, MEETS, Blocked),  # whatever the lease: a D may be less patient
+        (2.0, 0.2, NEVER_MEETS, Violation),
+    ],
+)
+def test_a_slow_answer_after_garbage_is_told_from_none(
+    monkeypatch: pytest.MonkeyPatch, took: float, waited: float, others: Any, raises: type[Exception]
+) -> None:
+    late = DecodeResult("d", 0.0, 0.0, took, "error", Trace(id="d", prompt_tokens=55), ())
+    numbers = {"sent": 1000.0, "ports": 1.0, "waited": waited}
+    monkeypatch.setattr(
+        unreachable, "completed", lambda *_: ScenarioObservation({"stranger": late}, numbers=numbers)
+    )
+    monkeypatch.setattr(unreachable, "observe", lambda *_: others)
+    monkeypatch.setattr(
+        unreachable, "outcome_of", lambda ended: "right" if ended.id == "first" else "refused"
+    )
+    bench: Any = SimpleNamespace(peers=SimpleNamespace(lease_s=LEASE_S))
+    with pytest.raises(raises):
+        unreachable.listener_survives_garbage_messages(bench, None)

@@ -34,7 +34,7 @@ ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
-LATE = {"late", "waiting", "loading", "bad", "old", "stranger", LIMIT, *CUT}
+LATE = {"late", "waiting", "loading", "bad", "old", "stranger", "again", LIMIT, *CUT}
 
 
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
