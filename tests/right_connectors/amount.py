@@ -88,8 +88,8 @@ class LessOfSome(ReferenceConnector):
 
 
 class LessWhenBusy(LessOfSome):
-    """It does so if another load is under way, as a connector that weighs the time on the wire against that
-    of computing.
+    """D leaves the last whole block to itself if another load is under way when D is first asked, as a
+    connector that weighs the time on the wire against that of computing.
     """
 
     def loads_less(self, request: Any) -> bool:
@@ -97,7 +97,7 @@ class LessWhenBusy(LessOfSome):
 
 
 class LessNowAndThen(LessOfSome):
-    """It does so with every second request that was handed over to the process, as one that tries what is
+    """D leaves the last whole block of every second request to itself, as a connector that tries what is
     faster.
     """
 
@@ -108,7 +108,7 @@ class LessNowAndThen(LessOfSome):
 
 
 class MoreNowAndThen(LessNowAndThen):
-    """It does so with the others."""
+    """D does so with the first one, and with every second one after it."""
 
     tries: ClassVar[Iterator[bool]] = itertools.cycle((True, False))
 

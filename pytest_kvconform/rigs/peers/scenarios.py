@@ -297,18 +297,18 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
             yield
         yield from pause(engines.bench.scaled_seconds(DELIVERY_S))
         client.close()
-    decodes, prefills, numbers = {}, {}, {"sent": sent, "ports": len(ports), "learned": len(valid)}
+    found = ScenarioObservation(numbers={"sent": sent, "ports": len(ports), "learned": len(valid)})
     for name in ("stranger", "again"):
-        if decodes:  # the other D may not ask P again so soon
+        if found.decodes:  # the other D may not ask P again so soon
             yield from (d := engines.start("D13")).call("usage")
-        prefills[name] = prefill = yield from engines.prefill(p)  # the lease of the one before may be over
+        found.prefills[name] = prefill = yield from engines.prefill(p)  # another one's lease may be over
         clock = Deadline(math.inf, (os.getpid(), p.handle.process.pid, d.handle.process.pid), look=True)
-        decodes[name] = ended = yield from engines.decode(d, prefill)
+        found.decodes[name] = ended = yield from engines.decode(d, prefill)
         took = ended.ended - ended.added
-        numbers["waited"] = waited = took - min(took, clock.passed())
+        waited = found.numbers["waited"] = took - min(took, clock.passed())
         if (ended.finish == "length" and ended.trace.external_tokens) or waited < SLOW * took:
             break
-    return ScenarioObservation(decodes, prefills, numbers=numbers)
+    return found
 
 
 def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
