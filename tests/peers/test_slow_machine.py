@@ -67,6 +67,8 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     unanswered = {name: scenario("error", 9.0).decodes["good"] for name in ("answering", "time_limit")}
     assert not is_late(ScenarioObservation(unanswered), LEASE_S)
     assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
+    freed = {why: ScenarioObservation(waits, numbers={"waiting": why}) for why in (LEASE_S, 0.1, -2.9)}
+    assert [why for why, found in freed.items() if is_late(found, LEASE_S)] == [LEASE_S]
 
 
 def beside_a_silent_peer(bad: float, own: float, core_wait: float) -> ScenarioObservation:

@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
+from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,
     DecodeResult,
@@ -44,13 +45,15 @@ BESIDE = ("own", "good")  # requests that come together with one whose peer does
 
 def is_late(found: ScenarioObservation, lease_s: float, noticeable_s: float = NOTICEABLE_S) -> bool:
     """Whether the machine was too slow for some case to judge: a request ended so late that its lease was
-    over, or it cannot be told whether it waited for another one, see `hides_delay`.
+    over, nobody looked at P's blocks in time, or it cannot be told whether a request waited for another one,
+    see `hides_delay`.
     """
     bad = found.decodes.get("bad")
     beside = [found.decodes[name] for name in BESIDE if bad and name in found.decodes]
     return (
         bool(found.too_slow)
         or any(bad and hides_delay(bad, other, noticeable_s) for other in beside)
+        or any(found.numbers.get(why, 0.0) >= lease_s for why in UNREAD)
         or any(
             ended.finish and ended.ended - ended.prefill_added > lease_s
             for name, ended in found.decodes.items()
