@@ -16,6 +16,7 @@ from pytest_kvconform.declarations.children import together
 from pytest_kvconform.report.document import Report, criteria_of, recompute_verdict, shard_of
 from pytest_kvconform.result import Outcome
 
+_DIFFERS = "subject.{} differs from the settings of the report"
 # the reason of a case that was blocked, because another case found that the cell was refused or failed
 _DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
 
@@ -72,6 +73,9 @@ def _check_declaration(report: Report) -> Iterator[str]:
                 "versions of "
                 f"vLLM make it {state}"
             )
+    profile = (setting := report.settings.get("profile")) and setting.value  # it wins over every declaration
+    if profile and profile != subject.profile:
+        yield _DIFFERS.format("profile")
     # Another version of the suite may declare vLLM's connectors in another way.
     if report.settings["declare"].value or report.suite != __version__:
         return
@@ -80,7 +84,9 @@ def _check_declaration(report: Report) -> Iterator[str]:
         for key, empty in (("features", "{}"), ("known", "[]"))
     )
     ours = None if subject.module else bundled_declarations().get(subject.connector)
-    bundled = together(ours or BundledDeclaration(features={}), subject.config, subject.profile)
+    bundled = together(ours or BundledDeclaration(features={}), subject.config, profile or "")
+    if not profile and bundled.profile != subject.profile:
+        yield _DIFFERS.format("profile")
     declared = read_features(bundled.features, "features")
     declared |= read_features(features, "features")
     if declared != subject.features:
@@ -91,7 +97,7 @@ def _check_declaration(report: Report) -> Iterator[str]:
     for key in (*AMOUNTS, "remembers", "save_delay"):
         setting = report.settings.get(key)  # an earlier report has not all of them
         if getattr(subject, key) != ((setting and setting.value) or getattr(bundled, key)):
-            yield f"subject.{key} differs from the settings of the report"
+            yield _DIFFERS.format(key)
     written = [_as_written(entry) for entry in read_known(known, "known")]
     if written != [_as_written(entry) for entry in subject.known]:
         yield "subject.known: the entries differ from the settings of the report"

@@ -7,6 +7,7 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.peers.bench import seconds
 from pytest_kvconform.rigs.peers.scenario_engines import (
     NO_TRANSFER,
     DecodeResult,
@@ -90,11 +91,6 @@ def outcome_of(ended: DecodeResult) -> str:
     if not sum(check.rows_due for check in ended.checks):
         raise HarnessError("D loaded something, and no rank compared it")
     return WRONG if any(wrong_words(check, "attention") for check in ended.checks) else RIGHT
-
-
-def seconds(ended: DecodeResult) -> float:
-    """Return how long a request took, without the time in which D waited for a core."""
-    return ended.ended - ended.added - ended.core_wait
 
 
 def broken_rule(rule: str, what: str) -> str:

@@ -20,9 +20,16 @@ SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
 # or one kind of layers; tests/faults, tests/peers and test_reuse.py run the cases that they are for.
-BASES = {"Right", "StopsElsewhere", "OtherHalf"}
-WRONG = {"MovesNothing", "OneContextAndAThread", "LongerMemory", "HoldsBlocksForEver", "FindsNothing"}
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks"} | BASES | WRONG
+BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
+WRONG = {
+    "MovesNothing",
+    "OneContextAndAThread",
+    "ReplacesOnce",
+    "LongerMemory",
+    "HoldsBlocksForEver",
+    "FindsNothing",
+}
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "MoreNowAndThen"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")

@@ -39,3 +39,14 @@ def test_a_port_that_is_closed_soon_after_the_end_is_given_back(run_cases: Calla
     run = run_cases("ClosesLate", LLAMA, only=lambda planned: planned.module == "interface/shutdown")
     assert set(run.outcomes.values()) == {"PASS"}, run.findings
     assert run.evidence["next_engine_starts_on_same_port"].notes["ports"] != "none"
+
+
+def test_an_engine_may_take_longer_to_start_than_a_case_takes(run_cases: Callable[..., CellRun]) -> None:
+    case = "engine_starts_in_vllm_call_order"
+    run = run_cases(
+        "tests.interface.slow_start:StartsSlowly",
+        LLAMA,
+        scale=0.15,  # a case may take 1.5 s, and a start 13.5 s
+        only=lambda planned: planned.case.name == case,
+    )
+    assert run.outcomes == {f"{case}[{role}]": "PASS" for role in "PD"}, run.findings

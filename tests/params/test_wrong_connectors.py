@@ -101,6 +101,11 @@ WRONG = [
         rules="KV-PARAMS-004",
     ),
     Wrong(
+        "MovesBlocks",
+        {r"params_are_read_by_key\[with_more\]": r"D announces \d+ tokens and orders another load"},
+        rules="KV-PARAMS-004",
+    ),
+    Wrong(
         "OrdersOnce",
         {
             r"params_are_read_by_key\[twice\]": (

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
+    GREETING_S,
+    SIGNATURE,
     HostileClient,
     SilentListener,
     listening_ports,
@@ -18,7 +22,21 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     speaks_zeromq,
     with_port_replaced,
 )
+from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.rigs.processes.ports import free_port
+
+
+def greets(port: int) -> bool:
+    """Whether this process greets on a port as ZeroMQ does, waited for without doing anything else."""
+    answers: list[bool] = []
+
+    def listening() -> Iterator[None]:
+        answers.append((yield from speaks_zeromq(port, os.getpid())))
+
+    for _ in listening():
+        time.sleep(0.01)
+    return answers[0]
+
 
 GOOD = [[b"", msgspec.msgpack.encode(("where", 3, "rank", 0))]]
 
@@ -73,8 +91,8 @@ def test_a_listener_listener_hears_and_never_answers(zeromq: bool) -> None:
     port = free_port()
     listener = SilentListener(port, zeromq)
     try:
-        assert speaks_zeromq(port) == zeromq
-        client = HostileClient(port)
+        assert greets(port) == zeromq
+        client = HostileClient(port, zeromq)
         assert client.send([b"", b"hello"])
         deadline = time.monotonic() + 10.0
         while not any(frames[-1] == b"hello" for frames in listener.received):
@@ -84,4 +102,38 @@ def test_a_listener_listener_hears_and_never_answers(zeromq: bool) -> None:
         client.close()
     finally:
         listener.close()
-    assert not HostileClient(port).send([b"anybody?"])
+    assert not HostileClient(port, greets(port)).send([b"anybody?"])
+
+
+@pytest.mark.parametrize(("greeting", "zeromq"), [(b"\xff" + bytes(9), True), (b"HTTP", False)])
+def test_a_listener_that_greets_late_is_waited_for(greeting: bytes, zeromq: bool) -> None:
+    def greet() -> None:
+        peer, _ = server.accept()
+        time.sleep(0.5)
+        peer.sendall(greeting)
+        peer.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=greet, daemon=True).start()
+        assert greets(server.getsockname()[1]) == zeromq
+
+
+def test_the_time_in_which_a_listener_waits_for_a_core_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = time.monotonic()  # from now on it waits for nine tenths of the time
+    monkeypatch.setattr(cores, "core_waits", lambda pids: {1: {"1": 0.9 * (time.monotonic() - began)}})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peers, answers, rounds = list[socket.socket](), list[bool](), 0
+
+        def listening() -> Iterator[None]:
+            answers.append((yield from speaks_zeromq(server.getsockname()[1], os.getpid())))
+
+        for _ in listening():
+            rounds += 1
+            if not peers and time.monotonic() > began + 2 * GREETING_S:
+                peers.append(server.accept()[0])
+                peers[0].sendall(SIGNATURE)
+            time.sleep(0.01)
+        peers[0].close()
+    assert answers == [True] and rounds > 10  # others went on meanwhile

@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioO
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite._peer_observations import check_right
+from pytest_kvconform.suite.protocol.peers import unreachable
 
 LEASE_S = 4.0
 WORDS = {"good": "the request"}
@@ -66,6 +67,35 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     unanswered = {name: scenario("error", 9.0).decodes["good"] for name in ("answering", "time_limit")}
     assert not is_late(ScenarioObservation(unanswered), LEASE_S)
     assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
+    freed = {why: ScenarioObservation(waits, numbers={"waiting": why}) for why in (LEASE_S, 0.1, -2.9)}
+    assert [why for why, found in freed.items() if is_late(found, LEASE_S)] == [LEASE_S]
+
+
+def beside_a_silent_peer(bad: float, own: float, core_wait: float) -> ScenarioObservation:
+    """Two requests that took so many seconds together, in `core_wait` of which D waited for a core."""
+    trace, took = Trace(id="d", prompt_tokens=55), {"bad": bad, "own": own}
+    return ScenarioObservation(
+        {
+            name: DecodeResult("d", 0.0, 0.0, seconds, "length", trace, (), core_wait)
+            for name, seconds in took.items()
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "own", "core_wait", "late"),
+    [
+        (3.0, 2.95, 2.5, True),  # D waited 3 s for the peer, or 2.5 s for a core
+        (3.0, 2.95, 1.5, False),  # it is noticeable in any case: the case judges it
+        (3.0, 2.7, 2.5, False),  # the other request ended clearly before
+        (0.9, 0.89, 0.5, False),  # the clock itself has not come to a noticeable wait
+    ],
+)
+def test_a_delay_that_a_busy_machine_hides_is_looked_for_again(
+    bad: float, own: float, core_wait: float, late: bool
+) -> None:
+    assert is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S) == late
+    assert not is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S, noticeable_s=3.0)
 
 
 @pytest.mark.parametrize(("part", "took", "runs"), [(0.5, 4.1, [1, 2]), (0.5, 3.9, [1]), (0.1, 4.1, [1])])
@@ -79,6 +109,7 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
         progress=lambda sentence: None,
         lease_s=lambda asked: asked,
         asked_lease_s=lambda asked: LEASE_S,
+        scaled_seconds=lambda seconds: seconds,
         shown_calls=[],
     )
     bench, seen = PeerBench(context), list[int]()
@@ -112,3 +143,42 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
         clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
         waits.append(round(engine.core_wait(), 6))
     assert waits == [0.0, 4.0, 4.0]
+
+
+NEVER_MEETS, MEETS = (
+    ScenarioObservation(),
+    ScenarioObservation(
+        {
+            "first": DecodeResult(
+                "first", 0.0, 0.0, 1.0, "length", Trace(id="first", prompt_tokens=55, external_tokens=48), ()
+            )
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("took", "waited", "others", "raises"),
+    [
+        (5.2, 0.2, MEETS, Violation),  # another D meets its P in time, and this one does not
+        (5.2, 0.2, NEVER_MEETS, Blocked),  # it takes longer than a lease to meet any P
+        (5.2, 4.0, MEETS, Blocked),  # no time for a core
+        (2.0, 1.5, MEETS, Blocked),  # whatever the lease: a D may be less patient
+        (2.0, 0.2, NEVER_MEETS, Violation),
+    ],
+)
+def test_a_slow_answer_after_garbage_is_told_from_none(
+    monkeypatch: pytest.MonkeyPatch, took: float, waited: float, others: Any, raises: type[Exception]
+) -> None:
+    late = DecodeResult("d", 0.0, 0.0, took, "error", Trace(id="d", prompt_tokens=55), ())
+    numbers = {"sent": 1000.0, "ports": 1.0, "waited": waited}
+    monkeypatch.setattr(
+        unreachable, "completed", lambda *_: ScenarioObservation({"stranger": late}, numbers=numbers)
+    )
+    monkeypatch.setattr(unreachable, "observe", lambda *_: others)
+    monkeypatch.setattr(
+        unreachable, "outcome_of", lambda ended: "right" if ended.id == "first" else "refused"
+    )
+    bench: Any = SimpleNamespace(peers=SimpleNamespace(lease_s=LEASE_S))
+    with pytest.raises(raises):
+        unreachable.listener_survives_garbage_messages(bench, None)

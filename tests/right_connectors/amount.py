@@ -7,8 +7,9 @@ alone, and the KV of the last window alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
@@ -52,10 +53,8 @@ class OneBlockLess(StopsElsewhere):
         return max(0, stop // block * block - block)
 
 
-class LessWhenBusy(ReferenceConnector):
-    """D leaves the last whole block to itself if another load is under way when D is first asked, as a
-    connector that weighs the time on the wire against that of computing.
-    """
+class LessOfSome(ReferenceConnector):
+    """D leaves the last whole block of some requests to itself."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -66,11 +65,17 @@ class LessWhenBusy(ReferenceConnector):
             stop: Callable[[Any, int], int] = scheduler._stop
             scheduler._stop = lambda handoff, prompt: self.cut(stop(handoff, prompt), size)
 
+    def loads_less(self, request: Any) -> bool:
+        """Whether the request that is asked about for the first time loads less."""
+        raise NotImplementedError
+
     def cut(self, stop: int, block: int) -> int:
         return max(0, stop // block * block - block) if self.now else stop
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        self.now = self.less.setdefault(request.request_id, bool(self._scheduler._loading))
+        if request.request_id not in self.less:
+            self.less[request.request_id] = self.loads_less(request)
+        self.now = self.less[request.request_id]
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -80,6 +85,32 @@ class LessWhenBusy(ReferenceConnector):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self.less.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
+
+
+class LessWhenBusy(LessOfSome):
+    """D leaves the last whole block to itself if another load is under way when D is first asked, as a
+    connector that weighs the time on the wire against that of computing.
+    """
+
+    def loads_less(self, request: Any) -> bool:
+        return bool(self._scheduler._loading)
+
+
+class LessNowAndThen(LessOfSome):
+    """D leaves the last whole block of every second request to itself, as a connector that tries what is
+    faster.
+    """
+
+    tries: ClassVar[Iterator[bool]] = itertools.cycle((False, True))
+
+    def loads_less(self, request: Any) -> bool:
+        return bool((request.kv_transfer_params or {}).get("do_remote_prefill")) and next(self.tries)
+
+
+class MoreNowAndThen(LessNowAndThen):
+    """D does so with the first one, and with every second one after it."""
+
+    tries: ClassVar[Iterator[bool]] = itertools.cycle((True, False))
 
 
 class Threshold(ReferenceConnector):

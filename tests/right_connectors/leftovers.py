@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -14,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from reference_connector import ReferenceConnector
 
 POLL_S = 0.01
+OF_TWO_ENGINES = 4  # halves
 Ended = tuple[bool, dict[str, Any] | None]
 
 
@@ -143,3 +146,30 @@ class OneContextAndAThread(OneContext):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         threading.Thread(target=threading.Event().wait, name="poller", daemon=True).start()
+
+
+class ReplacesItsThread(ReferenceConnector):
+    """The process has one thread of all its engines. Each new half ends the one before and starts another."""
+
+    running: ClassVar[list[tuple[threading.Thread, threading.Event]]] = []
+    keeps = 1
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(self.running) >= self.keeps:
+            thread, end = self.running.pop()
+            end.set()
+            thread.join()
+        end = threading.Event()
+        self.running.append((threading.Thread(target=end.wait, name="poller", daemon=True), end))
+        self.running[-1][0].start()
+
+
+class ReplacesOnce(ReplacesItsThread):
+    """Wrong: what the first engine leaves ends as the second one starts, and later ones leave ever more."""
+
+    built: ClassVar[Iterator[int]] = itertools.count(1)
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        self.keeps = 1 if next(self.built) <= OF_TWO_ENGINES else 99
+        super().__init__(vllm_config, role, kv_cache_config)

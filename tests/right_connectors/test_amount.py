@@ -179,6 +179,28 @@ def test_a_busy_engine_may_load_less(scheduler_runner: CaseRunner) -> None:
     }
 
 
+@pytest.mark.parametrize("declared", [None, {"load_granularity": 1}])
+@pytest.mark.parametrize("connector", ["LessNowAndThen", "MoreNowAndThen"])
+def test_two_engines_may_load_different_amounts(
+    scheduler_runner: CaseRunner, connector: str, declared: dict[str, int] | None
+) -> None:
+    cases = {"params_are_read_by_key", "null_keys_may_be_left_out"}
+    run = scheduler_runner.run(
+        connector,
+        "llama3_1_8b",
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name in cases,
+        declared=declared,
+    )
+    assert len(run.outcomes) == 4
+    if declared:
+        assert set(run.outcomes.values()) == {"PASS"}, run.findings
+    else:
+        rules = {name: finding.rule for name, finding in run.findings.items()}
+        assert rules == dict.fromkeys(run.outcomes, "KV-HANDOVER-003"), run.findings
+
+
 @pytest.mark.parametrize(
     ("connector", "declared", "family", "cases"),
     [

@@ -87,6 +87,7 @@ INTERFACE = {
     ),
     "InUseForAMoment": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
+    "ReplacesItsThread": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
 }
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
@@ -139,9 +140,12 @@ def test_a_right_start_and_shutdown_conform(run_cases: Callable[..., CellRun], c
     _all_pass(run_cases("interface", connector, "llama3_1_8b", cases), cases)
 
 
-def test_a_thread_of_each_engine_is_told_from_those_of_the_process(run_cases: Callable[..., CellRun]) -> None:
+@pytest.mark.parametrize("connector", ["OneContextAndAThread", "ReplacesOnce"])
+def test_a_thread_of_each_engine_is_told_from_those_of_the_process(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
     case = "no_threads_ports_or_processes_left"
-    run = run_cases("interface", "OneContextAndAThread", "llama3_1_8b", (case,))
+    run = run_cases("interface", connector, "llama3_1_8b", (case,))
     assert run.findings[case].rule == "KV-SHUTDOWN-001"
     assert run.findings[case].happened.endswith("there are still 2 threads (poller, poller)"), run.findings[
         case

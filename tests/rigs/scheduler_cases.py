@@ -62,6 +62,16 @@ def hands_over(rig: Rig, variant: None) -> Evidence:
 
 
 @case(RULE, rig="scheduler")
+def starts_in(rig: Rig, seconds: float) -> Evidence:
+    """Two engines start, each with a hook that takes so long."""
+    for hook in ("__init__ of the worker half", "register_kv_caches"):
+        rig.host.note_running_hook(hook)
+        time.sleep(seconds)
+        rig.host.note_running_hook("")
+    return DONE
+
+
+@case(RULE, rig="scheduler")
 def remembers_calls(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     id = p.add(rig.prompt(5), rig.prefill_params(), max_tokens=3)

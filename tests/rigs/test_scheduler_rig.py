@@ -147,6 +147,21 @@ def test_a_case_whose_hooks_take_long_hangs(run: Run) -> None:
     assert "did not end within 1.3 s, in request_finished" in end.finding.happened
 
 
+def test_an_engine_may_take_as_long_to_start_as_in_the_other_tiers(run: Run) -> None:
+    scale = 0.104  # a bench of its own: a case may take a second, and a start nine
+    assert run("starts_in", 1.8, scale=scale) == PASSED
+    end = run("starts_in", 60.0, scale=scale)
+    assert end.finding is not None and end.finding.rule == "KV-HOOK-002"
+    assert "did not end within 9.36 s, in __init__ of the worker half" in end.finding.happened
+
+
+def test_a_start_that_has_hung_is_not_waited_for_as_long_again(run: Run) -> None:
+    scale = 0.105  # a bench of its own
+    for seconds in ("9.45", "1.89"):
+        end = run("starts_in", 60.0, scale=scale)
+        assert end.finding is not None and f"did not end within {seconds} s" in end.finding.happened
+
+
 def test_cases_that_hang_end_those_of_their_module_alone(
     run: Run, benches: Callable[[str, float], Bench]
 ) -> None:

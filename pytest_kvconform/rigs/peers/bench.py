@@ -13,8 +13,10 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
+from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,
+    DecodeResult,
     ScenarioEngines,
     ScenarioObservation,
     prompt_length,
@@ -33,16 +35,46 @@ ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
-LATE = {"late", "waiting", "loading", "bad", "old", "stranger", LIMIT, *CUT}
+LATE = {"late", "waiting", "loading", "bad", "old", "stranger", "again", LIMIT, *CUT}
 
 
-def is_late(found: ScenarioObservation, lease_s: float) -> bool:
-    """Whether a request ended so late that its lease was over, and no case can judge it."""
-    return bool(found.too_slow) or any(
-        ended.finish and ended.ended - ended.prefill_added > lease_s
-        for name, ended in found.decodes.items()
-        if name not in LATE
+NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
+DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
+BESIDE = ("own", "good")  # requests that come together with one whose peer does not answer
+
+
+def is_late(found: ScenarioObservation, lease_s: float, noticeable_s: float = NOTICEABLE_S) -> bool:
+    """Whether the machine was too slow for some case to judge: a request ended so late that its lease was
+    over, nobody looked at P's blocks in time, or it cannot be told whether a request waited for another one,
+    see `hides_delay`.
+    """
+    bad = found.decodes.get("bad")
+    beside = [found.decodes[name] for name in BESIDE if bad and name in found.decodes]
+    return (
+        bool(found.too_slow)
+        or any(bad and hides_delay(bad, other, noticeable_s) for other in beside)
+        or any(found.numbers.get(why, 0.0) >= lease_s for why in UNREAD)
+        or any(
+            ended.finish and ended.ended - ended.prefill_added > lease_s
+            for name, ended in found.decodes.items()
+            if name not in LATE
+        )
     )
+
+
+def seconds(ended: DecodeResult) -> float:
+    """Return how long a request took, without the time in which D waited for a core."""
+    return ended.ended - ended.added - ended.core_wait
+
+
+def hides_delay(bad: DecodeResult, other: DecodeResult, noticeable_s: float) -> bool:
+    """Whether it cannot be told if a request has waited for `bad`, whose peer does not answer.
+
+    Both took about as long. The connector counts its patience by the clock, and D waited for a core for so
+    much of that time that less than `noticeable_s` is left.
+    """
+    took = bad.ended - bad.added
+    return seconds(bad) <= noticeable_s < took and seconds(other) > DELAYED * seconds(bad)
 
 
 def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:
@@ -146,9 +178,10 @@ class PeerBench:
     ) -> dict[str, ScenarioObservation]:
         """Run scenarios of a cell; again with longer leases if a busy machine was too slow for them."""
         began, waited = time.monotonic(), own_core_wait()
-        seen = self._run(cell, scenarios)
+        seen, noticeable_s = self._run(cell, scenarios), self.scaled_seconds(NOTICEABLE_S)
         busy = own_core_wait() - waited > BUSY * (time.monotonic() - began)
-        if self._longer == 1 and busy and any(is_late(found, self.lease_s) for found in seen.values()):
+        late = any(is_late(found, self.lease_s, noticeable_s) for found in seen.values())
+        if self._longer == 1 and busy and late:
             self._longer = LONGER
             self.context.progress("the machine is busy: running the scenarios again, with longer leases")
             seen = self._run(cell, scenarios)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import msgspec
 
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import descendants_of, listening_sockets
 
 # First byte that a peer which speaks ZeroMQ's protocol sends (ZMTP 3.1, rfc.zeromq.org/spec/37).
 SIGNATURE = b"\xff"
-GREETING_S = 0.2
+GREETING_S = 1.0  # in which a listener that speaks ZeroMQ greets; usually less than a millisecond
+SEND_S = 0.2  # for a connection that carries one message
 PASS_S = 2.0  # for a connection to P, and for P or D to take bytes that a proxy passes on
 # What vLLM's NIXL connector asks a peer (nixl/base_scheduler.py).
 KNOWN = [b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))]
@@ -174,13 +177,27 @@ def _reset(one: socket.socket) -> None:
     one.close()
 
 
-def speaks_zeromq(port: int) -> bool:
-    """Whether the process that listens on a port greets as ZeroMQ does."""
+def speaks_zeromq(port: int, pid: int) -> Generator[None, None, bool]:
+    """Whether the process that listens on a port, or a thread of it, greets as ZeroMQ does.
+
+    ZeroMQ greets whoever connects, and at once; others may wait until they are asked. Yields until something
+    came, or for GREETING_S in which the process and this one did not wait for a core.
+    """
     try:
-        with socket.create_connection(("127.0.0.1", port), GREETING_S) as peer:
-            return peer.recv(1) == SIGNATURE
+        peer = socket.create_connection(("127.0.0.1", port), PASS_S)
     except OSError:
         return False
+    with peer:
+        peer.setblocking(False)
+        deadline = Deadline(GREETING_S, (os.getpid(), pid), look=True)
+        while not deadline.over():
+            try:
+                return peer.recv(1) == SIGNATURE
+            except BlockingIOError:
+                yield
+            except OSError:
+                return False
+    return False
 
 
 def malformed_messages(valid: list[list[bytes]], count: int, seed: int) -> Iterator[list[bytes]]:
@@ -232,9 +249,9 @@ class HostileClient:
     It sends ZeroMQ messages where the listener speaks ZeroMQ, and raw bytes.
     """
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, zeromq: bool):
         self.port, self.dealer = port, None
-        if speaks_zeromq(port):
+        if zeromq:
             import zmq
 
             self.context = zmq.Context()
@@ -252,7 +269,7 @@ class HostileClient:
     def send_raw(self, data: bytes) -> bool:
         """Send bytes on a connection of their own. Returns whether a process listens."""
         try:
-            with socket.create_connection(("127.0.0.1", self.port), GREETING_S) as peer:
+            with socket.create_connection(("127.0.0.1", self.port), SEND_S) as peer:
                 peer.sendall(data)
             return True
         except OSError:

@@ -98,8 +98,8 @@ def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
 def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
-    `numbers`: reason -> seconds until P no longer holds the request; -1: it held it for most of the lease;
-    the lease: nobody looked in time.
+    `numbers`: reason -> seconds until P no longer holds the request; negative: so many seconds later P still
+    held it; the lease: nobody looked in time.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     decodes, numbers, length = {}, {}, engines.length // BLOCK * BLOCK + 1
@@ -124,7 +124,8 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
             decodes[why] = yield from engines.finish_decode(d, request, time.monotonic())
         held = prefill.added + engines.lease_s * KEPT - time.monotonic()
         freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
-        numbers[why] = freed - prefill.added if freed else -1.0 if held > 0 else engines.lease_s
+        so_far = (freed or time.monotonic()) - prefill.added
+        numbers[why] = so_far if freed else -so_far if held > 0 else engines.lease_s
         if why == "waiting":
             yield from d.call("pause", False)
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))

@@ -7,6 +7,7 @@ the same line of the same hook has no long wait. A process that goes on calling 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
 
@@ -18,23 +19,33 @@ LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each
 PATIENCE = 6  # times the deadline of a process in which hooks are still called
 FEW = 40  # of a process that works for its deadline: a hook takes half a second then
 
+LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
+
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
-QUIET, BUSY = "quiet", "busy"  # how a process is late
+# Hooks of an engine's start, by the beginnings of their names.
+STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata")
+QUIET, BUSY, UNSTARTED = "quiet", "busy", "unstarted"  # how a process is late
 
 
 class RunningHook:
-    """Which hook of the connector a forked process runs, and how many it has begun or ended.
+    """Which hook of the connector a forked process runs, how many it has begun or ended, and how long those
+    of an engine's start took.
 
     The memory is shared with the process that forked it.
     """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, NAME_BYTES + COUNT_BYTES)
+        self._memory = mmap.mmap(-1, NAME_BYTES + 2 * COUNT_BYTES)
+        self._began = 0.0  # when the process that notes hooks began one of a start; 0.0: it runs none
 
     def note(self, hook: str) -> None:
         """Note which hook runs now; "": none."""
+        now = time.monotonic()
+        started = self.started_s() + (now - self._began if self._began else 0.0)
+        self._began = now if hook.startswith(STARTS) else 0.0
+        numbers = self.count() + 1, int(started * 1e6)
         self._memory[:NAME_BYTES] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
-        self._memory[NAME_BYTES:] = (self.count() + 1).to_bytes(COUNT_BYTES, "little")
+        self._memory[NAME_BYTES:] = b"".join(number.to_bytes(COUNT_BYTES, "little") for number in numbers)
 
     def name(self) -> str:
         """The hook that runs now; "": none."""
@@ -46,21 +57,40 @@ class RunningHook:
 
     def count(self) -> int:
         """How often one was noted."""
-        return int.from_bytes(self._memory[NAME_BYTES:], "little")
+        return int.from_bytes(self._memory[NAME_BYTES : NAME_BYTES + COUNT_BYTES], "little")
 
-    def wait(self, line: Connection, seconds: float, pids: tuple[int, ...]) -> tuple[str, float]:
+    def started_s(self) -> float:
+        """Seconds that hooks of an engine's start took, of those that have ended."""
+        return int.from_bytes(self._memory[NAME_BYTES + COUNT_BYTES :], "little") / 1e6
+
+    def wait(
+        self, line: Connection, seconds: float, pids: tuple[int, ...], start_s: float = 0.0
+    ) -> tuple[str, float]:
         """Wait for a message of the process. Returns how it is late, "" if it is not, and after how long.
 
-        QUIET: fewer than FEW hooks began or ended in so many seconds. BUSY: more did, PATIENCE times. `pids`:
-        see Deadline.
+        QUIET: fewer than FEW hooks began or ended in so many seconds, in which no engine started. BUSY: more
+        did, PATIENCE times. UNSTARTED: a hook of an engine's start took longer than `start_s`. `pids`: see
+        Deadline.
         """
         for times in range(1, PATIENCE + 1):
-            before = self.count()
-            if poll(line, Deadline(seconds, pids)):
-                return "", 0.0
+            before, started, more = self.count(), self.started_s(), seconds
+            while more > 0:
+                if poll(line, Deadline(more, pids)):
+                    return "", 0.0
+                least = LOOK_AGAIN_S if self.name().startswith(STARTS) else 0.0
+                if least and self._hangs_in(start_s - seconds, line, pids):
+                    return UNSTARTED, max(start_s, seconds)
+                started, more = self.started_s(), max(least, min(seconds, self.started_s() - started))
             if self.count() < before + FEW:
                 return QUIET, times * seconds
         return BUSY, PATIENCE * seconds
+
+    def _hangs_in(self, seconds: float, line: Connection, pids: tuple[int, ...]) -> bool:
+        """Whether the hook that runs now still runs after so many more seconds."""
+        began, deadline = self.count(), Deadline(seconds, pids)
+        while self.count() == began and not deadline.over() and not line.poll(LOOK_AGAIN_S):
+            pass
+        return self.count() == began and deadline.over()
 
 
 def hook_of(process: ChildProcess, hooks: Collection[str]) -> Frame | None:

@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
-from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET
+from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET, UNSTARTED
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
@@ -24,6 +24,7 @@ CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
+STARTS = 16  # halves that a case makes at most, each of which may take as long as the start of an engine
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.
 HANGS, MODULES = 2, 3
@@ -48,13 +49,15 @@ class SchedulerBench:
         self.context.require_nothing_missing()
         self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._hung else 1.0)
-        question = (module, function, rule, variant, deadline_s)
-        end, late = self._ask(cell, question, MOST * PATIENCE * deadline_s + GRACE_S)
-        if late == QUIET and end.outcome is Outcome.BLOCKED:
+        start_s = self.context.deadlines.start
+        question = (module, function, rule, variant, deadline_s, start_s)
+        end, late = self._ask(cell, question, MOST * (PATIENCE * deadline_s + STARTS * start_s) + GRACE_S)
+        if late in (QUIET, UNSTARTED) and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
         elif late:
             self._hung.setdefault(module, []).append(function)
         found = end.finding.happened if end.finding else ""
+        self.context.note("start", late == UNSTARTED)
         self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
 

@@ -37,7 +37,7 @@ from pytest_kvconform.result import (
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import BUSY, QUIET, RunningHook
+from pytest_kvconform.rigs.processes.hangs import BUSY, QUIET, UNSTARTED, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines
 from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -70,10 +70,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(connection: Connection, spec: HostSpec) -> None:
-    """Run the host in a child of the zygote.
-
-    Sends ("ready", None) or ("failed", CaseEnd), then answers each (module, function, rule, variant,
-    deadline) with (CaseEnd, how it was late), until the connection ends.
+    """Run the host in a child of the zygote. Sends ("ready", None) or ("failed", CaseEnd), then answers the
+    arguments of each `Host.run` with what it returns, until the connection ends.
     """
     try:
         host = Host(spec)
@@ -209,7 +207,7 @@ class Host:
     # ---- cases ---------------------------------------------------------------------------------------------
 
     def run(
-        self, module: str, function: str, rule: str, variant: Any, deadline_s: float
+        self, module: str, function: str, rule: str, variant: Any, deadline_s: float, start_s: float
     ) -> tuple[CaseEnd, str]:
         """Run one case in a child. Returns its end, and how it was late: see RunningHook.wait."""
         importlib.import_module(module)  # so that the next child has it
@@ -220,7 +218,8 @@ class Host:
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
-        end, leaves, (late, waited_s) = None, False, self._hook.wait(line, deadline_s, (pid, os.getpid()))
+        limits = deadline_s, (pid, os.getpid()), start_s
+        end, leaves, (late, waited_s) = None, False, self._hook.wait(line, *limits)
         if not late:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
@@ -240,7 +239,7 @@ class Host:
         self._killed, status = [], os.waitpid(pid, 0)[1]
         if not late and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), late
-        if late == QUIET and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
+        if late in (QUIET, UNSTARTED) and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
             waits = "its start waits for a server: start it, or configure its address"
             return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), late
         if late == BUSY:

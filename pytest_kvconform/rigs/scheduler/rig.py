@@ -38,6 +38,7 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
+    START_S,
     declared_addition,
     declared_amount,
     port_environment,
@@ -238,6 +239,11 @@ class Rig:
     def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that the start of an engine in another process may take, as in the other tiers."""
+        return self.scaled_seconds(START_S)
 
     @property
     def settle_s(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -22,6 +23,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
 )
 
 ASKED, PLACED, ENDED = "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"
+ALL_WHOLE_BLOCKS = "KV-HANDOVER-003"
 ID = "transfer_id"  # the param by which P and D of a rendezvous meet
 STRANGE: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -104,18 +106,21 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
         p.run(sent=True)
         rig.require_no_leaks(p, d)
         answers.append((sorted(p.kv_transfer_params(p_id)), d.first_external_tokens(d_id)))
-    if answers[0] != answers[1]:
+    (keys, tokens), (fewer, given) = answers
+    if keys != fewer or bool(tokens) != bool(given):
         raise rig.violation(
             "",
             f"asked with {few}, P and D give {answers[1]} (params, tokens), and with {whole} {answers[0]}",
         )
-    return Evidence(looked_at=len(answers[0][0]), unit="params", external_tokens=answers[0][1])
+    _warn_of_less(rig, f"asked with {few}", given, f"asked with {whole}", tokens)
+    return Evidence(looked_at=len(keys), unit="params", external_tokens=tokens)
 
 
 @case("KV-PARAMS-004", variants=lambda cell, matrix: ("reordered", "with_more", "twice"), rig="scheduler")
 def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
-    """A router may change the order of a dict, add keys and send it through JSON again: D loads the same. Of
-    two requests with the same params each is loaded or computed.
+    """A router may change the order of a dict, add keys and send it through JSON again: D loads from the same
+    blocks. How much of them it loads is the connector's choice. Of two requests with the same params each is
+    loaded or computed.
     """
     needs_hand_over(rig)
     p, plain, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -129,6 +134,7 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     d_id = d.add(prompt, params)
     rig.step_until_matched(d, d_id)
     rig.step_until_ordered(d, d_id)
+    given, ordered = d.first_external_tokens(d_id), _loads(d, p)
     if way == "twice":
         third = d.add(prompt, params)
         rig.step_until_matched(d, third)
@@ -141,21 +147,32 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
                 f"of two requests with the same params the second one is {d.status(third)}, and no step "
                 "orders its load",
             )
-    begun = _loads(plain, p)
-    if (
-        d.first_external_tokens(d_id) != plain.first_external_tokens(next(iter(plain.prompts)))
-        or _loads(d, p) != begun
-    ):
+    tokens, begun = plain.first_external_tokens(next(iter(plain.prompts))), _loads(plain, p)
+    other = ordered != begun if given == tokens else not 1 <= given <= len(prompt)
+    # what is loaded of another amount, or for the second request, are blocks that the params name
+    if other or _loads(d, p) - begun - integers(params):
         raise rig.violation(
             "",
-            f"with the same params, {way}, D announces {d.first_external_tokens(d_id)} tokens and orders "
-            "another load",
+            f"with the same params, {way}, D announces {given} tokens and orders another load",
         )
     d.run()
     plain.run()
     p.run(sent=True)
     rig.require_no_leaks(p, plain, d)
-    return Evidence(looked_at=len(params), unit="params", external_tokens=d.first_external_tokens(d_id))
+    _warn_of_less(rig, f"with the same params, {way},", given, "with the params as P returned them", tokens)
+    return Evidence(looked_at=len(params), unit="params", external_tokens=given)
+
+
+def _warn_of_less(rig: Rig, one: str, given: int, another: str, tokens: int) -> None:
+    """Raise Violation (KV-HANDOVER-003) if D loaded one amount of a prompt and another one, unless the
+    connector declares how much it loads.
+
+    `one`, `another`: what the params were, in words.
+    """
+    if given != tokens and not declared_amount(rig.subject):
+        raise rig.violation(
+            ALL_WHOLE_BLOCKS, f"{one} D loaded {given} tokens, and {another} it loaded {tokens} of them"
+        )
 
 
 def _loads(side: Side, p: Side) -> frozenset[int]:

@@ -88,6 +88,24 @@ class ReadsInOrder(Right):
         return super().usable(params) and params["remote_block_ids"] == list(params.values())[2]
 
 
+class MovesBlocks(Right):
+    """Loads a block less, and from other blocks, if a router has added a key."""
+
+    moved = False
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        self.moved = handed_over(request) and "trace" in params
+        if self.moved:
+            other = [[block + 40 for block in group] for group in params["remote_block_ids"]]
+            request.kv_transfer_params = params | {"remote_block_ids": other}
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        tokens, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (tokens - 16 if tokens and self.moved else tokens), asynchronous
+
+
 class OrdersOnce(Right):
     """Two requests with one answer of P are one to it: it announces both and loads one."""
 

@@ -80,7 +80,8 @@ class RemoteEngine:
 
     def _answer(self, name: str) -> Any:
         """What the engine has answered to a call. Raises what it has raised."""
-        deadline = Deadline(self.rig.scaled_seconds(ANSWER_S), (self.pid,))
+        seconds = self.rig.start_s if name == "__init__" else self.rig.scaled_seconds(ANSWER_S)
+        deadline = Deadline(seconds, (self.pid,))
         if self.peer is None or name != "step" or self._line.poll(ALONE_S):
             return self._received(name, deadline)
         # when its own step is over, it goes on: the peer may load within a step, too

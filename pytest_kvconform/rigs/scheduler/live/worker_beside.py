@@ -30,8 +30,6 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
-START_S = 20.0  # times --kv-timeout-scale
-
 
 class Nursery:
     """Starts worker halves, each in a process of its own, and ends them."""
@@ -53,7 +51,7 @@ class Nursery:
         """
         try:
             self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
-            if not poll(self._line, Deadline(self._rig.scaled_seconds(START_S), (self._pid,))):
+            if not poll(self._line, Deadline(self._rig.start_s, (self._pid,))):
                 os.kill(self._pid, signal.SIGKILL)  # its workers end with it
                 raise self._rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
             failed: CaseEnd | None = self._line.recv()

@@ -6,7 +6,6 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, unread
-from pytest_kvconform.rigs.peers.scenario_engines import KEPT
 from pytest_kvconform.suite._peer_observations import completed, evidence, require_some_load, violation
 
 REASONS = {
@@ -48,10 +47,12 @@ def _p_frees(bench: Bench, why: str, rule: str) -> Evidence:
     if observed.numbers[why] < 0:
         if observed.too_slow:
             raise Blocked(observed.too_slow)
+        known = not bench.context.subject.features.get("lease")
+        lasts = f", which it keeps for {lease:.0f} s if nobody reads them" if known else ""
         raise violation(
             rule,
-            f"{REASONS[why]}, and {KEPT * bench.peers.lease_s:.1f} s after P's request had come P still "
-            f"holds its blocks, which it keeps for {bench.peers.lease_s:.0f} s if nobody reads them",
+            f"{REASONS[why]}, and {-observed.numbers[why]:.1f} s after P's request had come P still holds "
+            f"its blocks{lasts}",
             observed,
             diagnosis="D does not notify P that it loads nothing",
         )
