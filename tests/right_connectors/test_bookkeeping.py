@@ -152,14 +152,24 @@ def test_a_thread_of_each_engine_is_told_from_those_of_the_process(
     ]
 
 
-@pytest.mark.parametrize("connector", ["EndsWhenCollected", "InUseForAMoment"])
-def test_threads_of_an_engine_end_with_its_connector(connector: str) -> None:
+@pytest.mark.parametrize(
+    ("connector", "left"),
+    [
+        ("EndsWhenCollected", ""),
+        ("InUseForAMoment", ""),
+        ("OneContext", ""),
+        ("ReplacesItsThread", ""),
+        ("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
+    ],
+)
+def test_threads_of_an_engine_end_with_its_connector(connector: str, left: str) -> None:
     must_be_installed()
     with importable_from(ROOT):
         runner = CaseRunner("tests.right_connectors.bookkeeping")
         run = runner.run(connector, "llama", only=lambda planned: planned.module == "engine/shutdown")
         assert runner.close() == []
-    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+    assert set(run.outcomes.values()) == {"FAIL" if left else "PASS"}, run.findings
+    assert [finding.happened for finding in run.findings.values()] == [left] * bool(left)
 
 
 @pytest.mark.parametrize("connector", ["TruthValues", "OfOneHalf"])

@@ -95,8 +95,10 @@ def _calls_of(
 
     Without a result of the scenario all of them: the last ones were before its end.
     """
-    handed = [*found.decodes.values(), *found.prefills.values()] if found else []
-    ids = {one.id for one in handed} | set(found.request_ids.values() if found else ())
+    ids = set[str]()
+    if found:
+        ids |= {one.id for one in found.decodes.values()} | {one.id for one in found.prefills.values()}
+        ids |= set(found.request_ids.values())
     return tuple(
         msgspec.structs.replace(call, side=name)
         for name, mine in calls.items()

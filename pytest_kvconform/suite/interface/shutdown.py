@@ -35,16 +35,7 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
     and shutdown tells: it leaves no more of them. If its start has replaced some of them, a third one must do
     so, too.
     """
-    own: set[str] = set()
-    left, stay = _left_by_an_engine(rig, own, {})
-    if set(left) == {"threads"}:
-        with contextlib.suppress(Violation):  # the first engine's threads may keep a second one from starting
-            again, then = _left_by_an_engine(rig, own, stay)
-            if not again and then.keys() - stay.keys():
-                again, then = _left_by_an_engine(rig, own, then)
-            if not again:
-                return Evidence(looked_at=4, unit="halves", notes={"threads of the process": len(then)})
-            left = again
+    left, stay, halves = _left_by_engines(rig)
     if left:
         reported = " and ".join(
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})" for what, things in left.items()
@@ -54,7 +45,34 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
             f"after shutdown of both halves there are still {reported}",
             diagnosis=f"shutdown() leaves {' and '.join(left)} behind",
         )
-    return Evidence(looked_at=2, unit="halves")
+    return Evidence(looked_at=halves, unit="halves", notes=dict(stay))
+
+
+def threads_of_the_process(rig: Rig, _: None) -> Evidence:
+    """Count the threads that stay once for the process: `notes` has name -> how many.
+
+    It is no case: the tier engine asks it about threads that a shutdown has left there.
+    """
+    left, stay, halves = _left_by_engines(rig)
+    return Evidence(looked_at=halves, unit="halves", notes={} if left else dict(stay))
+
+
+def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]:
+    """Start and shut down engines, one, or more if threads stay that may be the process's.
+
+    Returns what they leave behind, the names of the threads that stay once for the process, and how many
+    halves were looked at.
+    """
+    own: set[str] = set()
+    left, stay = _left_by_an_engine(rig, own, {})
+    if set(left) != {"threads"}:
+        return left, Counter(), 2
+    with contextlib.suppress(Violation):  # the first engine's threads may keep a second one from starting
+        again, then = _left_by_an_engine(rig, own, stay)
+        if not again and then.keys() - stay.keys():
+            again, then = _left_by_an_engine(rig, own, then)
+        return again, Counter(then.values()), 4
+    return left, Counter(), 4
 
 
 def _left_by_an_engine(
