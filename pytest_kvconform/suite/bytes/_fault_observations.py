@@ -148,10 +148,10 @@ def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
 
 
 def check_reported_in_time(bench: Bench, found: FaultObservation) -> None:
-    """Raise Violation if a row is wrong since a load was reported as finished too early."""
+    """Raise Violation if a row or a state is wrong since a load was reported as finished too early."""
     for r in found.transfer.requests:
         for check in r.checks:
-            if wrong_words(check, "attention") and (early := _reported_early(found, r, check)):
+            if _is_wrong(check) and (early := _reported_early(found, r, check)):
                 wrong = finding(bench, found.transfer, r, check, "KV-FAIL-007")
                 happened, diagnosis = early
                 raise Violation(
@@ -191,11 +191,19 @@ def _reported_early(found: FaultObservation, r: Received, check: Check) -> tuple
     return None
 
 
+def _is_wrong(check: Check) -> bool:
+    """Whether a row or a state that was due is not right."""
+    return any(wrong_words(check, kind) for kind in ("attention", "state"))
+
+
 def bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evidence:
-    """Return evidence of the requests for which D loaded KV. Raises Violation if a row is wrong."""
+    """Return evidence of the requests for which D loaded KV.
+
+    Raises Violation if a row or a state is wrong.
+    """
     for r in observed.requests:
         for check in r.checks:
-            if wrong_words(check, "attention"):
+            if _is_wrong(check):
                 raise Violation(finding(bench, observed, r, check, rule))
     due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
@@ -224,7 +232,7 @@ def unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -
     cause = "a transfer that failed is reported as if it had been made"
     for r in observed.requests:
         for check in r.checks:
-            if wrong_words(check, "attention"):
+            if _is_wrong(check):
                 wrong = finding(bench, observed, r, check, "KV-FAIL-001")
                 return Finding(
                     rule=wrong.rule,
