@@ -30,6 +30,7 @@ LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout
 OVER_TCP = ("P12", "D12")  # engines of `sleeping_peer`
 # as users set it, here for one side
 ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 4e4}}}
+MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
@@ -46,12 +47,15 @@ def is_late(found: ScenarioObservation, lease_s: float) -> bool:
 
 
 def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:
-    """The engine with another model, dtype or rotary embedding (`what`), whose KV has the same size."""
+    """The engine with another model, dtype or rotary embedding (`what`), whose KV has the same size, or with
+    another pool.
+    """
     changes: dict[str, dict[str, Any]] = {
         "": {},
         "model": {"model": f"another-{spec.geometry}"},
         "dtype": {"dtype": "float16"},
         "rope": {"engine_arguments": spec.engine_arguments | ROPE},
+        "pool": {"num_blocks": spec.num_blocks + MORE_BLOCKS},
     }
     return msgspec.structs.replace(spec, **changes[what])
 

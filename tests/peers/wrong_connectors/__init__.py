@@ -15,4 +15,5 @@ from .leases import *
 from .ranks import *
 from .right import *
 from .sockets import *
+from .two_peers import *
 from .unreachable import *
