@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
-from pytest_kvconform.rigs.peers.sleeping_peer import sleeping_peer
+from pytest_kvconform.rigs.peers.sleeping_peer import shutdown_during_load, sleeping_peer
 from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -330,5 +330,6 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
 # Scenarios that run when a case asks for them, without the others.
 APART: dict[str, PeerScenario] = {
     "another_model": PeerScenario(another_model, ("P", "D")),
+    "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
     "two_peers": PeerScenario(two_peers, ("P", "P-pool", "D")),
 }
