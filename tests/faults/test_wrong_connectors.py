@@ -248,11 +248,22 @@ def test_a_right_connector_passes_every_case(
     assert all(result.evidence and result.evidence.looked_at for result in run.results)
 
 
-@pytest.mark.parametrize("connector", ["StatesApart", "Right", "tests.right_connectors.designs:LayerWise"])
+RIGHT = "tests.right_connectors"
+
+
+@pytest.mark.parametrize(
+    ("connector", "declared"),
+    [
+        ("StatesApart", {}),
+        ("Right", {}),
+        (f"{RIGHT}.designs:LayerWise", {}),
+        (f"{RIGHT}.amount:Threshold", {"min_load": 40}),
+    ],
+)
 def test_a_right_connector_passes_where_each_transfer_of_a_state_is_slow_or_fails(
-    run_cases: Callable[..., CellRun], connector: str
+    run_cases: Callable[..., CellRun], connector: str, declared: dict[str, int]
 ) -> None:
-    run = run_cases(connector, KIMI, setup="mla64", matrix="quick")
+    run = run_cases(connector, KIMI, setup="mla64", matrix="quick", declared=declared)
     passed = dict.fromkeys(("load_ends_with_its_last_transfer", "each_transfer_may_fail[later]"), "PASS")
     assert run.outcomes == passed, run.reasons
     begun = {evidence.looked_at for evidence in run.evidence.values()}

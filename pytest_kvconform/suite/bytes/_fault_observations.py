@@ -19,6 +19,7 @@ from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_wor
 from pytest_kvconform.suite.bytes._stores import is_store
 
 Found = TypeVar("Found")
+BLOCK = 16  # tokens: prompts are for such blocks, also where a block is as large as a state
 NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
 
 
@@ -91,7 +92,7 @@ def _long_enough(
     every request of an observation. Returns also how many tokens were added.
     """
     if declared_amount(bench.subject):
-        by = declared_addition(bench.subject, block_size(bench.cell, "D"))
+        by = declared_addition(bench.subject, min(BLOCK, block_size(bench.cell, "D")))
         return observe_longer(by), by
     found = observe_longer(0)
     if loads(found):
